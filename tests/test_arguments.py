@@ -105,7 +105,7 @@ def schemes(draw):
 
 @settings(FEW, max_examples=300)
 @given(drawn=schemes())
-def test_a_scheme_that_is_taken_trains_two_nodes_or_is_refused_before_they_exchange_anything(drawn):
+def test_a_valid_scheme_trains_or_is_refused_before_any_exchange(drawn):
     cls, arguments = drawn
     scheme = None
     with refused_by_name(*arguments):
@@ -122,7 +122,7 @@ PARSER.add_subclass_arguments(hiercomm.Scheme, "scheme")
 
 @settings(FEW, max_examples=60)
 @given(which=st.sampled_from(YAML_ARGUMENTS), value=PLAIN)
-def test_any_value_of_any_argument_in_a_configuration_file_is_taken_or_refused_by_its_name(which, value):
+def test_any_value_in_a_configuration_file_is_taken_or_refused_by_name(which, value):
     cls, name = which
     config = {"class_path": f"lightning_hiercomm.{cls.__name__}", "init_args": {name: value}}
     with refused_by_name(name):
@@ -175,7 +175,7 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(cls):
         (lambda: Every(3, "run", 4), "Every: too many positional arguments. It takes period, of."),
     ],
 )
-def test_arguments_that_are_too_many_are_refused_in_the_name_of_what_one_called(make, message):
+def test_too_many_arguments_are_refused_by_the_name_of_the_class(make, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         make()
 

@@ -163,7 +163,7 @@ def test_second_yaml_replaces_the_scheme(strategy):
 
 
 @pytest.mark.parametrize("argument", ["=DASO", "=lightning_hiercomm.DASO", ".class_path=lightning_hiercomm.DASO"])
-def test_a_class_given_over_a_config_keeps_what_both_take_and_we_warn_of_it(strategy, monkeypatch, argument):
+def test_a_class_given_over_a_config_keeps_common_arguments_and_warns(strategy, monkeypatch, argument):
     argument = SCHEME + argument
     monkeypatch.setattr(sys, "argv", ["program", argument])
     with pytest.warns(UserWarning, match="DASO, chosen on the command line, keeps sync_every=7 from the configuration"):

@@ -33,7 +33,7 @@ def _parameter_sync(period, staleness, merge, reducer="sharded"):
 
 @pytest.mark.parametrize("merge", ["eq1", "delta", "nesterov", "adam"])
 @pytest.mark.parametrize("wire", [None, "int8"])
-def test_an_exchange_that_an_epoch_left_in_flight_is_merged_before_the_next_leaves(merge, wire):
+def test_an_exchange_in_flight_at_an_epochs_end_is_merged_before_the_next(merge, wire):
     check(Combination("parameter_sync", _parameter_sync(3, 2, merge), wire=wire, resume=7, looks=(7,)))
 
 
@@ -50,32 +50,28 @@ def test_healing_a_node_does_not_meet_what_has_just_left():
 
 @pytest.mark.parametrize("resume", [None, 5])
 @pytest.mark.parametrize("nodes", ["1+1", "2x2", "3+1"])
-@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
-def test_a_server_counts_the_steps_of_every_parameter_by_itself_when_some_are_unfrozen_or_frozen(
-    shard_on, nodes, resume
-):
-    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False), ("shard_on", shard_on))
+def test_a_server_counts_steps_per_parameter(nodes, resume):
+    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False))
     check(Combination("steps_delay", arguments, nodes, optimizer="adam", unfreeze=3, resume=resume))
     check(Combination("steps_delay", arguments, nodes, optimizer="adamw", freeze=2, again=6, resume=resume))
 
 
-def test_steps_delay_takes_steps_with_an_optimizer_all_of_whose_parameters_are_frozen_for_a_while():
+def test_steps_delay_steps_while_all_parameters_are_frozen():
     arguments = (
         ("delay", 4),
         ("warmup_steps", 4),
         ("local_update", "glu"),
         ("hold", False),
-        ("shard_on", "parameters"),
     )
     check(Combination("steps_delay", arguments, two=True, unfreeze=7, freeze=3))
 
 
-def test_replicas_that_gossip_have_the_same_weights_after_a_resume_to_the_last_bit():
+def test_gossip_replicas_have_bit_equal_weights_after_a_resume():
     arguments = (("graph", "roulette"), ("segments", 3), ("hierarchical", False), ("overlap", False))
     arguments += (("push_sum", True),)
     check(Combination("gossip", arguments, "2x2", weights=(1.0, 1.0, 1.0, 3.0), reweight=0, resume=2))
 
 
-def test_fragments_of_an_optimizer_all_of_whose_parameters_are_frozen_for_a_while_are_none():
+def test_an_optimizer_with_all_parameters_frozen_has_no_fragments():
     arguments = (("sync_every", 3), ("outer_optimizer", "momentum"), ("fragments", 2), ("staleness", 0))
     check(Combination("diloco", (*arguments, ("gradients", "node")), two=True, unfreeze=5, freeze=1))

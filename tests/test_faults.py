@@ -18,7 +18,7 @@ import pytest
 @pytest.mark.timeout(400)
 @pytest.mark.long("three launches of which a rank is lost, and what it leaves is looked for")
 @pytest.mark.parametrize("runs", [3, pytest.param(24, marks=pytest.mark.nightly)])
-def test_random_faults_end_every_run_in_time_with_the_rank_named_and_nothing_left(capsys, tmp_path, runs):
+def test_random_faults_end_in_time_with_the_rank_named(capsys, tmp_path, runs):
     cases = [*faults.drawn(runs, seed=1)]
     done = faults.report(cases, jobs=2, seconds=float("inf"), keep=tmp_path)
     said = "\n".join(path.read_text() for path in tmp_path.glob("*.txt"))
@@ -34,7 +34,7 @@ def test_torchrun_ends_when_the_only_rank_of_its_first_node_calls_sys_exit(tmp_p
     assert not outcome.launcher_waits
 
 
-def test_the_list_has_every_fault_at_every_moment_and_every_scheme_under_every_launcher():
+def test_the_list_has_all_faults_moments_schemes_and_launchers():
     cases = [*faults.listed()]
     assert {(case.fault, case.moment) for case in cases} == {(f, m) for f in faults.FAULTS for m in faults.MOMENTS}
     assert {(case.scheme, case.launcher) for case in cases} == {*product(faults.SCHEMES, faults.LAUNCHERS)}

@@ -228,7 +228,7 @@ def test_nodes_of_a_torchrun_may_be_unequal(launch):
     assert sorted(sample for report in reports for sample in report["samples"]) == [*range(20)]
 
 
-def test_host_names_decide_what_a_node_is_under_mpiexec_however_unequal_and_scattered(launch):
+def test_host_names_define_nodes_under_mpiexec(launch):
     places = [("localhost", "3"), ("localhost", "3"), ("127.0.0.1", "1"), ("localhost", "3")]
     options = ["--num-nodes", "2", "--inter-node", "torch"]  # MPI starts the ranks, and gloo joins them
     launch.mpiexec("openmpi", *(["--host-name", host, "--devices", devices, *options] for host, devices in places))
@@ -372,7 +372,7 @@ def test_all_ranks_do_without_a_control_plane_that_one_cannot_reach(launch):
     assert "HierarchicalStrategy(health=Health(control_port=...))" in output
 
 
-def test_training_survives_the_hub_and_a_rank_that_dies_later_is_still_named(launch):
+def test_training_survives_the_hub_and_later_failures_are_named(launch):
     launch.ranks_of_torchrun(
         *("--slow-rank", "1", "--slow-seconds", "0.05", *LONG),
         *("--victim", "1", "--at", "60", "--accident", "kill"),
@@ -435,9 +435,7 @@ def _kill() -> None:
         ("configure_model", _raise, 1, r"rank 1 \(node 1\) failed: ValueError: the dog"),
     ],
 )
-def test_a_rank_that_dies_before_it_trains_ends_the_run_within_seconds_and_is_named(
-    fit, capfd, moment, accident, victim, named
-):
+def test_a_rank_that_dies_before_training_ends_the_run_in_seconds(fit, capfd, moment, accident, victim, named):
     began = time.monotonic()
     with pytest.raises(ProcessException) as caught:
         fit(Fragile(moment, accident, victim), {"ranks_per_node": 1}, devices=2)
@@ -446,7 +444,7 @@ def test_a_rank_that_dies_before_it_trains_ends_the_run_within_seconds_and_is_na
 
 
 @pytest.mark.parametrize("victim", [0, 2, 5])  # the root of the tree in which they first talk, a branch, a leaf
-def test_a_rank_that_dies_before_others_have_connected_to_it_holds_nobody_up(fit, capfd, monkeypatch, victim):
+def test_a_rank_that_dies_while_connecting_blocks_no_rank(fit, capfd, monkeypatch, victim):
     # gloo's own wait for a peer that was never there may have no end (https://github.com/pytorch/gloo/issues/520)
     def dies(rank, *others, **settings):
         if rank == victim:
@@ -468,7 +466,7 @@ def _exit_after(seconds: float, code: int) -> None:
     os._exit(code)
 
 
-def test_when_a_rank_left_too_early_one_that_is_just_telling_why_it_ends_is_not_killed():
+def test_a_rank_that_reports_its_error_is_not_killed_early():
     # killed while it wrote the file that the launcher reads, it made of the error an "EOFError: Ran out of input"
     fork = multiprocessing.get_context("fork")
     left, telling, waiting = ranks = [

@@ -32,5 +32,5 @@ PERIODIC = (("sync_every", 4), ("at_epoch_end", True), ("order", "after_step"), 
 
 
 @pytest.mark.parametrize("how", [{"accumulate": 2}, {"manual": True}], ids=["accumulated", "manual"])
-def test_gradients_of_a_step_before_which_parameters_are_unfrozen_are_those_of_the_nodes_agreement(how):
+def test_gradients_after_an_unfreeze_follow_the_synchronized_set(how):
     check(Fit("periodic", PERIODIC, "1+1", unfreeze=2, **how))

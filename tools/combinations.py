@@ -388,7 +388,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "warmup_steps": delay * draw.randint(0, 2),
             "local_update": draw.choice(["glu", "glu", "sgd", "dc_asgd", "with memory"]),
             "hold": draw.random() < 0.3,
-            "shard_on": draw.choice(["elements", "parameters"]),
         }
     if kind == "gossip":
         return {

@@ -22,42 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.ddp_buffers import BufferBroadcast
-from lightning_hiercomm.arguments import check_types
-
-
-def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str]:
-    """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
-
-    Args:
-        arguments: Of Lightning's ``DDPStrategy`` and of DDP.
-        strategy: The class whose process group and communication hook DDP gets.
-
-    Returns:
-        The names of DDP's arguments that may be set.
-
-    Raises:
-        ValueError: If the strategy itself sets an argument.
-        TypeError: If a value has a wrong type.
-    """
-    owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
-    owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
-    for name in arguments:
-        if name in owned:
-            raise ValueError(
-                f"{name} cannot be set: {strategy} owns DDP's process group, devices and communication hook."
-                " Choose what nodes exchange with `scheme` and `wire_dtype`."
-            )
-    if arguments.get("mixed_precision") is not None:
-        raise ValueError(
-            f"mixed_precision cannot be set: DDP implements it by a communication hook, which {strategy} owns."
-            " Use precision='bf16-mixed' of the Trainer or of Fabric."
-        )
-    parameters = inspect.signature(DistributedDataParallel).parameters
-    flags = {name: bool for name, parameter in parameters.items() if isinstance(parameter.default, bool)}
-    check_types({name: arguments[name] for name in flags if name in arguments}, flags)
-    check_types(arguments, {"bucket_cap_mb": float | None})
-    return sorted(parameters.keys() - owned)
-
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP's constructor looks for names
 

@@ -310,7 +310,7 @@ def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
 
 def _parts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
     """For each scheme, which of its state is whose: what travels by itself, and who holds the same parameters."""
-    names = ("gradients", "fragments", "segments", "shard_on")
+    names = ("gradients", "fragments", "segments")
     configurations = [{name: getattr(scheme.config, name, None) for name in names} for scheme in schemes]
     return [repr({name: value for name, value in each.items() if value is not None}) for each in configurations]
 

@@ -328,7 +328,7 @@ class Checkpoints:
             ValueError: If what was saved does not fit this run.
         """
         run.leave_to_ranks(self._loaded.get("per_rank", []))
-        run.go_on_without_mean(self._loaded.get("without_mean"))
+        run.exclude_without_mean(self._loaded.get("without_mean"))
         with run.training(self.trained):
             companion, self._companion = self._companion, None
             if companion is not None:

@@ -42,8 +42,9 @@ _STOP_ON_ALL_RANKS = (
 )
 _EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
-Purpose = Literal["average", "save", "reduce", "epoch", "end"]
+Purpose = Literal["run", "average", "save", "reduce", "epoch", "end"]
 _PURPOSES: dict[Purpose, tuple[str, str]] = {
+    "run": ("called", "Call trainer.fit, validate, test and predict on all ranks alike"),
     "reduce": ("reduced a value", "Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"),
     "save": ("called trainer.save_checkpoint", _SAVE_ON_ALL_RANKS),
     "end": ("ended training", _STOP_ON_ALL_RANKS),

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from lightning_hiercomm.planning import quantities
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, PlanningError, Workload
-from lightning_hiercomm.planning.measure.profile import Profile, ProfileError
+from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.accuracy import WIRES
 from lightning_hiercomm.planning.predict.candidates import DEFAULT_WIRES
@@ -36,7 +36,7 @@ _LEAST_STEPS = 20
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run a command; returns the exit status. What a person can put right is one line on standard error."""
+    """Run a command and return the exit status; invalid arguments print one line on standard error."""
     commands: dict[str, Callable[[argparse.Namespace], int]] = {
         "doctor": doctor,
         "probe": probe,
@@ -46,37 +46,34 @@ def run(arguments: argparse.Namespace) -> int:
     }
     try:
         return commands[arguments.command](arguments)
-    except PlanningError as error:
+    except ValueError as error:
         print(f"python -m lightning_hiercomm {arguments.command}: {error}", file=sys.stderr)
         return 2
 
 
 def lighthouse(arguments: argparse.Namespace) -> int:
-    """Tell nodes that come and go who is there."""
+    """Serve the lighthouse of elastic nodes."""
     from lightning_hiercomm.elastic.lighthouse import serve
 
     try:
         return serve(arguments.bind, arguments.min_nodes, arguments.dead_after)
-    except (ValueError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
         raise PlanningError(str(error)) from error
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Check the ground that training will stand on."""
+    """Check versions, network and processes."""
     if arguments.elastic is not None or arguments.dead_after is not None:
         from lightning_hiercomm.planning.measure.elastic import examine_elastic
 
         return examine_elastic(arguments.elastic or None, arguments.dead_after)
     from lightning_hiercomm.planning.measure.doctor import examine
 
-    try:
-        return examine(arguments.ranks_per_node)
-    except ValueError as error:
-        raise PlanningError(str(error)) from error
+    return examine(arguments.ranks_per_node)
 
 
 def probe(arguments: argparse.Namespace) -> int:
-    """Measure the cluster, and write a profile."""
+    """Measure the cluster and write a profile."""
     from lightning_hiercomm.planning.measure.probe import probe as measure
     from lightning_hiercomm.planning.measure.ranks import connected
     from lightning_hiercomm.planning.measure.steps import StandIn, load_module, time_steps
@@ -87,24 +84,21 @@ def probe(arguments: argparse.Namespace) -> int:
     if not out.absolute().parent.is_dir():
         raise PlanningError(f"--out {out}: there is no folder {out.parent}")
     if arguments.module_args and not arguments.module:
-        raise PlanningError("--module-args are for --module, the LightningModule that takes them: give it, too")
+        raise PlanningError("--module-args needs --module")
     module, data = load_module(arguments.module, arguments.module_args) if arguments.module else (None, None)
     began = time.monotonic()
-    try:
-        with connected(arguments.ranks_per_node) as ranks:
+    with connected(arguments.ranks_per_node) as ranks:
 
-            def say(text: str) -> None:
-                if ranks.is_first:
-                    print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
-
-            trained = StandIn(parameters) if module is None else module
-            train = partial(time_steps, trained, data, ranks.device, seconds)
-            profile = measure(ranks, train, say, seconds / 25)
+        def say(text: str) -> None:
             if ranks.is_first:
-                profile.write(out)
-                say(f"wrote {out}; next: python -m lightning_hiercomm plan --profile {out}")
-    except ValueError as error:
-        raise PlanningError(str(error)) from error
+                print(f"[{time.monotonic() - began:5.1f} s] {text}", flush=True)
+
+        trained = StandIn(parameters) if module is None else module
+        train = partial(time_steps, trained, data, ranks.device, seconds)
+        profile = measure(ranks, train, say, seconds / 25)
+        if ranks.is_first:
+            profile.write(out)
+            say(f"wrote {out}; next: python -m lightning_hiercomm plan --profile {out}")
     return 0
 
 
@@ -123,10 +117,7 @@ def plan(arguments: argparse.Namespace) -> int:
     wires = [None if wire == "float32" else wire for wire in asked_for] or DEFAULT_WIRES
     memory = None if arguments.memory is None else _read("--memory", quantities.size, arguments.memory)
     faults, picture = _faults(arguments), _picture(arguments)
-    try:
-        made = make_plan(cluster, workload, wires, memory, arguments.target)
-    except ValueError as error:
-        raise PlanningError(str(error)) from error
+    made = make_plan(cluster, workload, wires, memory, arguments.target)
     if picture is not None:
         report.plot(made, picture)
     if arguments.json:
@@ -143,7 +134,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _picture(arguments: argparse.Namespace) -> Path | None:
-    """Where a picture is to go: nothing is computed for one that cannot be drawn there."""
+    """Check the path of --plot before anything is computed."""
     if not arguments.plot:
         return None
     path = Path(arguments.plot)
@@ -160,7 +151,7 @@ def _picture(arguments: argparse.Namespace) -> Path | None:
 
 
 def _faults(arguments: argparse.Namespace) -> Faults | None:
-    """What the flags say of nodes that die; None if nothing."""
+    """Return the flags about failing nodes, if there are any."""
     durations = {"restart": "--restart-time", "checkpoint": "--checkpoint-time", "dead_after": "--dead-after"}
     prices = {"price": "--price", "egress": "--egress"}
     given = {name: getattr(arguments, flag[2:].replace("-", "_")) for name, flag in {**durations, **prices}.items()}
@@ -168,7 +159,7 @@ def _faults(arguments: argparse.Namespace) -> Faults | None:
     if arguments.mtbf is None:
         if given:
             flag = {**durations, **prices}[next(iter(given))]
-            raise PlanningError(f"{flag}: say with --mtbf how long a node lives on average, such as --mtbf 3h")
+            raise PlanningError(f"{flag} needs --mtbf, the mean time between failures of a node, such as --mtbf 3h")
         return None
     for name in prices.keys() & given.keys():
         if not 0 <= given[name] < math.inf:
@@ -179,12 +170,12 @@ def _faults(arguments: argparse.Namespace) -> Faults | None:
 
 
 def simulate(arguments: argparse.Namespace) -> int:
-    """Train many replicas of a model here, against the time that a cluster would take."""
+    """Train many replicas of a model on this machine, and predict the time on a cluster."""
     task = load_task(arguments.task)
     experiments = _experiments(arguments, task)
     site = _site(arguments, task, nodes=max(experiment.nodes for experiment in experiments))
     fewest = {experiment.label: experiment for experiment in sorted(experiments, key=lambda one: -one.nodes)}
-    for experiment in fewest.values():  # what the last scheme cannot do is said before the first has been trained
+    for experiment in fewest.values():  # before the first one trains
         check(experiment)
     done: list[Curve] = []
     for index, experiment in enumerate(experiments, 1):
@@ -209,7 +200,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _curve(experiment: Experiment, site: Site) -> Curve:
-    """What comes out of an experiment; one that diverges is a result, and not the end of the others."""
+    """Run an experiment; one that diverges does not end the others."""
     began = time.perf_counter()
     try:
         return run_one(experiment, site)
@@ -218,7 +209,7 @@ def _curve(experiment: Experiment, site: Site) -> Curve:
 
 
 def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
-    """What the flags ask for; all rows see as many examples."""
+    """Return the experiments of the flags; all train on the same number of examples."""
     if not 0 < arguments.epochs < math.inf:
         raise PlanningError(f"--epochs {arguments.epochs} must be positive")
     ranks = 1 if arguments.ranks_per_node is None else arguments.ranks_per_node
@@ -233,7 +224,7 @@ def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
             raise PlanningError(f"{flag} {min(values)} must be at least 1")
     try:
         chosen = {"all-reduce": AllReduce(), **{repr(s): s for s in map(_scheme_of(arguments), arguments.scheme)}}
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         raise PlanningError(str(error)) from error
     (_, targets), _ = task.load()
     return [
@@ -274,46 +265,28 @@ def _scheme_of(arguments: argparse.Namespace) -> Callable[[str], Scheme]:
 
 
 def _site(arguments: argparse.Namespace, task: Task, nodes: int) -> Site:
-    """Whose clock: that of a profile, with what the flags say in its place, or of the flags alone."""
+    """Return the cluster of the virtual clock, from a profile and flags, or from flags alone."""
     if arguments.profile is not None:
-        try:
-            profile = Profile.read(Path(arguments.profile))
-        except ProfileError as error:
-            raise PlanningError(str(error)) from error
+        profile = Profile.read(Path(arguments.profile))
         cluster, workload = _with_network(profile.cluster, nodes, arguments), profile.workload
     elif arguments.inter is None or arguments.step_time is None:
-        raise PlanningError("give --inter and --step-time, or --profile with what `probe` measured")
+        raise PlanningError("give --inter and --step-time, or --profile with a file of `probe`")
     else:
         parameters = sum(parameter.numel() for parameter in task.model().parameters())
         cluster = Cluster(nodes, 1, Link(math.inf), Link(1.0, 50e-6))
         workload = Workload.of_step(parameters, 1.0)
-    if arguments.inter is not None:
-        factor = _read("--inter", quantities.bandwidth, arguments.inter) / cluster.inter.bandwidth
-        cluster = replace(cluster, inter=cluster.inter.faster(factor))
-    if arguments.step_time is not None:
-        factor = _read("--step-time", quantities.duration, arguments.step_time) / workload.seconds
-        shares = {name: getattr(workload, name) * factor for name in ("forward", "backward", "update")}
-        workload = replace(workload, **shares)
-    if arguments.params is not None:
-        try:
-            workload = replace(workload, parameters=_read("--params", quantities.count, arguments.params))
-        except ValueError as error:
-            raise PlanningError(str(error)) from error
+    cluster, workload = _with_flags(cluster, workload, arguments)
     ranks = cluster.ranks_per_node if arguments.ranks_per_node is None else arguments.ranks_per_node
     return Site(replace(cluster, ranks_per_node=ranks), workload)
 
 
 def _cluster_and_workload(arguments: argparse.Namespace) -> tuple[Cluster, Workload]:
-    """From a profile, from flags, or from both."""
+    """Return the cluster and workload of `plan`, from a profile and flags, or from flags alone."""
     if arguments.profile is not None:
-        try:
-            profile = Profile.read(Path(arguments.profile))
-        except ProfileError as error:
-            raise PlanningError(str(error)) from error
-        return _changed(profile, arguments)
+        return _changed(Profile.read(Path(arguments.profile)), arguments)
     needed = {name: getattr(arguments, name) for name in ("nodes", "params", "step_time", "inter")}
-    if missing := [f"--{name.replace('_', '-')}" for name, value in needed.items() if value is None]:
-        raise PlanningError(f"give {', '.join(missing)}, or --profile with what `probe` measured")
+    if missing := [_flag(name) for name, value in needed.items() if value is None]:
+        raise PlanningError(f"give {', '.join(missing)}, or --profile with a file of `probe`")
     algorithm: Algorithm = "ring" if arguments.backend == "gloo" else "halving"
     latency = _read("--latency", quantities.duration, arguments.latency or "50us")
     inside = _read("--intra-latency", quantities.duration, arguments.intra_latency or "5us")
@@ -321,71 +294,60 @@ def _cluster_and_workload(arguments: argparse.Namespace) -> tuple[Cluster, Workl
     inter = _read("--inter", quantities.bandwidth, arguments.inter)
     parameters = _read("--params", quantities.count, arguments.params)
     step = _read("--step-time", quantities.duration, arguments.step_time)
-    try:
-        cluster = Cluster(
-            arguments.nodes,
-            1 if arguments.ranks_per_node is None else arguments.ranks_per_node,
-            Link(intra, inside, algorithm),
-            Link(inter, latency, algorithm),
-        )
-        workload = Workload.of_step(
-            parameters,
-            step,
-            dtype=arguments.dtype or "float32",
-            state_per_parameter=_STATE[arguments.optimizer or "adam"],
-        )
-    except ValueError as error:
-        raise PlanningError(str(error)) from error
-    return cluster, workload
+    ranks = 1 if arguments.ranks_per_node is None else arguments.ranks_per_node
+    cluster = Cluster(arguments.nodes, ranks, Link(intra, inside, algorithm), Link(inter, latency, algorithm))
+    state = _STATE[arguments.optimizer or "adam"]
+    return cluster, Workload.of_step(parameters, step, dtype=arguments.dtype or "float32", state_per_parameter=state)
 
 
 def _changed(profile: Profile, arguments: argparse.Namespace) -> tuple[Cluster, Workload]:
-    """A profile with what the flags say in place of what was measured."""
-    cluster, workload = profile.cluster, profile.workload
-    unfit = [
-        f"--{name.replace('_', '-')}"
-        for name in ("latency", "intra_latency", "intra", "backend")
-        if getattr(arguments, name)
-    ]
-    if unfit:
-        raise PlanningError(f"{', '.join(unfit)}: the profile says so already; leave it out, or plan without --profile")
-    try:
-        if arguments.ranks_per_node not in (None, cluster.ranks_per_node):
-            raise ValueError(
-                f"--ranks-per-node {arguments.ranks_per_node}: the profile is of nodes of {cluster.ranks_per_node}"
-                " ranks; probe nodes of that size"
-            )
-        cluster = _with_network(cluster, arguments.nodes or 1, arguments)
-        if arguments.nodes is not None and arguments.nodes != cluster.nodes:
-            cluster = replace(cluster, nodes=arguments.nodes, world=None)
-        if arguments.inter is not None:
-            factor = _read("--inter", quantities.bandwidth, arguments.inter) / cluster.inter.bandwidth
-            world = None if cluster.world is None else cluster.world.faster(factor)
-            cluster = replace(cluster, inter=cluster.inter.faster(factor), world=world)
-        if arguments.step_time is not None:
-            factor = _read("--step-time", quantities.duration, arguments.step_time) / workload.seconds
-            shares = {name: getattr(workload, name) * factor for name in ("forward", "backward", "update")}
-            workload = replace(workload, **shares)
-        if arguments.params is not None:
-            workload = replace(workload, parameters=_read("--params", quantities.count, arguments.params))
-        if arguments.dtype is not None:
-            workload = replace(workload, dtype=arguments.dtype)
-        if arguments.optimizer is not None:
-            workload = replace(workload, state_per_parameter=_STATE[arguments.optimizer])
-    except PlanningError:
-        raise
-    except ValueError as error:
-        raise PlanningError(str(error)) from error
+    """Return a profile's cluster and workload, changed by the flags."""
+    cluster = profile.cluster
+    if measured := [
+        _flag(name) for name in ("latency", "intra_latency", "intra", "backend") if getattr(arguments, name)
+    ]:
+        raise PlanningError(f"{', '.join(measured)}: part of the profile; omit it, or plan without --profile")
+    if arguments.ranks_per_node not in (None, cluster.ranks_per_node):
+        raise PlanningError(
+            f"--ranks-per-node {arguments.ranks_per_node}: the profile has nodes of {cluster.ranks_per_node} ranks;"
+            " run `probe` on nodes of that size"
+        )
+    cluster = _with_network(cluster, arguments.nodes or 1, arguments)
+    if arguments.nodes is not None and arguments.nodes != cluster.nodes:
+        cluster = replace(cluster, nodes=arguments.nodes, world=None)
+    return _with_flags(cluster, profile.workload, arguments)
+
+
+def _with_flags(cluster: Cluster, workload: Workload, arguments: argparse.Namespace) -> tuple[Cluster, Workload]:
+    """Replace measured values by those of flags."""
+    if arguments.inter is not None:
+        factor = _read("--inter", quantities.bandwidth, arguments.inter) / cluster.inter.bandwidth
+        world = None if cluster.world is None else cluster.world.faster(factor)
+        cluster = replace(cluster, inter=cluster.inter.faster(factor), world=world)
+    if arguments.step_time is not None:
+        factor = _read("--step-time", quantities.duration, arguments.step_time) / workload.seconds
+        parts = {name: getattr(workload, name) * factor for name in ("forward", "backward", "update")}
+        workload = replace(workload, **parts)
+    if arguments.params is not None:
+        workload = replace(workload, parameters=_read("--params", quantities.count, arguments.params))
+    if getattr(arguments, "dtype", None) is not None:
+        workload = replace(workload, dtype=arguments.dtype)
+    if getattr(arguments, "optimizer", None) is not None:
+        workload = replace(workload, state_per_parameter=_STATE[arguments.optimizer])
     return cluster, workload
 
 
 def _with_network(cluster: Cluster, nodes: int, arguments: argparse.Namespace) -> Cluster:
-    """What a probe of one node can't know, for as many: a link, whose bandwidth ``--inter`` says."""
+    """Give a profile of one node a network, whose bandwidth ``--inter`` sets."""
     if cluster.nodes > 1 or nodes == 1:
         return cluster
     if arguments.inter is None:
-        raise PlanningError("--nodes: the profile is of one node and knows no network: give --inter, too")
+        raise PlanningError("--nodes: the profile of a single node has no network: give --inter, too")
     return replace(cluster, inter=Link(1.0, 50e-6, cluster.inter.algorithm))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _read(flag: str, reader: Callable[[str], T], text: str) -> T:

@@ -1,1 +1,1 @@
-"""One fit, without a Trainer: what runs the schemes, and what of a module agrees."""
+"""One ``fit`` without a Trainer: schemes, the averaged model, gradients and checks of the program."""

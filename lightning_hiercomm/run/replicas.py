@@ -1,4 +1,4 @@
-"""Which tensors of a module agree, and under which optimizer."""
+"""Selects the tensors of a module that each optimizer's scheme synchronizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_hiercomm.run.shards import reshard, share_out, shares_of
 from lightning_hiercomm.schemes.health.verification import plain
 
 _BUFFERS_IN_A_SUM = 2**16
-"""Whether something is finite is seen by its sum, of which all buffers may be a part."""
+"""The preflight check adds up all buffers, so that each must be this much smaller than the largest number."""
 
 
 Slot = tuple[str, list[int], str]
@@ -33,30 +33,28 @@ Slot = tuple[str, list[int], str]
 class Replicas:
     """A module's trainable parameters and float (or complex) buffers, cut into one :class:`Replica` per optimizer.
 
-    What an optimizer trains may change in mid-run: callbacks like BackboneFinetuning unfreeze parameters or add groups.
-    So a replica is made again each time it is asked for, from what is trainable at that moment.
+    The parameters of an optimizer may change during a run: callbacks like BackboneFinetuning unfreeze some or add param
+    groups. So :meth:`of` builds each replica from what is trainable at the time of the call.
 
-    Where the module is sharded over the node, a replica holds this rank's shards.
+    If the module is sharded over the node, a replica holds this rank's shards.
 
-    A float buffer that holds infinities, NaN, or numbers so large that their sums may be, when training begins, is a
-    mask or a bound and no statistic: it has no mean, and so does not travel in training. Once it has become finite on
-    all ranks (the best loss so far), what is seen and saved holds its mean. The unit vectors of spectral norm have none
-    either: there what is seen and saved holds the first rank's.
+    A float buffer that holds infinities, NaN or very large numbers when training begins is a mask or a bound, not a
+    statistic. It has no mean and is not exchanged in training. Once it is finite on all ranks (the best loss so far),
+    the averaged model holds its mean. For the unit vectors of spectral norm it holds those of the first rank.
 
     Args:
-        module: What trains.
-        optimizers: The user's own, outside of any wrapper.
+        module: The module that trains.
+        optimizers: The user's optimizers, without any wrapper.
         bucket_bytes: Upper bound of a bucket's size in bytes.
-        average_buffers: Whether float buffers (BatchNorm statistics) agree together with the parameters; or the names
-            of those that do, in which ``*`` stands for anything.
+        average_buffers: Whether to average float buffers (BatchNorm statistics) together with the parameters; or their
+            names, in which ``*`` matches anything.
         node: The dimensions of the mesh over which the node shards the module, and their sizes.
         per_rank: Names of frozen parameters and buffers whose shapes differ between ranks; equal on all ranks.
 
     Attributes:
         per_rank: As above, and what :meth:`compare_shapes` has found since.
-        slots: Where nodes come and go, the averaged buffers that all of them know: name, shape and dtype. A buffer that
-            is not one of them is never averaged, and zeros take the place of one that this rank does not have. None:
-            buffers are averaged as they are.
+        slots: With elastic nodes, the name, shape and dtype of the buffers that are averaged. Other buffers never are,
+            and zeros replace one that this rank lacks. None: all float buffers are averaged.
         directions: Names of buffers that are unit vectors.
         without_mean: Names of these, and of buffers that had no mean when the run began.
     """
@@ -78,11 +76,11 @@ class Replicas:
         self.average_buffers = average_buffers
         self._node = node or {}
         self.directions = names_of_directions(module)
-        # by name, and not asked again when training has begun: then, ranks might decide differently
+        # decided once, because during training ranks might decide differently
         self.without_mean = {name for name, lacks in self.lack_mean().items() if lacks}
 
     def lack_mean(self) -> dict[str, bool]:
-        """Of each buffer, by its name, whether it has no mean on this rank at the moment."""
+        """Return by name whether each buffer has no mean on this rank at the moment."""
         named = self.module.named_buffers(remove_duplicate=False)
         return {
             name: name in self.directions or not has_mean(local(buffer))
@@ -91,10 +89,10 @@ class Replicas:
         }
 
     def check_names(self) -> None:
-        """See that the module has what ``average_buffers`` names.
+        """Check that the module has the buffers that ``average_buffers`` names.
 
         Raises:
-            ValueError: If nothing has such a name.
+            ValueError: If no buffer matches one of the names.
         """
         names = [name for name, buffer in self.module.named_buffers() if is_of_numbers(buffer)]
         patterns = [] if isinstance(self.average_buffers, bool) else self.average_buffers
@@ -108,14 +106,14 @@ class Replicas:
     def compare_shapes(
         self, group: Communicator, replaced: Collection[tuple[int, int]]
     ) -> tuple[set[str], set[tuple[int, int]]]:
-        """Find tensors whose shapes differ between the ranks of a group, and leave them to their ranks. Collective.
+        """Find tensors whose shapes differ between the ranks of a group, and exclude them. Collective.
 
         Args:
             group: The ranks.
-            replaced: Places of buffers that this rank's layers have replaced by others of another shape.
+            replaced: Positions of buffers that this rank's layers have replaced by ones of another shape.
 
         Returns:
-            The names of those that were not known; and the places of buffers that any rank's layers have replaced.
+            The names of those found now, and the positions of buffers that any rank's layers have replaced.
 
         Raises:
             ValueError: On all ranks, if an optimizer trains one of them.
@@ -130,11 +128,11 @@ class Replicas:
 
     @property
     def device(self) -> torch.device:
-        """Where the module's parameters live; the CPU if it has none."""
+        """The device of the module's parameters, or the CPU if it has none."""
         return next((local(parameter).device for parameter in self.module.parameters()), torch.device("cpu"))
 
     def of(self, optimizer: Optimizer) -> Replica:
-        """What agrees under an optimizer: its trainable parameters, and the buffers of the layers they belong to."""
+        """Return an optimizer's trainable parameters, and the float buffers of the layers that they belong to."""
         buffers, stand_ins = self._buffers_by_optimizer()
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
         trained = trained_by(optimizer)
@@ -158,13 +156,13 @@ class Replicas:
         names = [n for n, p in self.module.named_parameters() if n in self.per_rank and id(p) in ids]
         if names:
             raise ValueError(
-                f"parameter {names[0]} is to be trained, but its shape differs between ranks: all ranks must train"
-                " parameters of the same shapes"
+                f"parameter {names[0]} is trainable, but its shape differs between ranks. Give it the same shape on all"
+                " ranks, or freeze it"
             )
 
     def whole(self) -> Replica:
-        """The module itself, whatever trains it: its parameters, frozen ones too, and the float buffers that agree."""
-        floats = [buffer for _, buffer in self._buffers_that_agree()]
+        """Return all parameters of the module, frozen ones too, and its averaged float buffers."""
+        floats = [buffer for _, buffer in self._averaged_buffers()]
         self.have_written()
         named = self.module.named_parameters()
         parameters = [each for name, each in named if is_of_numbers(each) and name not in self.per_rank]
@@ -174,7 +172,7 @@ class Replicas:
         return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
 
     def sees_memory(self) -> Callable[[Tensor], bool]:
-        """What says whether a tensor is a parameter or buffer that the module has now, or a view of one."""
+        """Return a predicate for tensors that are, or view, a present parameter or buffer of the module."""
 
         def memory(tensor: Tensor) -> int | None:
             own = local(tensor)
@@ -184,14 +182,14 @@ class Replicas:
         return lambda tensor: memory(tensor) in held
 
     def of_no_scheme(self, known: Sequence[Replica], with_buffers: bool = True) -> list[Tensor]:
-        """What no scheme averages, but somebody may move, the same on all ranks.
+        """Return tensors that no scheme averages, but that the program may change; the same on all ranks.
 
-        Those are floating parameters that no optimizer trains (not those of a sharded module), buffers that had no mean
-        when the run began, and those that a layer has got since.
+        These are floating-point parameters that no optimizer trains (except in a sharded module), buffers that had no
+        mean when the run began, and buffers that were added since.
 
         Args:
-            known: What schemes hold.
-            with_buffers: Whether to look for buffers.
+            known: The replicas of the schemes.
+            with_buffers: Whether to include buffers.
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
         named = [] if self._node else self.module.named_parameters()
@@ -205,21 +203,21 @@ class Replicas:
             buffer = local(given)
             is_late = id(buffer) not in held and id(buffer) in lasting
             if (name in self.without_mean or is_late) and is_of_numbers(buffer) and buffer.numel():
-                found += [buffer] if is_whole(given) and self._may_agree(name) else []
+                found += [buffer] if is_whole(given) and self._may_be_averaged(name) else []
         return found
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
-        """Whether the optimizer trains other parameters by now than those of ``replica``; the same on all ranks."""
+        """Return whether the optimizer trains other parameters now than ``replica`` holds; the same on all ranks."""
         trained, known = trained_by(optimizer), replica.with_empty
         return len(trained) != len(known) or any(local(a) is not b for a, b in zip(trained, known, strict=True))
 
     def has_grown(self, replica: Replica, optimizer: Optimizer) -> bool:
-        """Whether the optimizer trains parameters by now that ``replica`` does not hold; the same on all ranks."""
+        """Return whether the optimizer trains parameters that ``replica`` does not hold; the same on all ranks."""
         known = set(map(id, replica.with_empty))
         return any(id(local(parameter)) not in known for parameter in trained_by(optimizer))
 
     def grown(self, replica: Replica, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters that the optimizer trains by now, and ``replica`` does not hold; none of a sharded module."""
+        """Return parameters that the optimizer trains and ``replica`` does not hold; none of a sharded module."""
         known = set(map(id, replica.parameters))
         return [] if self._node else [p for p in trained_by(optimizer) if id(p) not in known and is_of_numbers(p)]
 
@@ -229,20 +227,20 @@ class Replicas:
         return Checksums(dict(self.module.named_parameters()))
 
     def have_written(self) -> None:
-        """Tell the module that somebody wrote to its parameters outside of a training step."""
+        """Make a sharded module gather its parameters again, after a write outside of a training step."""
         if self._node:
             reshard(self.module)
 
     def whole_state(
         self, optimizer: Optimizer, replica: Replica, held: Sequence[Mapping[str, Any]], node: Communicator
     ) -> list[dict[str, Any]]:
-        """State that a scheme has for this rank's shares of parameters, for the whole parameters. Collective.
+        """Return for whole parameters the state that a scheme holds for this rank's shards. Collective.
 
         Args:
             optimizer: Trains the parameters.
-            replica: Holds the shares.
+            replica: Holds the shards.
             held: By name, the state of every parameter of ``replica``: one value per element, or one for all.
-            node: The ranks that hold the other shares.
+            node: The ranks that hold the other shards.
 
         Returns:
             By name, the state of every parameter that the optimizer trains, in its order: DTensors where it is sharded.
@@ -251,21 +249,21 @@ class Replicas:
         parameters = trained_by(optimizer)
         shares = list(map(local, parameters))
         states = [by_tensor.get(id(share), {}) for share in shares]
-        if self._node:  # a rank that has nothing of a parameter takes part for it, by what others have
+        if self._node:  # a rank with an empty shard of a parameter takes part with the others' kinds of state
             said = [
                 _kinds(state, share) if share.numel() else None for state, share in zip(states, shares, strict=True)
             ]
             for place, (share, *kinds) in enumerate(zip(shares, *node.all_gather_object(said), strict=True)):
                 if not share.numel():
                     of_others = next(kind for kind in kinds if kind is not None)
-                    states[place] = {name: _nothing(share, kind) for name, kind in of_others.items()}
+                    states[place] = {name: _empty(share, kind) for name, kind in of_others.items()}
         return [
             {name: whole(v, parameter) if v.shape == share.shape else v for name, v in state.items()}
             for parameter, share, state in zip(parameters, shares, states, strict=True)
         ]
 
     def held_state(self, optimizer: Optimizer, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Undo :meth:`whole_state`; the whole may be plain tensors, as another strategy writes them. Collective."""
+        """Undo :meth:`whole_state`, also from the plain tensors that other strategies save. Collective."""
         held = []
         for parameter, state in zip(trained_by(optimizer), states, strict=True):
             own = {name: share_out(v, parameter) if v.shape == parameter.shape else v for name, v in state.items()}
@@ -274,22 +272,22 @@ class Replicas:
         return held
 
     def fix_slots(self) -> None:
-        """Average the present buffers from now on, whatever other shapes this rank's may get."""
-        named = dict(self._buffers_that_agree())
+        """Average buffers of the present names and shapes from now on."""
+        named = dict(self._averaged_buffers())
         self.slots = [(name, list(b.shape), str(b.dtype).removeprefix("torch.")) for name, b in named.items()]
 
     def _buffers_by_optimizer(self) -> tuple[dict[int, list[Tensor]], list[tuple[str, Tensor]]]:
-        """Float buffers, each under the optimizer that trains the layer it belongs to (else the first).
+        """Return float buffers by the optimizer that trains their layer (otherwise the first).
 
         Returns:
-            The buffers; and, with their names, those that zeros stand for.
+            The buffers, and those of them that zeros replace, with their names.
         """
         owner = {id(p): index for index, optimizer in enumerate(self.optimizers) for p in trained_by(optimizer)}
         buffers: dict[int, list[Tensor]] = {}
-        agreeing, stand_ins = self._buffers_that_agree(), list[tuple[str, Tensor]]()
+        averaged, stand_ins = self._averaged_buffers(), list[tuple[str, Tensor]]()
         if self.slots is not None:
-            agreeing, stand_ins = self._in_slots(dict(agreeing), self.slots)
-        for name, buffer in agreeing:
+            averaged, stand_ins = self._in_slots(dict(averaged), self.slots)
+        for name, buffer in averaged:
             layer = self.module.get_submodule(name.rpartition(".")[0])
             index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
             buffers.setdefault(index, []).append(buffer)
@@ -298,26 +296,26 @@ class Replicas:
     def _in_slots(
         self, buffers: Mapping[str, Tensor], slots: Sequence[Slot]
     ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        agreeing, stand_ins = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
+        averaged, stand_ins = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
         for name, shape, dtype in slots:
             buffer, kind = buffers.get(name), getattr(torch, dtype)
             if buffer is None or list(buffer.shape) != list(shape) or buffer.dtype != kind:
                 buffer = torch.zeros(shape, dtype=kind, device=self.device)
                 stand_ins.append((name, buffer))
-            agreeing.append((name, buffer))
-        return agreeing, stand_ins
+            averaged.append((name, buffer))
+        return averaged, stand_ins
 
-    def _buffers_that_agree(self) -> list[tuple[str, Tensor]]:
-        """Float buffers that have a mean, with their names; of DTensors those of which every rank holds all."""
+    def _averaged_buffers(self) -> list[tuple[str, Tensor]]:
+        """Return float buffers that have a mean, with their names; of DTensors only replicated ones."""
         named = self.module.named_buffers(remove_duplicate=False)
         floats = [(name, b) for name, b in named if is_of_numbers(b) and name not in self.without_mean]
-        return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer) and self._may_agree(name)]
+        return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer) and self._may_be_averaged(name)]
 
-    def _may_agree(self, name: str) -> bool:
+    def _may_be_averaged(self, name: str) -> bool:
         return name not in self.per_rank and _is_averaged(name, self.average_buffers)
 
     def parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Those that have a mean, and the unit vectors."""
+        """Split tensors into those that have a mean, and unit vectors."""
         named = self.module.named_buffers(remove_duplicate=False)
         directions = {id(local(buffer)) for name, buffer in named if name in self.directions}
         with_mean = [tensor for tensor in tensors if id(tensor) not in directions]
@@ -325,7 +323,6 @@ class Replicas:
 
 
 def _is_averaged(name: str, average_buffers: bool | Sequence[str]) -> bool:
-    """Whether the user lets a buffer be averaged."""
     if isinstance(average_buffers, bool):
         return average_buffers
     return any(fnmatchcase(name, pattern) for pattern in average_buffers)
@@ -334,16 +331,16 @@ def _is_averaged(name: str, average_buffers: bool | Sequence[str]) -> bool:
 def per_rank_tensors(
     module: nn.Module, group: Communicator, device: torch.device, average_buffers: bool | Sequence[str]
 ) -> set[str]:
-    """Names of frozen parameters and buffers whose shapes differ between ranks, before training. Collective.
+    """Return the names of frozen parameters and buffers whose shapes differ between ranks. Collective.
 
     Args:
-        module: What trains.
+        module: The module, before training.
         group: The ranks.
-        device: Of what travels.
-        average_buffers: What the user lets be averaged.
+        device: The device of the tensors that are exchanged.
+        average_buffers: As for :class:`Replicas`.
 
     Raises:
-        ValueError: On all ranks, if a trainable parameter is not the same on all of them.
+        ValueError: On all ranks, if the shape of a trainable parameter differs.
     """
     unequal, _ = unequal_tensors(module, group, device)
     _warn_of_unequal(unequal, module, average_buffers, group)
@@ -351,7 +348,7 @@ def per_rank_tensors(
 
 
 def tensors_without(module: nn.Module, names: Collection[str]) -> list[Tensor]:
-    """A module's parameters and buffers, except those of some names."""
+    """Return a module's parameters and buffers, except those of some names."""
     named = (*module.named_parameters(), *module.named_buffers())
     return [tensor for name, tensor in named if name not in names]
 
@@ -380,10 +377,10 @@ def _warn_of_unequal(
 
 
 def check_initialized(module: nn.Module) -> None:
-    """See that all parameters have values that ranks can compare, and send.
+    """Check that all parameters of lazy modules are initialized.
 
     Raises:
-        RuntimeError: If some of a lazy module have none yet.
+        RuntimeError: If some are not.
     """
     names = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if names:
@@ -394,16 +391,16 @@ def check_initialized(module: nn.Module) -> None:
 
 
 def _kinds(state: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor | torch.dtype]:
-    """What a parameter's state is made of: the type of what there is for each element, and the rest."""
+    """Return a parameter's state, with only the dtype of entries that have one value per element."""
     return {name: value.dtype if value.shape == share.shape else value for name, value in state.items()}
 
 
-def _nothing(share: Tensor, kind: Tensor | torch.dtype) -> Tensor:
+def _empty(share: Tensor, kind: Tensor | torch.dtype) -> Tensor:
     return kind if isinstance(kind, Tensor) else torch.empty_like(share, dtype=kind)
 
 
 def has_mean(buffer: Tensor) -> bool:
-    """Whether it is of numbers, so far from infinity that two of them can be added, and all that is looked at."""
+    """Return whether a buffer holds finite numbers, small enough to be added over ranks and in the preflight check."""
     if not is_of_numbers(buffer):
         return False
     if buffer.is_complex():
@@ -413,7 +410,7 @@ def has_mean(buffer: Tensor) -> bool:
 
 
 def trained_by(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's trainable parameters; which of them have a gradient right now does not matter."""
+    """Return the optimizer's trainable parameters, with or without a gradient."""
     trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel())
     return list(dict.fromkeys(trained))
 

@@ -1,4 +1,4 @@
-"""Tensors of a module that have another shape, dtype or device on other ranks, and so cannot be exchanged."""
+"""Finds tensors of a module whose shape, dtype or device differs between ranks, so that ranks cannot exchange them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_NAMES = 20
 
 
 class _Kind(NamedTuple):
-    """What has to be equal on all ranks for a tensor to be exchanged, and whether it is trained."""
+    """The properties of a tensor that must be equal on all ranks to exchange it, and whether it is trained."""
 
     text: str
     is_trained: bool
@@ -34,19 +34,19 @@ def unequal_tensors(
     """Find parameters and buffers whose shape, dtype or device type differs between the ranks of a group. Collective.
 
     Args:
-        module: The same on all ranks, except for what this finds.
+        module: The module; equal on all ranks, except for what this finds.
         group: The ranks.
-        device: Of what travels.
-        known: Names to leave out.
-        is_trained: Whether an optimizer trains a parameter. Default: whether it requires gradients, in which ranks must
-            not differ either.
-        replaced: Places of buffers that this rank's layers have replaced.
+        device: The device of the tensors that are exchanged.
+        known: Names to exclude.
+        is_trained: Whether an optimizer trains a parameter. Default: whether it requires gradients, which must also be
+            equal on all ranks.
+        replaced: Positions of buffers that this rank's layers have replaced.
 
     Returns:
-        By name, what every rank holds; and the places of buffers that any rank's layers have replaced.
+        By name, what every rank holds; and the positions of buffers that any rank's layers have replaced.
 
     Raises:
-        ValueError: On all ranks, if a parameter is among them that is trained on any.
+        ValueError: On all ranks, if a parameter that any rank trains is among them.
     """
     trains = is_trained or (lambda parameter: parameter.requires_grad)
     parameters = module.named_parameters(remove_duplicate=False)
@@ -69,30 +69,30 @@ def unequal_tensors(
 
 
 def are_equal(value: Any, group: Communicator, device: torch.device) -> bool:
-    """Whether all ranks of a group have the same value, by its ``repr``. Collective: 16 bytes."""
+    """Return whether the ``repr`` of a value is the same on all ranks of a group. Collective: 16 bytes."""
     if group.size == 1:
         return True
     digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     own = int.from_bytes(digest, "little", signed=True)
-    bounds = torch.tensor([own, ~own], device=device)  # for ~ turns the order round, and never overflows
+    bounds = torch.tensor([own, ~own], device=device)  # ~ reverses the order and never overflows
     group.all_reduce(bounds, op="max").wait()
     most, least = bounds.tolist()
     return bool(most == ~least)
 
 
 def warning_of_unequal(unequal: dict[str, list[str]], ranks: Sequence[int]) -> str:
-    """Tell a user which tensors stay each rank's own.
+    """Return a warning that names tensors that stay each rank's own.
 
     Args:
         unequal: By name, what every rank holds.
-        ranks: Their numbers.
+        ranks: The numbers of these ranks.
     """
     each = [f"{name} ({_difference(texts, ranks)})" for name, texts in unequal.items()]
     more = f" and {len(each) - _MOST_NAMES} more" if len(each) > _MOST_NAMES else ""
     return (
         f"these tensors have another shape on other ranks: {', '.join(each[:_MOST_NAMES])}{more}. From now on they stay"
-        " each rank's own and are not averaged. A checkpoint holds rank 0's; checkpoint_replicas=True also stores those"
-        " of the other ranks"
+        " each rank's own and are not averaged. A checkpoint holds those of rank 0, and with checkpoint_replicas=True"
+        " those of all ranks"
     )
 
 

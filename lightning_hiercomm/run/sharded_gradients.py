@@ -1,4 +1,4 @@
-"""Gradients of a module that is sharded over its node, averaged over the nodes while the backward pass goes on."""
+"""Averages the gradients of a module that is sharded over its node during the backward pass."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from lightning_hiercomm.schemes.gradients import NodesMean
 
 
 class ShardedGradients:
-    """Averages over the nodes, in place, what a rank holds of gradients; one that some ranks lack counts as zero there.
+    """Averages a rank's shards of gradients over the nodes, in place. A gradient that some ranks lack counts as zero.
 
-    Gradients travel in buckets, those of the last parameters first, a few buckets at a time and in one order on all
-    nodes. A bucket leaves when the backward pass has written all its gradients; what is left leaves at the end. Where a
-    backward pass writes a gradient several times (FSDP2 does, of a module that the forward pass calls several times)
-    the first writing says nothing, so if the first backward pass has done so, on any rank, all buckets wait for the
-    end.
+    Gradients are sent in buckets, those of the last parameters first, a few buckets at a time, in the same order on all
+    nodes. A bucket is sent when the backward pass has written all its gradients, and the rest at its end. A backward
+    pass may write a gradient several times (FSDP2, if the forward pass calls a module several times). If the first
+    backward pass does so on any rank, all buckets are sent at the end.
 
     Args:
-        parameters: Those that have gradients.
+        parameters: The parameters that have gradients.
         path: Averages a bucket.
         topology: The nodes.
         node: The dimensions of the node's mesh and their sizes.
@@ -51,10 +50,10 @@ class ShardedGradients:
         held = {id(local(parameter)): parameter for parameter in reversed(self.parameters)}
         shares = shares_of(self.parameters, node)
         self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
-        # the parameters of each bucket, and its pieces in their order
+        # the parameters of each bucket, in the order of its pieces
         self._owners = [[held[id(piece.tensor)] for piece in bucket.pieces] for bucket in self._buckets]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._written) for parameter in self.parameters]
-        self._leaves_early: bool | None = None  # until a backward pass has been seen
+        self._leaves_early: bool | None = None  # None until the first backward pass has ended
         self._is_backward = False
         self._times_written: Counter[int] = Counter()
         self._written_in: dict[int, torch.cuda.Stream] = {}
@@ -63,13 +62,13 @@ class ShardedGradients:
         self._missing: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        """Leave the parameters as they were."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around a backward pass, after which gradients are complete; at its end they are averaged. Collective."""
+        """Enclose a backward pass that completes the gradients, and average them at its end. Collective."""
         self._times_written.clear()
         self._written_in.clear()
         self._is_backward = True
@@ -86,18 +85,18 @@ class ShardedGradients:
     @outside_autocast()
     @torch.no_grad()
     def average(self) -> None:
-        """Average the gradients that are still to be averaged, and wait for all. Collective."""
+        """Average the gradients that were not sent yet, and wait for all. Collective."""
         while self._sent < len(self._buckets):
             self._send()
-        # a mean of zeros does not tell: where a rank has a gradient its optimizer takes a step, with decay and momentum
+        # a gradient of zeros differs from none: the optimizer takes a step with it, with decay and momentum
         are_here = [parameter.grad is not None for parameter in self.parameters]
-        has_all = all(are_here)  # then nothing is copied to or from a device, for which the host would wait
+        has_all = all(are_here)  # a copy from the device would make the host wait
         are_somewhere = torch.ones(len(are_here), dtype=torch.uint8, device=self._device)
         if not has_all:
             are_somewhere = torch.tensor(are_here, dtype=torch.uint8, device=self._device)
-        lane = self._topology.inter  # in the node, who shares parameters uses the same ones
-        assert lane is not None
-        asked = lane.all_reduce(are_somewhere, op="max", waiting=True)
+        inter = self._topology.inter  # ranks of a node with the same parameters use the same ones
+        assert inter is not None
+        asked = inter.all_reduce(are_somewhere, op="max", waiting=True)
         while self._in_flight:
             self._finish()
         self._sent = 0
@@ -116,21 +115,21 @@ class ShardedGradients:
         if not self._is_backward:
             return
         self._times_written[id(parameter)] += 1
-        if streams.has(self._device):  # FSDP2's own for what it shards, that of the backward pass for others
+        if streams.has(self._device):  # FSDP2 has its own for what it shards
             self._written_in[id(parameter)] = streams.current(self._device)
         if not self._leaves_early:
             return
         if self._times_written[id(parameter)] > 1:
             raise RuntimeError(
-                f"a gradient of shape {tuple(parameter.shape)} was written a second time when it was on its way to the"
-                " other nodes: in the first step every gradient was written once. Call each module as often in every"
-                " step, or let the nodes average parameters: PeriodicAveraging(1)"
+                f"a gradient of shape {tuple(parameter.shape)} was written again after it was sent to other nodes,"
+                " because in the first step every gradient was written once. Call each module equally often in every"
+                " step, or average parameters instead: PeriodicAveraging(1)"
             )
         while self._sent < len(self._buckets) and all(id(p) in self._times_written for p in self._owners[self._sent]):
             self._send()
 
     def _send(self) -> None:
-        """Let the next bucket leave; of those before it a few stay on their way."""
+        """Start the all-reduce of the next bucket, and finish the oldest one if too many are in flight."""
         index, bucket = self._sent, self._buckets[self._sent]
         self._sent += 1
         for stream in {self._written_in[id(p)] for p in self._owners[index] if id(p) in self._written_in}:
@@ -153,7 +152,7 @@ class ShardedGradients:
     def _finish(self) -> None:
         index, flat, averaged = self._in_flight.popleft()
         averaged.wait()
-        streams.keep_here(flat)  # made on the stream of the backward pass, perhaps
+        streams.keep_here(flat)  # it may have been allocated on the stream of the backward pass
         for parameter, (piece, values) in zip(self._owners[index], self._buckets[index].split(flat), strict=True):
             if parameter.grad is not None:
                 gradient = local(parameter.grad)

@@ -1,4 +1,4 @@
-"""What a rank holds of a model that is sharded over its node: the local tensors of DTensors."""
+"""The shards of a model that a rank holds: the local tensors of DTensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lightning_hiercomm.nodes.bucket import Share
 
 
 def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, Share]:
-    """What local tensors are of the whole ones, by the local tensor's ``id``; plain tensors are left out.
+    """Return which shard of the whole tensor each local tensor is, by its ``id``; plain tensors are left out.
 
     Args:
-        tensors: Of which some may be DTensors.
+        tensors: Plain tensors and DTensors.
         node: The dimensions of the node's mesh and their sizes.
 
     Raises:
-        ValueError: If a tensor lies on another mesh, or holds partial sums.
+        ValueError: If a tensor is distributed over another mesh, or holds partial sums.
     """
     return {id(local(tensor)): _share(tensor, node) for tensor in tensors if isinstance(tensor, DTensor)}
 
@@ -43,7 +43,7 @@ def _share(tensor: DTensor, node: Mapping[str, int]) -> Share:
 
 
 def _start(tensor: DTensor, placements: Sequence[object]) -> int | None:
-    """Where the local tensor begins in the flattened whole, if it is a run of it: whole rows, or all of it."""
+    """Return the offset of a local tensor in the flattened whole, if it is contiguous there: whole rows, or all."""
     if not placements:
         return 0
     first = placements[0]
@@ -56,7 +56,7 @@ def _start(tensor: DTensor, placements: Sequence[object]) -> int | None:
 
 
 def share_out(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's share of a whole tensor, laid out as ``like`` is. Collective over the node."""
+    """Return this rank's shard of a whole tensor, distributed like ``like``. Collective over the node."""
     if not isinstance(like, DTensor):
         return value
     if isinstance(value, DTensor):
@@ -65,13 +65,13 @@ def share_out(value: Tensor, like: Tensor) -> Tensor:
 
 
 def placed_as(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient with every value where its parameter's is; partial sums are summed. Collective over the node."""
+    """Redistribute a gradient like its parameter; partial sums are summed. Collective over the node."""
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         return gradient.redistribute(parameter.device_mesh, parameter.placements)
     return gradient
 
 
 def reshard(module: nn.Module) -> None:
-    """Let FSDP2 drop parameters that it has gathered: it would go on with these after their shards were written to."""
+    """Make FSDP2 drop gathered parameters, which would hide a write to their shards."""
     for submodule in fully_sharded_modules(module):
         submodule.reshard()

@@ -1,4 +1,4 @@
-"""What the network was used for: a rank's counters, their sums over ranks, and what plain DDP would have sent."""
+"""Traffic statistics: a rank's counters, their sums over ranks, and the bytes that plain DDP would have sent."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_hiercomm.schemes import RunningScheme, Scheme
 def communication(
     meter: Meter | None, schemes: Sequence[RunningScheme[Scheme]], batches: HeterogeneousBatches | None
 ) -> dict[str, float]:
-    """A rank's counters and the schemes' present values; costs nothing.
+    """Return a rank's counters and the schemes' present values, without communication.
 
     Args:
-        meter: Counts the rank's traffic. None before a run: then nothing was sent.
-        schemes: One per optimizer; where two give the same scalar, it is the first one's.
-        batches: Gives its scalars, if there is one.
+        meter: Counts the rank's traffic; None before a run.
+        schemes: One per optimizer. If several report the same scalar, the first one's is returned.
+        batches: Its scalars are added, if it is given.
     """
     values = meter.snapshot() if meter is not None else {}
     values["synchronizations"] = float(sum(scheme.synchronizations for scheme in schemes))
@@ -35,13 +35,13 @@ def communication(
 
 
 def summed_over(group: Communicator, meter: Meter, values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """``values`` with the meter's counters summed over a group's ranks. Collective over the group.
+    """Return ``values`` with the meter's counters summed over a group's ranks. Collective over the group.
 
     Args:
-        group: Whose ranks.
+        group: The ranks.
         meter: Counts this rank's traffic.
-        values: What :func:`communication` gave.
-        device: On which the group communicates.
+        values: The result of :func:`communication`.
+        device: The device on which the group communicates.
     """
     counters = meter.snapshot()
     sums = torch.tensor(list(counters.values()), dtype=torch.float64, device=device)
@@ -50,10 +50,10 @@ def summed_over(group: Communicator, meter: Meter, values: dict[str, float], dev
 
 
 def ddp_inter_bytes(topology: Topology, schemes: Sequence[RunningScheme[Scheme]], steps: float) -> float:
-    """Bytes that ring DDP would have sent in ``steps`` optimizer steps out of the nodes whose bytes are summed.
+    """Return the bytes that DDP with a ring all-reduce would have sent between nodes in ``steps`` optimizer steps.
 
     A ring all-reduce over R ranks in node order sends ``2 (R - 1) / R`` of the gradients over each of its M links
-    between nodes. All nodes are summed over; of those that come and go, each counts for itself.
+    between nodes. The result is the sum over all nodes; with elastic nodes it is that of one node.
     """
     if topology.num_nodes == 1 or not schemes:
         return 0.0

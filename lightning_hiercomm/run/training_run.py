@@ -1,4 +1,4 @@
-"""What runs the schemes, from the start of a ``fit`` to its end."""
+"""Runs the schemes from the start of a ``fit`` to its end."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ from lightning_hiercomm.schemes.health.verification import VerifyReplicas
 T = TypeVar("T")
 
 _COUNTERS = ("steps", "step_in_epoch", "epoch")
-"""Of a schedule, what means the same in every scheme."""
+"""The entries of a schedule that mean the same in every scheme."""
 
 
 class TrainingRun:
-    """One ``fit``: what the configured scheme makes for every optimizer, and who calls it when.
+    """Runs one scheme per optimizer for the length of a ``fit``.
 
-    It knows no Trainer: whoever drives the training tells it where a run, an epoch and a step begin and end.
+    It does not depend on a Trainer: its owner calls it where a run, an epoch and a step begin and end.
 
     Args:
         scheme: As the user configured it.
-        replicas: Which tensors agree, under which optimizer; equal on all ranks.
+        replicas: The tensors that each optimizer's scheme synchronizes; equal on all ranks.
         topology: The nodes.
         wire: Payload type between nodes.
-        average_optimizer_state: Whether agreements also average the optimizers' state.
-        gradients: The way of the module's gradients. Default: the one that the scheme asks for.
+        average_optimizer_state: Whether synchronizations also average the optimizers' state.
+        gradients: Averages the module's gradients. Default: as the scheme asks for.
         on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
         verify_replicas: What happens when ranks of a node hold different parameters.
-        collectives: Those of the program that would mix nodes which differ. None: none would.
+        collectives: The program's own collectives between nodes that differ. None if there cannot be any.
 
     Attributes:
         schemes: One per optimizer, in their order.
-        gradients: The way of the module's gradients, whichever optimizer uses them.
-        averaged_model: What all ranks agree on, while they differ.
-        after_healing: Called when this rank has gone on from healthy parameters, where its own may have been sick;
-            returns what else was sick, with what it held.
-        optimizer_steps: Watches the optimizers step.
-        gradient_check: Looks at the gradients with which they step, where ranks share them.
+        gradients: Averages the module's gradients, whichever optimizer uses them.
+        averaged_model: Writes the averaged model to the module.
+        after_healing: Called when this rank has replaced parameters that may have been non-finite. Returns other
+            non-finite tensors that it replaced, each with its previous values.
+        optimizer_steps: Watches the optimizers' steps.
+        gradient_check: Compares gradients of ranks that share them.
         knows_batches: Whether :meth:`end_batch` is called where batches end, or before every forward pass.
-        has_begun: Whether training has, in this process.
+        has_begun: Whether training has begun in this process.
         has_finished: Whether the last step has been taken.
         is_closed: Whether the run is over, and nothing of it may communicate.
         has_saved_own_values: Whether ranks have stored their own parameters since the last validation began.
@@ -97,7 +97,7 @@ class TrainingRun:
         )
         policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
         if topology.may_grow:
-            replicas.fix_slots()  # nodes that come build their buckets alone
+            replicas.fix_slots()  # joining nodes build their buckets alone
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
         contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))
@@ -118,41 +118,41 @@ class TrainingRun:
         self.gradient_check: GradientCheck | None = None
         self.optimizer_steps = OptimizerSteps(self.schemes, self.optimizers, self.step, collectives)
         self.optimizer_steps.before_inner_step = lambda: self.has_begun
-        self._knows_means = topology.may_grow  # and whoever comes later would decide alone
+        self._knows_means = topology.may_grow  # a joining node would decide alone
         differs = any(not running.is_alone and running.config.gradients != "world" for running in self.schemes)
         self._uncounted = UncountedChanges(self.schemes, replicas) if differs else None
         self.remember_values()
 
     @property
     def module(self) -> torch.nn.Module:
-        """What trains."""
+        """The module that trains."""
         return self.replicas.module
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's own, outside of any wrapper."""
+        """The user's optimizers, without Lightning's wrapper."""
         return self.replicas.optimizers
 
     @property
     def gradients_over(self) -> Gradients:
-        """Over whom gradients are averaged now: in the first phase until the last of the optimizers has left it."""
+        """The ranks over which gradients are averaged now. The first phase lasts until all optimizers have left it."""
         phases = (scheme.gradients for scheme in self.schemes if scheme.in_first_phase)
         return next(phases, self._scheme.gradients)
 
     def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:
-        """The scheme of an optimizer.
+        """Return the scheme of an optimizer.
 
         Raises:
-            RuntimeError: If the run has begun with others.
+            RuntimeError: If the optimizer is none of those with which the run began.
         """
         for scheme, known in zip(self.schemes, self.optimizers, strict=True):
             if known is optimizer:
                 return scheme
         raise RuntimeError(
-            f"this {type(optimizer).__name__} is none of the optimizers with which the run began, and whose parameters"
-            " the nodes agree on: somebody has put it in their place (`trainer.optimizers = ...`,"
-            " `trainer.strategy.setup_optimizers(trainer)`). Change the param_groups of those that there are"
-            " (`optimizer.add_param_group(...)`), or call `fit` anew"
+            f"this {type(optimizer).__name__} is none of the optimizers with which the run began, so nodes do not"
+            " synchronize its parameters (it was set by `trainer.optimizers = ...` or"
+            " `trainer.strategy.setup_optimizers(trainer)`). Change the param_groups of the existing optimizers"
+            " (`optimizer.add_param_group(...)`), or call `fit` again"
         )
 
     def begin_validation(self) -> None:
@@ -196,7 +196,7 @@ class TrainingRun:
     def _end_watching(self, share: Callable[[Sequence[Tensor]], None], hook: str) -> str:
         """Put this rank's own parameters back, unless a hook has written to the averaged ones. Collective.
 
-        Then all ranks go on from the averaged model, and from what was written, as those of DDP do.
+        Then all ranks continue from the averaged model with what was written, as with DDP.
 
         Returns:
             The names of trained parameters that keep what was written.
@@ -208,7 +208,7 @@ class TrainingRun:
             written = {}
         elif self._are_trained(written.values()):
             kept = _in_words(written)
-            with torch.inference_mode(False):  # what schemes make now, training writes to
+            with torch.inference_mode(False):  # training writes to tensors that schemes create now
                 self._keep_written(written, share, hook)
         model.leave(kept=[*written.values()])
         return kept
@@ -247,14 +247,14 @@ class TrainingRun:
             )
 
     def remember_values(self) -> None:
-        """Take what the module holds for what the schemes know; for whoever has restored both."""
+        """Store the module's present values as those that the schemes have seen."""
         self._known = self.replicas.checksums()
 
     def values_have_changed(self, of_trained: bool = False) -> bool:
-        """Whether somebody, on any rank, has written to the module behind the schemes' back. Collective.
+        """Return whether parameters have changed, on any rank, since :meth:`remember_values`. Collective.
 
         Args:
-            of_trained: Whether only parameters count that the schemes train at the moment.
+            of_trained: Whether to compare only parameters that the schemes train at the moment.
         """
         names = set(self.trained()) if of_trained else None
         differs = bool(self.replicas.checksums().changed_since(self._known, names))
@@ -263,30 +263,30 @@ class TrainingRun:
         return bool(changed)
 
     def fingerprint(self) -> str:
-        """Equal for runs that train modules of the same shapes by the same scheme and wire."""
+        """Return a text that is equal for runs with the same shapes of parameters, scheme and wire."""
         shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in self.module.named_parameters()]
         what = re.sub(r" at 0x[0-9a-f]+", "", repr([[scheme.config for scheme in self.schemes], shapes, self.wire]))
         return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
 
     def begin_from_module(self) -> None:
-        """Let the nodes go on from what the module holds, equal on all of them."""
+        """Restart the schemes from what the module holds, which is equal on all nodes."""
         held = [self.replicas.of(optimizer) for optimizer in self.optimizers]
         check_equal_layouts(held, self.topology.world, self.replicas.device)
         for scheme, replica in zip(self.schemes, held, strict=True):
             scheme.follow(replica)
 
     def leave_to_ranks(self, names: Collection[str]) -> None:
-        """Take from a file which tensors stay each rank's own, because their shapes differed when it was saved."""
+        """Restore from a checkpoint which tensors stay each rank's own, because their shapes differ between ranks."""
         if not self.replicas.per_rank.issuperset(names):
             self.replicas.per_rank.update(names)
             self.averaged_model.has_found_unequal(self.replicas.per_rank)
             self.begin_from_module()
 
-    def go_on_without_mean(self, names: Collection[str] | None) -> None:
-        """Take from a file which buffers had no mean when its run began; those here have been read from it already.
+    def exclude_without_mean(self, names: Collection[str] | None) -> None:
+        """Restore from a checkpoint which buffers had no mean when its run began, after loading them.
 
         Args:
-            names: Of the buffers; None if the file does not say.
+            names: Names of the buffers, or None if the file does not hold them.
         """
         if names is None:
             return
@@ -295,17 +295,19 @@ class TrainingRun:
             self.replicas.without_mean = {*names}
             self.begin_from_module()
 
-    def _look_for_means(self) -> None:
-        """Decide once more which buffers have a mean: programs fill them in ``on_fit_start``, say. Collective."""
+    def _find_means(self) -> None:
+        """Find again the buffers that have no mean, because programs fill them in ``on_fit_start``. Collective."""
         self.averaged_model.compare_shapes()
         lack = self.replicas.lack_mean()
         if lack:
             lacks = torch.tensor([*map(int, lack.values())], device=self.replicas.device)
             self.topology.world.all_reduce(lacks, op="max").wait()
-            self.go_on_without_mean([name for name, is_lacking in zip(lack, lacks.tolist(), strict=True) if is_lacking])
+            self.exclude_without_mean(
+                [name for name, is_lacking in zip(lack, lacks.tolist(), strict=True) if is_lacking]
+            )
 
     def trained(self) -> list[str]:
-        """Names of the parameters that the schemes train at the moment."""
+        """Return the names of the parameters that the schemes train at the moment."""
         known = {id(tensor) for scheme in self.schemes for tensor in scheme.replica.parameters}
         return [
             name
@@ -315,13 +317,13 @@ class TrainingRun:
 
     @contextmanager
     def training(self, names: Collection[str] | None) -> Iterator[None]:
-        """Inside, the schemes hold those parameters which were :meth:`trained` when a checkpoint was saved.
+        """Inside, the schemes hold the parameters that were :meth:`trained` when a checkpoint was saved.
 
-        Programs unfreeze and freeze parameters in mid-run, and when they are resumed do it again: at once, later, or
-        never, which the next step sees. What schemes have saved is for the parameters that they held then.
+        Their saved state belongs to these parameters. A resumed program may freeze or unfreeze others, which the next
+        step detects.
 
         Args:
-            names: Of the parameters; None if that is not known.
+            names: Names of the parameters, or None if they are not known.
         """
         parameters = dict(self.module.named_parameters())
         before = {name: parameter.requires_grad for name, parameter in parameters.items()}
@@ -340,7 +342,7 @@ class TrainingRun:
                     parameter.requires_grad_(before[name])
 
     def begin(self, epochs: int | None, steps: int | None) -> None:
-        """Training starts or resumes.
+        """Start or resume training.
 
         Args:
             epochs: The number of epochs the run will have, or None if that is not known.
@@ -348,18 +350,18 @@ class TrainingRun:
         """
         self.has_begun, self.has_finished = True, False
         if not self._knows_means:
-            self._look_for_means()
+            self._find_means()
         for scheme in self.schemes:
             scheme.begin_run(epochs, steps)
         if self._uncounted is not None:
             self._uncounted.begin(self._known)
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        """An epoch starts.
+        """Start an epoch.
 
         Args:
             epoch: Its number, from 0.
-            metrics: What the user logged so far.
+            metrics: The metrics that the user has logged so far.
         """
         self._loss_sum, self._loss_count = None, 0
         for scheme in self.schemes:
@@ -368,7 +370,7 @@ class TrainingRun:
             self.gradient_check.begin_epoch()
 
     def watch_loss(self, output: Any) -> None:
-        """Take what a training step returned: the loss, a mapping that holds it, or anything else."""
+        """Add the loss that a training step returned, if its output is a loss or a mapping with one."""
         if self.schemes and self.schemes[0].config.watches_loss:
             loss = output.get("loss") if isinstance(output, Mapping) else output
             if isinstance(loss, Tensor):
@@ -377,12 +379,12 @@ class TrainingRun:
                 self._loss_count += 1
 
     def loss_so_far(self) -> dict[str, Any]:
-        """What this rank knows of the loss of an epoch that has not ended; empty if that is nothing."""
+        """Return the sum and the number of this rank's losses in the present epoch; empty if there are none."""
         return {} if self._loss_sum is None else {"sum": self._loss_sum.clone(), "count": self._loss_count}
 
     @outside_autocast()
     def mean_loss_so_far(self) -> dict[str, Any]:
-        """The mean of all ranks' :meth:`loss_so_far`, from which all come to the same mean of the epoch. Collective."""
+        """Return the mean of all ranks' :meth:`loss_so_far`, so that all resume with the same mean. Collective."""
         if not (self.schemes and self.schemes[0].config.watches_loss):
             return {}
         sums = torch.zeros(2, device=self.replicas.device)
@@ -393,15 +395,15 @@ class TrainingRun:
         return {"sum": sums[0].clone(), "count": count} if count else {}
 
     def common_loss(self, loss: Any) -> Any:
-        """The mean of a loss over the ranks that average their gradients. Collective over these.
+        """Return the mean of a loss over the ranks that average their gradients. Collective over these.
 
-        By their loss, optimizers like LBFGS decide how often they evaluate it: those ranks must decide alike, or their
-        backward passes no longer match.
+        Optimizers like LBFGS evaluate the loss until it no longer changes. These ranks must evaluate it equally often,
+        because their backward passes communicate.
         """
         topology, gradients = self.topology, self.gradients_over
         if gradients == "none" or not isinstance(loss, Tensor):
             return loss
-        # by numbers that nothing rounds, or none would seem to change any more
+        # in the loss's own dtype: a rounded loss would stop changing too early
         common = gathered(loss.detach()).clone().view(1)
         if gradients == "node":
             topology.intra.all_reduce(common, weight=topology.weight_in_node).wait()
@@ -410,26 +412,26 @@ class TrainingRun:
         return common.view(())
 
     def load_loss(self, state: Mapping[str, Any]) -> None:
-        """Go on with :meth:`loss_so_far`."""
+        """Restore :meth:`loss_so_far`."""
         if state:
             self._loss_sum, self._loss_count = state["sum"].to(self.replicas.device), state["count"]
 
     def note_loss_scale(self, precision: object) -> None:
-        """A backward pass comes, in the scale of the precision's gradient scaler, if it has one."""
+        """Store the loss scale of the precision's gradient scaler, if it has one, before a backward pass."""
         scaler = getattr(precision, "scaler", None)
-        if scaler is not None and self.gradients.keeps_back:  # or the host would wait for a number that nobody needs
+        if scaler is not None and self.gradients.keeps_back:  # reading the scale makes the host wait
             self.gradients.note_scale(float(scaler.get_scale()))
 
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
-        """One attempt of an optimizer to step.
+        """Attempt an optimizer step.
 
         Args:
-            optimizer: Which one.
+            optimizer: The optimizer.
             run: The user's own step: forward, backward, clipping, ``optimizer.step()``.
-            last: Whether it is known to be the last one of the epoch.
+            last: Whether it is known to be the last step of the epoch.
 
         Returns:
-            What ``run`` returns.
+            The result of ``run``.
         """
         self._last_schedules = None
         scheme = self.scheme_of(optimizer)
@@ -437,7 +439,7 @@ class TrainingRun:
 
         autocast = Autocast()
 
-        def run_and_look() -> T:
+        def run_and_check() -> T:
             with self.optimizer_steps.stepping():
                 with autocast.entered():
                     result = run()
@@ -447,31 +449,31 @@ class TrainingRun:
             return result
 
         with autocast.left(), self.optimizer_steps.excused():
-            result = scheme.step(run_and_look, last=last)
-            self._tell_of_healing()
+            result = scheme.step(run_and_check, last=last)
+            self._report_healing()
         return result
 
     def backward(self) -> AbstractContextManager[None]:
-        """A backward pass of the run's own runs inside."""
+        """Enclose a backward pass of the run."""
         return nullcontext() if self._uncounted is None else self._uncounted.backward()
 
     def note_reduction(self) -> None:
-        """A backward pass has averaged gradients, and no optimizer has stepped since."""
+        """Note that a backward pass has averaged the present gradients."""
         if self.gradient_check is not None:
             self.gradient_check.note_reduction()
 
     def end_batch(self) -> None:
-        """A batch has ended in which a step was to be expected.
+        """End a batch in which a step was expected.
 
         Raises:
-            RuntimeError: If parameters change again and again, and no step is counted.
+            RuntimeError: If parameters change in several batches without a counted step.
         """
         if self._uncounted is not None and not self.optimizer_steps.is_stepping:  # in a closure of LBFGS, for instance
             self._uncounted.after_batch(self.knows_batches)
 
     @outside_autocast()
     def end_epoch(self) -> None:
-        """The epoch's last batch is done; validation and checkpoints come next."""
+        """End an epoch after its last batch, before validation and checkpoints."""
         loss = self._loss_sum / self._loss_count if self._loss_sum is not None else None
         self._loss_sum, self._loss_count = None, 0
         for scheme in self.schemes:
@@ -482,34 +484,34 @@ class TrainingRun:
 
     @outside_autocast()
     def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """A file is about to be saved, or the run to end, and nobody will know of the metrics later. Collective.
+        """Give the schemes the logged metrics before a checkpoint or the end of the run. Collective.
 
         Args:
-            logged: What the user has logged so far.
+            logged: Returns the metrics that the user has logged so far.
         """
         for scheme in self.schemes:
             scheme.hear_metrics(logged)
 
     @outside_autocast()
     def finish(self) -> None:
-        """The run is over: every rank holds the agreed parameters, and what is saved from now on needs no other."""
+        """End the run: every rank holds the averaged parameters, and saving no longer needs other ranks."""
         self.averaged_model.compare_shapes()
         if self._uncounted is not None:
             self._uncounted.end_epoch()
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
-        self.averaged_model.is_left_out = bool(self._tell_of_healing())
+        self.averaged_model.is_left_out = bool(self._report_healing())
         self.has_finished = True
         self._last_schedules = self.schedules()
         self.replicas.have_written()
         self.remember_values()
 
     def follow_unfrozen(self) -> None:
-        """A forward pass comes: let nodes agree before it if parameters were unfrozen, so that gradients are theirs.
+        """Synchronize before a forward pass if parameters were unfrozen, so that their gradients are averaged.
 
-        What was frozen is seen by the next :meth:`step`: programs freeze and unfreeze whole parts between two steps of
-        a batch.
+        The next :meth:`step` detects frozen parameters: programs freeze and unfreeze layers between two steps of a
+        batch.
         """
         for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
             if self.replicas.has_grown(scheme.replica, optimizer):
@@ -517,12 +519,12 @@ class TrainingRun:
 
     @outside_autocast()
     def _follow(self, scheme: RunningScheme[Scheme], optimizer: Optimizer) -> None:
-        """Begin anew from an agreement, if other parameters are trained by now. Collective."""
+        """Synchronize and restart the scheme, if other parameters are trained now. Collective."""
         scheme.replica.find_buffers()
         if self.replicas.has_changed(scheme.replica, optimizer):
             self.averaged_model.compare_shapes()
             scheme.synchronize()
-            # forward passes since the last step have moved buffers; and nobody knows whether new parameters are equal
+            # forward passes since the last step have changed buffers, and new parameters may differ between ranks
             self.averaged_model.average_differing(
                 [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)]
             )
@@ -530,7 +532,7 @@ class TrainingRun:
             check_equal_layouts([replica], self.topology.world, self.replicas.device)
             scheme.follow(replica)
 
-    def _tell_of_healing(self) -> Sequence[tuple[Tensor, Tensor]]:
+    def _report_healing(self) -> Sequence[tuple[Tensor, Tensor]]:
         if not any(scheme.guard.has_healed for scheme in self.schemes):
             return ()
         for scheme in self.schemes:
@@ -538,17 +540,17 @@ class TrainingRun:
         return self.after_healing()
 
     @outside_autocast()
-    def begin_anew(self) -> None:
-        """Somebody has written to the module in mid-run: average that, and let the nodes go on from there."""
+    def restart_from_average(self) -> None:
+        """Average the module after the program has written to it during training, and restart the schemes from it."""
         self.averaged_model.average_module()
         self.begin_from_module()
 
     @outside_autocast()
     def schedules(self, together: bool = True) -> list[dict[str, Any]]:
-        """The state that all replicas share, one per scheme; of a sharded module, for whole parameters.
+        """Return each scheme's state that all replicas share, for whole parameters if the module is sharded.
 
         Args:
-            together: Whether the ranks can be asked for it: collective. Else it is what this rank knows.
+            together: Whether all ranks call this, which makes it collective. Otherwise return what this rank holds.
         """
         if self._last_schedules is not None:
             return self._last_schedules
@@ -567,10 +569,10 @@ class TrainingRun:
         return schedules
 
     def load_schedules(self, schedules: Sequence[Mapping[str, Any]]) -> None:
-        """Restore :meth:`schedules`: all ranks go on from the parameters that the module holds. Collective.
+        """Restore :meth:`schedules`; all ranks continue from the parameters that the module holds. Collective.
 
         Raises:
-            ValueError: If they are those of a run with another number of optimizers.
+            ValueError: If they come from a run with another number of optimizers.
         """
         if len(schedules) != len(self.schemes):
             raise ValueError(
@@ -584,10 +586,10 @@ class TrainingRun:
             scheme.load_state_dict(_schedule_of(scheme, schedule))
 
     def close(self, timeout: float) -> None:
-        """End background threads, also after an error; not collective.
+        """End background threads, also after an error. Not collective.
 
         Args:
-            timeout: Seconds to wait for each.
+            timeout: Seconds to wait for each thread.
         """
         self.is_closed = True
         self.averaged_model.forget()
@@ -600,15 +602,15 @@ class TrainingRun:
 
 
 def check_equal_layouts(replicas: Sequence[Replica], group: Communicator, device: torch.device) -> None:
-    """Compare what schemes are about to exchange, as tensors of unequal sizes would end a process. Collective.
+    """Compare the layouts of replicas between ranks, because exchanging unequal sizes ends a process. Collective.
 
     Args:
-        replicas: Of every optimizer.
+        replicas: One per optimizer.
         group: All ranks.
-        device: Of what travels.
+        device: The device of the tensors that are exchanged.
 
     Raises:
-        ValueError: On all ranks, if they differ.
+        ValueError: On all ranks, if the layouts differ.
     """
     own = [each.layout for each in replicas]
     if are_equal(own, group, device):
@@ -633,18 +635,18 @@ def _in_words(names: Collection[str]) -> str:
 
 
 def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schedule that was saved, or what means the same in this scheme if it is another's: the counted steps.
+    """Return a saved schedule, or only its counted steps if another scheme saved it.
 
     Warns:
-        UserWarning: If it is another's.
+        UserWarning: If another scheme saved it.
     """
     name = type(scheme.config).__name__
     if saved["scheme"] == name:
         return saved
     if scheme.topology.rank == 0:
         warnings.warn(
-            f"the checkpoint was saved with {saved['scheme']}: {name} goes on from its parameters and its number of"
-            " steps, and begins a schedule of its own",
+            f"the checkpoint was saved with {saved['scheme']}: {name} continues from its parameters and its number of"
+            " steps, and starts a schedule of its own",
             stacklevel=2,
         )
     return {**scheme.shared_state(), **{counter: saved[counter] for counter in _COUNTERS}}

@@ -158,7 +158,7 @@ class FabricModule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, except the loss, which belongs to an epoch. Collective."""
         run = self.required_run
-        run.go_on_without_mean(state["without_mean"])
+        run.exclude_without_mean(state["without_mean"])
         with run.training(state["trained"]):
             run.load_schedules(state["schedules"])
 

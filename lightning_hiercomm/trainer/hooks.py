@@ -102,6 +102,8 @@ class HierarchicalHooks(Reports):
             )
             self._start_control(rendezvous.broadcast, rendezvous.gather)
             store = rendezvous.store
+        elif self.world_size > 1:
+            self._wait_for_all_ranks()
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
             nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
@@ -122,6 +124,16 @@ class HierarchicalHooks(Reports):
             world = self.topology.world
             self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
 
+    def _wait_for_all_ranks(self) -> None:
+        """Wait for ranks of an earlier run; a new process group would wait for an ended process until the timeout."""
+        try:
+            super().barrier()  # type: ignore[safe-super]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.global_rank} started another run of the Trainer, and another rank has ended. Call"
+                " trainer.fit, validate, test and predict on all ranks, not inside `if trainer.is_global_zero:`"
+            ) from error
+
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
         if sizes is not None:
@@ -135,6 +147,7 @@ class HierarchicalHooks(Reports):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._control.barrier("run", f" trainer.{TrainerFn(trainer.state.fn).value}")
         if is_fitting:
             check_initialized(self._module)
         if self.batches is not None and is_fitting:  # setting up optimizers may ask for the dataloaders' length
@@ -280,7 +293,7 @@ class HierarchicalHooks(Reports):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0 and skips_backward(self._module.trainer):
-            self._run.begin_anew()  # StochasticWeightAveraging put its average, and new statistics, into the module
+            self._run.restart_from_average()  # StochasticWeightAveraging has written its average to the module
         self._run.follow_unfrozen()
 
     @override

@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning.collectives import CollectiveCounter
-from lightning_hiercomm._lightning.ddp import check_ddp_arguments
 from lightning_hiercomm.arguments import check_types, checked_fields, unknown_argument
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
@@ -306,6 +306,40 @@ def constructor_arguments(strategy: type) -> list[str]:
             if not any(each.kind is each.VAR_KEYWORD for each in parameters):
                 break
     return names
+
+
+def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str]:
+    """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
+
+    Args:
+        arguments: Of Lightning's ``DDPStrategy`` and of DDP.
+        strategy: The class whose process group and communication hook DDP gets.
+
+    Returns:
+        The names of DDP's arguments that may be set.
+
+    Raises:
+        ValueError: If the strategy itself sets an argument.
+        TypeError: If a value has a wrong type.
+    """
+    owned = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "process_group"}
+    owned |= {"module", "device_ids", "device_mesh", "output_device", "dim"}
+    for name in arguments:
+        if name in owned:
+            raise ValueError(
+                f"{name} cannot be set: {strategy} owns DDP's process group, devices and communication hook."
+                " Choose what nodes exchange with `scheme` and `wire_dtype`."
+            )
+    if arguments.get("mixed_precision") is not None:
+        raise ValueError(
+            f"mixed_precision cannot be set: DDP implements it by a communication hook, which {strategy} owns."
+            " Use precision='bf16-mixed' of the Trainer or of Fabric."
+        )
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    flags = {name: bool for name, parameter in parameters.items() if isinstance(parameter.default, bool)}
+    check_types({name: arguments[name] for name in flags if name in arguments}, flags)
+    check_types(arguments, {"bucket_cap_mb": float | None})
+    return sorted(parameters.keys() - owned)
 
 
 def _unknown_keyword(name: str, strategy: str, known: Sequence[str]) -> TypeError:

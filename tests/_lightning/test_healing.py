@@ -138,9 +138,7 @@ def fit(folder, schedule: str, at: int, state: dict[str, Any] | None = None, **s
     ids=str,
 )
 @pytest.mark.parametrize("schedule", ["steps", "epochs", "plateau"])
-def test_a_healed_trainer_ends_as_one_that_was_never_lost_and_so_does_one_healed_from_it(
-    tmp_path, settings, at, schedule
-):
+def test_a_healed_trainer_and_one_healed_from_it_end_equal(tmp_path, settings, at, schedule):
     state, undisturbed = fit(tmp_path, schedule, at, **settings)
     assert state is not None
     rates = undisturbed.pop("rates")
@@ -167,7 +165,7 @@ class Thaws(pl.Callback):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("at", [4, 8, 9, 11])
-def test_a_healed_trainer_decides_by_what_is_in_no_checkpoint_as_one_that_was_never_lost(tmp_path, at):
+def test_a_healed_trainer_decides_by_state_outside_of_checkpoints(tmp_path, at):
     """Metrics of an earlier validation, what a ModelCheckpoint saved last, accumulation, and what is unfrozen."""
 
     class Model(Net):
@@ -207,7 +205,7 @@ def test_a_healed_trainer_decides_by_what_is_in_no_checkpoint_as_one_that_was_ne
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_trainer_that_comes_when_the_run_is_over_ends_with_its_parameters(tmp_path):
+def test_a_trainer_that_joins_a_finished_run_gets_its_parameters(tmp_path):
     state, undisturbed = fit(tmp_path, "steps", 24)
     assert state["moment"] == "end"
     _, healed = fit(tmp_path, "steps", -1, state)
@@ -234,7 +232,7 @@ def test_what_other_nodes_would_have_to_unpickle_is_left_out_and_named(tmp_path)
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_healed_trainer_loads_what_is_left_of_the_epoch_and_the_next_one_whole(tmp_path, workers):
+def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
     """In the order of that epoch: workers begin before Lightning tells a sampler which one it is."""
     seen: list[list[int]] = [[]]
 

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 
 
-def test_a_forked_rank_has_its_threads_before_a_backward_pass_asks_for_them(monkeypatch):
+def test_a_forked_rank_starts_its_threads_before_backward(monkeypatch):
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(gc, "freeze", lambda: None)

@@ -645,7 +645,7 @@ def test_fsdp2_goes_on_with_gathered_parameters_unless_told_to_reshard(process_g
         assert layer(torch.ones(1, 1)).item() == 7.0
 
 
-def test_directories_of_shards_keep_the_rest_in_a_file_that_lightning_looks_for(tmp_path):
+def test_shard_directories_keep_the_rest_in_lightnings_file(tmp_path):
     from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
 
     assert not _is_sharded_checkpoint(tmp_path)
@@ -813,7 +813,7 @@ def test_a_trainer_of_the_other_tree_is_told_where_the_twin_is(monkeypatch):
     assert repr(HierarchicalStrategy()) == call
 
 
-def test_hooks_that_save_are_asked_when_a_checkpoint_is_dumped_and_the_dump_is_what_it_was_afterwards():
+def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():
     class Saves(BoringModel):
         def on_save_checkpoint(self, checkpoint):
             said.append("module")
@@ -844,7 +844,7 @@ def test_hooks_that_save_are_asked_when_a_checkpoint_is_dumped_and_the_dump_is_w
     assert "dump_checkpoint" not in vars(trainer._checkpoint_connector)
 
 
-def test_files_are_numbered_by_what_a_checkpoint_callback_knows_and_not_by_what_lies_in_the_folder(tmp_path):
+def test_files_are_numbered_by_the_callback_not_by_the_folder(tmp_path):
     callback = pl.callbacks.ModelCheckpoint(tmp_path, "{epoch}", "x")
     run, metrics = trainer(callbacks=[callback], enable_checkpointing=True), {"epoch": torch.tensor(0)}
     (tmp_path / "epoch=0.ckpt").touch()
@@ -937,6 +937,6 @@ def test_a_module_takes_the_shapes_of_buffers_that_it_loads():
         module.load_state_dict({**module.state_dict(), "1.bank": torch.ones(5)})
 
 
-def test_lightnings_launcher_loads_the_weights_of_rank_0_where_we_let_shapes_differ():
+def test_the_launcher_loads_rank_0_weights_where_shapes_differ():
     source = inspect.getsource(_MultiProcessingLauncher._recover_results_in_main_process)
     assert "lightning_module.load_state_dict(" in source

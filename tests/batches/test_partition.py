@@ -62,7 +62,7 @@ def test_parts_sum_to_the_whole_within_their_bounds(costs, extra, data):
 
 
 @given(costs, st.integers(0, 200), st.integers(1, 4), st.data())
-def test_no_part_is_smaller_than_the_least_if_there_is_so_much_for_all_and_it_fits(costs, extra, least, data):
+def test_no_batch_is_smaller_than_the_least_if_possible(costs, extra, least, data):
     total = len(costs) + extra
     limits = [data.draw(st.none() | st.integers(1, 60)) for _ in costs]
     assume(not all(limits) or sum(limits) >= total)

@@ -91,7 +91,7 @@ def test_the_global_batches_do_not_depend_on_the_division(sizes, random):
     assert [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)] == one
 
 
-def test_every_epoch_is_shuffled_anew_so_that_left_overs_change_and_all_samples_are_seen():
+def test_every_epoch_is_shuffled_again_so_that_all_samples_are_seen():
     (loader,) = divided(DataLoader(Numbers(10), shuffle=True), [4])
     epochs = [batches(loader, epoch) for epoch in range(12)]
     assert epochs[0] != epochs[1]
@@ -135,7 +135,7 @@ class EveryThird(RandomSampler):
 
 
 @pytest.mark.parametrize("as_batches", [False, True])
-def test_samplers_that_look_like_torchs_own_are_drawn_also_in_a_batch_sampler(as_batches):
+def test_samplers_like_torchs_own_are_accepted_in_a_batch_sampler(as_batches):
     sampler = EveryThird(range(10))
     given = {"batch_sampler": BatchSampler(sampler, 2, False)} if as_batches else {"sampler": sampler}
     first, second = divided(DataLoader(Numbers(30), **given), [1, 3])

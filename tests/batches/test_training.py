@@ -118,7 +118,7 @@ def test_the_delayed_server_takes_the_gradient_of_the_global_batch(fit):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_eq_2_as_printed_is_a_larger_learning_rate_for_sgd_and_nothing_for_adam(fit, optimizer):
+def test_eq_2_as_printed_scales_the_learning_rate_of_sgd_only(fit, optimizer):
     class Trained(Net):
         lr = 0.01
 
@@ -282,7 +282,7 @@ def test_a_rank_with_a_quarter_of_the_cpu_time_gets_fewer_samples(fit, monkeypat
 
 
 @quotas
-def test_a_rank_that_loses_cpu_time_in_training_gets_fewer_samples_within_two_epochs(fit, quota):
+def test_a_rank_that_loses_cpu_time_gets_fewer_samples(fit, quota):
     batches = HeterogeneousBatches(32, [1, 1], rebalance_every_n_epochs=1)
     module = Busy(quota, epochs_at_full_speed=1)
     reports = fit(module, {"batches": batches}, devices=2, max_epochs=4, forked=True)
@@ -421,7 +421,7 @@ class Normal(Net):
     [[torch.nn.BatchNorm1d(16)], [torch.nn.Unflatten(1, (16, 1, 1)), torch.nn.BatchNorm2d(16), torch.nn.Flatten()]],
     ids=["vectors", "pooled pictures"],
 )
-def test_the_slowest_rank_gets_as_many_samples_as_a_batch_norm_can_train_on(fit, layers):
+def test_the_slowest_rank_gets_enough_samples_for_batch_norm(fit, layers):
     reports = fit(Normal(*layers), {"batches": HeterogeneousBatches(12, [100, 1])}, devices=2)
     assert [report["report"] for report in reports] == [[10] * 4, [2] * 4]
 

@@ -232,7 +232,7 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
     assert on_two_nodes(scheme("periodic"), work) == [([{"shard": rank}], [{"best": float(rank)}]) for rank in range(2)]
 
 
-def test_a_rank_that_ends_when_all_companions_are_written_leaves_its_own_to_the_checkpoint_that_comes(tmp_path):
+def test_a_rank_that_ends_after_all_shards_are_written_keeps_its_own(tmp_path):
     path, io = tmp_path / "saved.ckpt", DurableCheckpointIO()
 
     def work(run):

@@ -287,7 +287,7 @@ def _resumed_with_best(folder):
     return reports
 
 
-def test_a_buffer_without_mean_when_the_run_began_has_none_after_a_resume_either(borrow):
+def test_a_buffer_without_mean_has_none_after_a_resume(borrow):
     for reports in borrow(_resumed_with_best, ranks=2):
         for whole, resumed in reports:
             assert resumed == whole
@@ -349,7 +349,7 @@ def _validated_and_resumed(folder):
 
 
 @pytest.mark.long("eight runs on four ranks")
-def test_buffers_that_ranks_of_a_node_share_go_on_as_if_nothing_had_been_validated(borrow):
+def test_buffers_shared_in_a_node_are_unchanged_by_validation(borrow):
     """DDP shares them before a forward pass, but for the one after a validation.
 
     And Lightning's manual optimization lets it do so before the first one of a process only.
@@ -428,7 +428,7 @@ def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(borrow):
 
 
 @pytest.mark.parametrize("name", ["periodic", "gossip_overlap", "steps_delay"])
-def test_a_run_that_is_resumed_when_it_is_over_ends_on_the_agreed_model_once_more(fit, tmp_path, name):
+def test_resuming_a_finished_run_ends_on_the_averaged_model(fit, tmp_path, name):
     strategy = {"scheme": schemes()[name], "checkpoint_replicas": True, "ranks_per_node": 1}
     saves = {"callbacks": [ModelCheckpoint(tmp_path, "over")], "enable_checkpointing": True}
     whole = fit(Net(), strategy, **saves, **TWO_NODES)
@@ -593,7 +593,7 @@ def test_a_save_that_fails_says_why_and_leaves_no_companions(tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_an_interrupt_that_comes_when_the_checkpoint_is_written_leaves_it_complete(tmp_path):
+def test_an_interrupt_after_the_write_leaves_the_checkpoint_complete(tmp_path):
     path = tmp_path / "saved.ckpt"
 
     class Interrupted(DurableCheckpointIO):
@@ -609,7 +609,7 @@ def test_an_interrupt_that_comes_when_the_checkpoint_is_written_leaves_it_comple
     assert companions_of(path) == [f"saved.ckpt.rank-0000.{identity_of(path)}"]
 
 
-def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_companions(fit, tmp_path):
+def test_a_link_to_a_checkpoint_resumes_and_its_deletion_keeps_shards(fit, tmp_path):
     strategy = {"checkpoint_replicas": True, "ranks_per_node": 1}
     callback = Links(tmp_path, "{epoch}", save_top_k=-1, save_last="link")
     fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
@@ -618,7 +618,7 @@ def test_a_link_to_a_checkpoint_is_resumed_from_and_its_deletion_leaves_the_comp
     fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "last-epoch=1.ckpt"}, **TWO_NODES)
 
 
-def test_what_a_slow_save_has_replaced_does_not_take_the_next_ones_companions_with_it(tmp_path):
+def test_a_slow_save_does_not_delete_the_shards_of_the_next(tmp_path):
     path, may_end = tmp_path / "last.ckpt", threading.Event()
 
     class Slow(TorchCheckpointIO):
@@ -814,7 +814,7 @@ class Drawing(Net):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_what_is_drawn_for_the_first_batch_after_a_resume_in_mid_epoch_goes_on_too(tmp_path, shuffle):
+def test_random_numbers_go_on_after_a_resume_in_mid_epoch(tmp_path, shuffle):
     whole, resumed = Drawing(shuffle), Drawing(shuffle)
     for module in (whole, resumed):
         strategy = HierarchicalStrategy("periodic", checkpoint_replicas=True)
@@ -936,7 +936,7 @@ def test_a_checksum_is_of_every_kind_of_value():
     assert checksum([float("nan")]) == checksum([float("nan")])
 
 
-def test_the_random_stream_of_a_ranks_gpu_goes_on_by_whatever_number_it_goes(monkeypatch):
+def test_the_random_stream_of_a_gpu_is_restored_under_any_index(monkeypatch):
     own, put_back = torch.arange(16, dtype=torch.uint8), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: own)
@@ -954,7 +954,6 @@ def test_the_random_stream_of_a_ranks_gpu_goes_on_by_whatever_number_it_goes(mon
     [
         (PeriodicAveraging(4, gradients="none"), PeriodicAveraging(4)),
         (DiLoCo(4, fragments=["layers.0"]), DiLoCo(4, fragments=["layers.3"])),
-        (StepsDelay(2, 2), StepsDelay(2, 2, shard_on="parameters")),
     ],
     ids=repr,
 )

@@ -58,7 +58,7 @@ def test_a_write_that_fails_leaves_the_directory_that_was_there(path):
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_what_ends_a_write_between_two_renames_leaves_the_directory_its_name(path, monkeypatch, error):
+def test_an_interrupt_between_two_renames_keeps_the_directory(path, monkeypatch, error):
     rename = Path.rename
 
     def fail(self, other):

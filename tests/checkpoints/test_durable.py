@@ -70,7 +70,7 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint(path, monkeypatch, momen
     assert [*path.parent.iterdir()] == [path]
 
 
-def test_a_kill_in_the_write_of_slurms_checkpoint_leaves_the_one_before_as_the_newest(tmp_path, monkeypatch):
+def test_a_kill_during_slurms_checkpoint_keeps_the_one_before(tmp_path, monkeypatch):
     def die(*_: object) -> None:
         os._exit(9)
 
@@ -87,7 +87,7 @@ def test_a_kill_in_the_write_of_slurms_checkpoint_leaves_the_one_before_as_the_n
 
 
 @pytest.mark.parametrize("ends", ["first", "last"])
-def test_one_that_stood_still_while_another_wrote_the_same_file_spoils_neither(path, monkeypatch, ends):
+def test_two_interleaved_writes_of_a_file_are_both_complete(path, monkeypatch, ends):
     """As a node that was stopped in its write, and whose place another has taken since."""
     newest = {"x": torch.full((300,), 2.0)}
     save = durable._save

@@ -48,7 +48,7 @@ def test_an_optimizer_without_steps_of_its_own_is_refused_with_the_remedy(tmp_pa
         load_optimizers(path, [optimizer.state_dict()], module, [optimizer], strict=True)
 
 
-def test_a_learning_rate_comes_back_from_a_file_where_the_optimizer_keeps_nothing_else(tmp_path):
+def test_a_learning_rate_is_restored_without_other_optimizer_state(tmp_path):
     module = nn.Linear(2, 1)
     saved, resumed = (torch.optim.SGD(module.parameters(), lr=lr) for lr in (0.01, 0.1))
     load_optimizers(tmp_path / "saved.ckpt", [saved.state_dict()], module, [resumed], strict=True)

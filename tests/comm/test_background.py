@@ -117,7 +117,7 @@ def test_what_a_turn_waits_for_is_not_exposed(meter):
     assert meter.seconds == {}
 
 
-def test_closing_ends_the_thread_after_what_was_submitted_and_a_background_may_be_used_again(meter):
+def test_a_closed_background_ends_its_thread_and_can_be_used_again(meter):
     done: list[int] = []
     background = Background(CPU, meter, "closing")
     background.close()  # nothing was ever submitted
@@ -151,7 +151,7 @@ def test_backgrounds_of_several_ranks_match_their_moves_up():
     assert ThreadWorld(4).run(work) == [expected] * 4
 
 
-def test_a_future_of_a_job_that_ended_with_no_ordinary_error_has_not_succeeded(background):
+def test_a_future_of_an_interrupted_job_has_not_succeeded(background):
     def interrupted() -> None:
         raise KeyboardInterrupt("Ctrl-C")
 
@@ -165,7 +165,7 @@ def test_a_future_of_a_job_that_ended_with_no_ordinary_error_has_not_succeeded(b
 
 
 @pytest.mark.parametrize("puts_off", [False, True])
-def test_a_future_on_a_gpu_completes_after_its_job_in_the_stream_of_its_job(meter, puts_off, fake_device, monkeypatch):
+def test_a_future_on_a_gpu_completes_in_the_stream_of_its_job(meter, puts_off, fake_device, monkeypatch):
     completed: list[object] = []
 
     def noted(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:  # torch's records the streams of now
@@ -184,7 +184,7 @@ def test_a_future_on_a_gpu_completes_after_its_job_in_the_stream_of_its_job(mete
         assert done.wait().item() == 3
 
 
-def test_an_error_of_a_job_that_was_put_off_reaches_its_waiters_and_those_behind_it_get_theirs(meter, fake_device):
+def test_an_error_of_a_deferred_job_reaches_only_its_waiters(meter, fake_device):
     def fail() -> None:
         raise CommunicationError("lost")
 
@@ -199,7 +199,7 @@ def test_an_error_of_a_job_that_was_put_off_reaches_its_waiters_and_those_behind
         assert failing.is_done()
 
 
-def test_who_interrupts_a_job_that_was_put_off_interrupts_whoever_waits_for_one_behind_it(meter, fake_device):
+def test_interrupting_a_deferred_job_interrupts_later_waiters(meter, fake_device):
     def interrupted() -> None:
         raise KeyboardInterrupt
 

@@ -257,7 +257,7 @@ def test_encoding_what_was_largest_again_changes_no_bit(codec, values):
 
 @on_both
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_the_largest_of_a_block_that_is_not_finite_decodes_to_nothing_finite(bad):
+def test_a_block_with_a_non_finite_maximum_decodes_to_non_finite(bad):
     values = torch.ones(512 + 3)
     values[500] = bad
     out = decoded(LargestFour(), values)
@@ -336,9 +336,7 @@ def test_memory_of_inference_mode_serves_training_afterwards():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 3, 255])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_no_element_of_a_block_with_a_value_that_is_not_finite_decodes_to_a_finite_one_but_other_blocks_do(
-    bad, place, bits
-):
+def test_a_non_finite_value_makes_only_its_block_non_finite(bad, place, bits):
     values = torch.ones(256 + 256 + 3)
     for start, length in ((256, 256), (512, 3)):
         values[start + min(place, length - 1)] = bad

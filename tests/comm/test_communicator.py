@@ -118,7 +118,7 @@ def scatter_weighted(rank, dtype, groups):
 
 @pytest.mark.parametrize("groups", [((0, 1, 2, 3),), LANES], ids=["four", "two"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_reduce_scatter_may_write_to_the_own_part_of_what_it_reads_and_weigh_it(world, dtype, groups):
+def test_reduce_scatter_may_write_to_a_view_of_its_input(world, dtype, groups):
     world.run(scatter_weighted, dtype, groups)
 
 
@@ -501,7 +501,7 @@ def mix_moves_in_flight(rank):
     assert last.item() == 3
 
 
-def test_many_moves_of_one_group_may_be_in_flight_and_be_waited_for_in_any_order(world):
+def test_collectives_of_a_group_can_be_awaited_in_any_order(world):
     world.run(mix_moves_in_flight)
 
 
@@ -566,7 +566,7 @@ def exchange_in_turns(rank):
 
 
 @pytest.mark.parametrize("world", ["gloo"], indirect=True)
-def test_over_gloo_an_exchange_between_nodes_begins_when_the_one_before_it_has_ended(world):
+def test_gloo_exchanges_between_nodes_run_one_after_another(world):
     world.run(exchange_in_turns)
 
 
@@ -623,7 +623,7 @@ def drop_handle(rank):
     assert check.item() == 4
 
 
-def test_a_handle_that_nobody_keeps_harms_nothing_and_is_named_by_the_next_move(world):
+def test_a_dropped_handle_is_named_by_the_next_collective(world):
     world.run(drop_handle)
 
 
@@ -689,7 +689,7 @@ def mark_waits(rank):
     assert {isinstance(mark, float) for mark in marks} == {rank.device is None}
 
 
-def test_on_a_gpu_a_wait_is_exposed_while_that_has_nothing_to_do_whoever_waits(world):
+def test_on_a_gpu_a_wait_is_exposed_while_the_gpu_is_idle(world):
     """The host may wait for training, too, which is behind it."""
     world.run(mark_waits)
 

@@ -166,7 +166,7 @@ def test_bfloat16_payloads_are_summed_in_float32(members):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("codec", [Quantized(8), AsIs()], ids=str)
 @pytest.mark.parametrize("members", [2, 4])
-def test_parts_of_other_floats_are_summed_in_float32_or_wider_and_rounded_once(members, codec, dtype):
+def test_narrow_floats_are_summed_in_float32_and_rounded_once(members, codec, dtype):
     wide = torch.promote_types(dtype, torch.float32)
 
     def work(rank, encoded_sum, meter):

@@ -41,7 +41,7 @@ def test_a_wait_that_raises_is_counted():
     assert meter.seconds["inter"] > 0
 
 
-def test_waits_beside_training_do_not_count_and_those_of_autograd_s_threads_do():
+def test_waits_of_autograd_threads_count_and_overlapped_ones_do_not():
     meter = Meter()
 
     def wait() -> None:

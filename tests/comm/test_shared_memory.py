@@ -108,7 +108,7 @@ def connect_with_one_unwilling(rank):
 
 
 @over_shared_memory
-def test_a_group_with_a_member_that_cannot_share_goes_over_torch_and_others_share(world):
+def test_only_groups_whose_members_can_share_memory_do(world):
     world.run(connect_with_one_unwilling)
 
 

@@ -53,7 +53,7 @@ def test_other_devices_keep_what_is_freed_themselves():
     assert not spares._free
 
 
-def test_memory_first_taken_in_inference_mode_may_be_written_to_in_training():
+def test_memory_from_inference_mode_can_be_written_in_training():
     spares = Spares()
     with torch.inference_mode():
         spares.give_back(kept := spares.take(10, torch.float32, CPU))

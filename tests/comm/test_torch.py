@@ -71,7 +71,7 @@ def test_a_rank_makes_its_own_groups_only_and_as_many_as_every_other(rank, made)
     assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 
 
-def test_where_members_may_name_a_group_differently_all_ranks_make_all_groups(made, monkeypatch):
+def test_all_ranks_make_all_groups_where_names_may_differ(made, monkeypatch):
     for version, agree in (
         ("2.4.0", False),
         ("2.13.1+cpu", False),
@@ -169,7 +169,7 @@ class Post:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 21])
-def test_objects_are_gathered_over_gloo_by_two_messages_per_member_and_not_by_their_square(size, monkeypatch):
+def test_gathering_objects_over_gloo_takes_two_messages_per_member(size, monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     post = Post(monkeypatch)
     ranks = [3 * member for member in range(size)]
@@ -189,7 +189,7 @@ def test_long_objects_take_a_second_message_and_arrive_whole(lengths, monkeypatc
     assert len(post.sent) <= 4 * (len(said) - 1)
 
 
-def test_members_of_a_large_group_greet_their_neighbours_and_send_nothing_round_a_ring(monkeypatch):
+def test_members_of_a_large_group_connect_to_neighbors_only(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     posted: list[tuple[str, int]] = []
 
@@ -221,9 +221,7 @@ def over_gloo() -> TorchCommunicator:
 
 
 @pytest.mark.parametrize(("backend", "is_nccl"), [("gloo", False), ("nccl", True), ("cpu:gloo,cuda:nccl", True)])
-def test_nccl_is_known_for_what_it_is_where_a_group_has_a_backend_for_each_device(
-    over_gloo, monkeypatch, backend, is_nccl
-):
+def test_nccl_is_detected_in_a_group_with_a_backend_per_device(over_gloo, monkeypatch, backend, is_nccl):
     monkeypatch.setattr(dist, "get_backend", lambda group: backend)
     assert TorchCommunicator(None, [0], 0, "inter", Meter()).is_nccl == is_nccl
 
@@ -248,9 +246,7 @@ def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo
     assert work.waits == 1
 
 
-def test_what_a_gpu_s_reduce_scatter_over_gloo_sums_is_kept_for_the_stream_that_sums_it(
-    over_gloo, fake_device, monkeypatch
-):
+def test_reduce_scatter_of_a_gpu_over_gloo_keeps_its_inputs_alive(over_gloo, fake_device, monkeypatch):
     def all_to_all(move, arrived, tensor):
         arrived.copy_(tensor)
         return []

@@ -51,7 +51,7 @@ def test_a_hundred_small_steps_from_one_arrive_through_a_narrow_wire(name, dtype
 
 @on_both
 @pytest.mark.parametrize("scheme", ["periodic", "daso, blocking"])
-def test_the_parameters_themselves_stall_on_a_narrow_wire_which_is_why_they_are_not_sent(scheme):
+def test_sending_the_parameters_themselves_stalls_on_a_narrow_wire(scheme):
     for x, _ in after_steps_down(SCHEMES[scheme], Wire(torch.bfloat16, raw=True)):
         assert x.tolist() == [1.0] * 3
 
@@ -76,7 +76,7 @@ def test_a_narrow_wire_halves_the_bytes_of_the_parameters():
 
 
 @on_both
-def test_nodes_of_unequal_weight_mean_through_a_narrow_wire_what_they_mean_through_a_wide_one():
+def test_weighted_means_are_equal_through_narrow_and_wide_wires():
     def work(rank):
         with torch.no_grad():
             rank.module["x"] += 0.0 if rank.rank < 3 else 2**-12

@@ -67,7 +67,7 @@ def _on_eight(names, folder):
 
 
 def _example_on(ranks):
-    strategy = HierarchicalModelParallelStrategy(DiLoCo(4), "auto", 2, ranks_per_node=ranks // 2)
+    strategy = HierarchicalModelParallelStrategy(DiLoCo(4), tensor_parallel_size=2, ranks_per_node=ranks // 2)
     return lambda _: _fit_example(strategy, ranks)
 
 

@@ -244,7 +244,7 @@ def test_a_cut_by_number_is_the_same_however_the_tensors_are_sharded(case, into)
     assert {replica.whole_bytes for replica in replicas} == {Replica(wholes).nbytes}
 
 
-def test_shares_without_a_run_are_cut_in_proportion_and_holders_are_kept_apart():
+def test_shards_are_cut_in_proportion_and_by_holders():
     columns, everywhere = torch.arange(8.0, device=place.device), torch.arange(100.0, 104.0, device=place.device)
     shares = {id(columns): Share("rank", 16)}
     replica = Replica([columns, everywhere], shares=shares)

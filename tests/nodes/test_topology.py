@@ -156,7 +156,7 @@ def test_nodes_must_hold_every_rank_once(nodes):
         Topology(nodes, 0, lambda groups, tier: None, Meter())
 
 
-def test_the_same_ranks_have_the_same_weights_to_the_last_bit_whenever_they_were_told_them():
+def test_the_same_ranks_always_have_bit_equal_weights():
     def work(topology):
         earlier = topology.duplicate(), topology.ranks_as_nodes()
         topology.set_weights([0.5, 1 / 6, 1 / 6, 1 / 6])  # whose sum is not quite 1

@@ -62,7 +62,7 @@ def test_json_holds_every_number(capsys):
         assert name in row
 
 
-def test_with_the_life_of_a_node_a_plan_says_what_is_kept_and_what_it_costs(capsys):
+def test_plan_with_mtbf_prints_goodput_and_cost(capsys):
     assert run(*FLAGS, "--mtbf", "3h", "--price", "2.1", "--egress", "0.05") == 0
     shown = capsys.readouterr().out
     header, _, *rows = shown.splitlines()
@@ -149,7 +149,7 @@ def refuses_before_it_computes(monkeypatch, command: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["plan.docx", "plan"])
-def test_so_is_a_plot_in_a_format_that_nobody_draws(tmp_path, capsys, monkeypatch, name):
+def test_a_plot_in_an_unknown_format_is_refused(tmp_path, capsys, monkeypatch, name):
     """After all was computed; and what has no format was drawn into another file, `plan.png`."""
     pytest.importorskip("matplotlib")
     path = tmp_path / name
@@ -166,7 +166,7 @@ def test_nodes_of_no_ranks_are_refused_in_one_line(capsys):
 
 
 @pytest.mark.usefixtures("own_task")
-def test_a_scheme_that_cannot_do_what_is_asked_is_refused_before_others_are_trained(capsys, monkeypatch):
+def test_an_impossible_scheme_is_refused_before_others_train(capsys, monkeypatch):
     monkeypatch.delattr(commands, "run_one")
     clock = ["--inter", "1gbit", "--step-time", "1ms"]
     task = ["--task", "own_task:task"]
@@ -177,7 +177,7 @@ def test_a_scheme_that_cannot_do_what_is_asked_is_refused_before_others_are_trai
 def test_arguments_of_no_module_are_refused(capsys):
     """The stand-in was measured in its place."""
     assert program.main(["probe", "--module-args", '{"width": 512}']) == 2
-    assert "--module-args are for --module" in capsys.readouterr().err
+    assert "--module-args needs --module" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_a_lighthouse_that_no_node_could_use_is_refused_in_one_line(arguments, m
         ([*FLAGS, "--fast"], "unrecognized arguments: --fast"),
         (["--profile", "nowhere.json"], "cannot read nowhere.json"),
         ([*FLAGS, "--plot", "/nowhere/plan.png"], "/nowhere/plan.png"),
-        ([*FLAGS, "--price", "2.1"], "--price: say with --mtbf how long a node lives"),
-        ([*FLAGS, "--restart-time", "10min"], "--restart-time: say with --mtbf how long a node lives"),
+        ([*FLAGS, "--price", "2.1"], "--price needs --mtbf"),
+        ([*FLAGS, "--restart-time", "10min"], "--restart-time needs --mtbf"),
         ([*FLAGS, "--mtbf", "often"], "--mtbf: 'often' is not a duration"),
         ([*FLAGS, "--mtbf", "3h", "--price", "-1"], "--price -1.0 must be a price"),
         ([*FLAGS, "--mtbf", "3h", "--dead-after", "0"], "--dead-after: '0' must be positive"),
@@ -262,8 +262,8 @@ def test_a_profile_is_all_a_plan_needs_and_flags_take_precedence(profile, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--latency", "1ms"], "--latency: the profile says so already"),
-        (["--ranks-per-node", "8"], "the profile is of nodes of 4 ranks"),
+        (["--latency", "1ms"], "--latency: part of the profile"),
+        (["--ranks-per-node", "8"], "the profile has nodes of 4 ranks"),
     ],
 )
 def test_flags_that_contradict_a_profile_are_refused(profile, arguments, message, capsys):

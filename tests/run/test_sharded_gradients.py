@@ -150,7 +150,7 @@ def test_where_a_pass_writes_gradients_several_times_all_buckets_wait_for_its_en
 def test_a_gradient_that_is_written_again_when_it_has_left_is_an_error():
     def work(layers, gradients, said):
         backward(layers, gradients, 1.0)
-        with pytest.raises(RuntimeError, match=r"shape \(1, 1\) was written a second time .* PeriodicAveraging\(1\)"):
+        with pytest.raises(RuntimeError, match=r"shape \(1, 1\) was written again .* PeriodicAveraging\(1\)"):
             backward_several(2, layers, gradients)
 
     on_two_nodes(work)

@@ -277,7 +277,7 @@ def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
 
 
 @pytest.mark.parametrize("scheme", [lambda: PeriodicAveraging(5), lambda: Gossip(segments=1, hierarchical=False)])
-def test_nodes_begin_anew_from_their_agreement_when_parameters_are_added(scheme):
+def test_nodes_restart_from_average_from_their_agreement_when_parameters_are_added(scheme):
     def work(run: TrainingRun) -> tuple[float, bool, bool]:
         add(run, 0, run.topology.rank + 1.0)
         own = run.schemes[0]
@@ -299,7 +299,7 @@ def test_what_was_written_into_the_module_from_outside_is_averaged():
     def work(run: TrainingRun) -> list[float]:
         with torch.no_grad():
             run.module.second.weight.fill_(run.topology.rank)
-        run.begin_anew()
+        run.restart_from_average()
         return [run.module.second.weight.item(), run.schemes[1].unsynchronized_steps]
 
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]

@@ -145,7 +145,7 @@ def test_a_module_with_unused_parameters_is_told_which_argument_it_needs(fit, sc
     [({}, 1), ({"scheme": AllReduce()}, 1), ({"scheme": PeriodicAveraging(2, gradients="none")}, 0)]
     + [({flag: True}, 0) for flag in ("find_unused_parameters", "static_graph")],
 )
-def test_at_one_rank_per_node_unused_parameters_are_warned_of_as_they_would_end_larger_nodes(recwarn, strategy, warned):
+def test_unused_parameters_warn_at_one_rank_per_node(recwarn, strategy, warned):
     strategy = HierarchicalStrategy(**strategy)
     arguments = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, **arguments).fit(PartlyUsed())

@@ -30,6 +30,6 @@ def test_a_trainer_on_another_accelerator_is_refused_with_the_remedy(strategy):
         pl.Trainer(accelerator=InTrainer(), devices=1, strategy=strategy(), logger=False)
 
 
-def test_so_is_fabric():
+def test_fabric_runs_on_accelerators():
     with pytest.raises(ValueError, match=r"'xpu' devices .*accelerator='gpu'.*accelerator='cpu'"):
         Fabric(accelerator=InFabric(), devices=1, strategy=HierarchicalFabricStrategy())

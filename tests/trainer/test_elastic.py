@@ -97,14 +97,14 @@ class Averages(EMAWeightAveraging):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_callbacks_that_decide_on_each_node_by_itself_are_refused_when_training_starts(tmp_path, callback, said):
+def test_callbacks_that_decide_per_node_are_refused(tmp_path, callback, said):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
     with pytest.raises(ValueError, match=said):
         ElasticNode(Elastic(), Checkpoints())._check(run)
 
 
-def test_so_is_a_validation_by_the_clock(tmp_path):
+def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
     with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
@@ -215,9 +215,7 @@ class WithTeacher(BoringModel):
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
-def test_parameters_that_are_changed_when_nodes_have_agreed_are_refused_and_a_teacher_may_be_filled(
-    tmp_path, lighthouse, hook
-):
+def test_parameters_changed_after_a_sync_are_refused_except_a_teacher(tmp_path, lighthouse, hook):
     with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Do that in configure_model"):
         fit_alone(tmp_path, WithTeacher(hook, "layer.weight"))
     run = fit_alone(tmp_path, WithTeacher(hook, "teacher"))
@@ -241,7 +239,7 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, l
     assert run.strategy.schemes[0].steps > 0
 
 
-def test_a_supervisor_sees_that_a_node_which_was_told_to_leave_has_not_come_to_the_end(tmp_path, lighthouse):
+def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, lighthouse):
     """It ended with 0, as after the last step, and the shell went on with what comes after a training."""
 
     class IsTold(pl.Callback):
@@ -258,7 +256,7 @@ def test_a_supervisor_sees_that_a_node_which_was_told_to_leave_has_not_come_to_t
     [(None, False, True), (SIGTERMException(), False, False), (RuntimeError(), True, False)],
     ids=repr,
 )
-def test_a_node_that_is_told_to_leave_stays_until_others_have_read_the_vote_that_it_keeps(error, at_once, is_over):
+def test_a_leaving_node_stays_until_others_have_read_its_vote(error, at_once, is_over):
     """They would be left behind, and start again; only one that fails cannot wait."""
     node, told = ElasticNode(Elastic(), Checkpoints()), []
     node._membership = SimpleNamespace(leave=lambda **how: told.append(how))

@@ -40,7 +40,7 @@ class SavesOnce(pl.Callback):
 @pytest.mark.parametrize("at_epoch_end", [True, False])
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("now", [6, 10, 3])
-def test_a_run_that_goes_on_with_epochs_of_another_length_knows_when_it_ends(tmp_path, at_epoch_end, accumulated, now):
+def test_a_resume_with_another_epoch_length_knows_the_end(tmp_path, at_epoch_end, accumulated, now):
     path = tmp_path / "saved.ckpt"
 
     def trained(steps: int, **arguments: Any) -> pl.Trainer:
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_with_epochs_of_another_length_knows_when_it_ends(tmp
     assert run.lightning_module.report == (4, run.global_step)
 
 
-def test_so_does_one_that_ends_by_its_steps(tmp_path):
+def test_a_resume_that_ends_by_max_steps_knows_the_end(tmp_path):
     path = tmp_path / "saved.ckpt"
     one_trainer(tmp_path, strategy=HierarchicalStrategy(), callbacks=[SavesOnce(path, True)]).fit(Foreseeing(6))
     run = one_trainer(tmp_path, strategy=HierarchicalStrategy(), max_epochs=None, max_steps=20)
@@ -62,7 +62,7 @@ def test_so_does_one_that_ends_by_its_steps(tmp_path):
     assert run.lightning_module.report == (run.current_epoch, 20)
 
 
-def test_where_an_epoch_goes_on_gradients_accumulate_over_as_many_batches_as_the_trainer_says(tmp_path):
+def test_a_resumed_epoch_accumulates_the_trainers_number_of_batches(tmp_path):
     path = tmp_path / "saved.ckpt"
     for saves in ([SavesOnce(path, False, step=4)], []):
         callbacks = [GradientAccumulationScheduler({0: 2, 1: 3}), *saves]

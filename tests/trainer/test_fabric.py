@@ -321,7 +321,7 @@ def left_and_begun_again(fabric, strategy):
     assert [*seen, module.weight.item()] == [0.0, 2.5, 5.0]
 
 
-def test_another_loop_goes_on_from_what_all_nodes_have_learned_in_one_that_was_left(launched):
+def test_a_second_loop_starts_from_the_averaged_model_of_the_first(launched):
     launched(PeriodicAveraging(100), left_and_begun_again)
 
 
@@ -404,9 +404,7 @@ def growing(fabric, strategy, folder):
     "scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(1, gradients="none")], ids=repr
 )
 @pytest.mark.parametrize("program", [unfreezing, growing])
-def test_parameters_unfrozen_or_added_in_mid_run_get_the_same_gradients_on_all_ranks_that_share_them(
-    launched, scheme, program, tmp_path
-):
+def test_unfrozen_or_added_parameters_get_equal_gradients(launched, scheme, program, tmp_path):
     launched(scheme, program, tmp_path)
     weight, bias, expected = 1.0, 0.0, []
     for step in range(6):  # of all ranks the mean, whose targets' mean is 1.5
@@ -492,9 +490,7 @@ class PartlyUsed(nn.Module):
 
 
 @pytest.mark.parametrize(("arguments", "warned"), [({}, 1), ({"find_unused_parameters": True}, 0)])
-def test_at_one_rank_per_node_unused_parameters_are_warned_of_as_they_would_end_larger_nodes(
-    recwarn, arguments, warned
-):
+def test_unused_parameters_warn_at_one_rank_per_node(recwarn, arguments, warned):
     strategy = HierarchicalFabricStrategy(**arguments)
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     fabric.launch()
@@ -698,7 +694,7 @@ def thawing_between_agreements(fabric, strategy):
     assert seen == expected[fabric.global_rank // 2], seen
 
 
-def test_nodes_agree_before_the_forward_pass_that_first_sees_parameters_unfrozen(launched):
+def test_nodes_synchronize_before_the_first_forward_after_an_unfreeze(launched):
     launched(PeriodicAveraging(5), thawing_between_agreements)
 
 
@@ -733,7 +729,7 @@ def late_and_back(fabric, strategy, folder):
     assert phases == [[(name, epoch)] * 2 for epoch, name in enumerate(names)], phases
 
 
-def test_a_loop_goes_on_where_it_is_with_a_module_that_comes_later_and_back_from_a_load(launched, tmp_path):
+def test_a_loop_goes_on_with_a_later_module_and_after_a_load(launched, tmp_path):
     launched(DASO(4, 2, warmup_epochs=1, cooldown_epochs=1), late_and_back, tmp_path)
 
 
@@ -753,7 +749,7 @@ def losing_patience(fabric, strategy, path, resumes):
     torch.save(periods, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
 
 
-def test_the_loss_of_the_epoch_in_which_a_file_is_saved_counts_after_a_resume(launched, tmp_path):
+def test_the_loss_before_a_save_counts_after_a_resume(launched, tmp_path):
     for resumes in (False, True):
         launched(DASO(4, 2, 0, 0, patience=2), losing_patience, tmp_path / "half.ckpt", resumes)
     whole, resumed = (torch.load(tmp_path / f"{resumes}-3.pt") for resumes in (False, True))
@@ -761,7 +757,7 @@ def test_the_loss_of_the_epoch_in_which_a_file_is_saved_counts_after_a_resume(la
     assert resumed == whole[2:]
 
 
-def test_an_optimizer_of_two_modules_that_are_set_up_apart_is_refused_by_name():
+def test_an_optimizer_of_two_modules_is_refused():
     fabric = Fabric(accelerator="cpu", devices=1, strategy=HierarchicalFabricStrategy())
     fabric.launch()
     one, other = nn.Linear(1, 1), nn.Linear(1, 1)

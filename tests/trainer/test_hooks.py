@@ -57,7 +57,7 @@ def test_ranks_too_many_for_a_mesh_connect_when_they_have_something_to_say(fit, 
     assert [report["report"] for report in reports] == [["1" if most == 1 else None, None]] * 2
 
 
-def test_the_limit_on_open_files_is_raised_for_a_mesh_whatever_is_asked_for(fit, monkeypatch):
+def test_the_limit_on_open_files_is_raised_for_a_mesh(fit, monkeypatch):
     # torch before 2.8 connects all pairs of ranks, and a user may have said so himself
     raised = []
 
@@ -137,7 +137,7 @@ def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every,
         (DiLoCo(8), {"max_epochs": 2}, None),
     ],
 )
-def test_a_run_that_ends_before_the_scheme_does_what_it_is_for_is_warned_of(scheme, limits, warned):
+def test_a_run_shorter_than_the_period_warns(scheme, limits, warned):
     strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, **limits, **quiet)

@@ -81,7 +81,7 @@ class RecordingBar(ProgressBar):
             assert "phase" not in self.get_metrics(trainer, pl_module), "the bar must be left as it was found"
 
 
-def test_a_run_that_goes_back_to_another_strategy_is_warned_once_and_trains_on(tmp_path, capsys):
+def test_changing_the_strategy_on_resume_warns_once(tmp_path, capsys):
     monitor = CommunicationMonitor()
     fitter = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], logger=CSVLogger(tmp_path), max_steps=8)
     with pytest.warns(UserWarning, match="CommunicationMonitor") as warned:

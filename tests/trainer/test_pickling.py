@@ -22,7 +22,7 @@ def _pickled(thing):
 
 @pytest.mark.usefixtures("spawns_forks")
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_a_trainer_can_be_pickled_after_a_run_of_a_strategy_that_was_pickled_before(tmp_path, start_method):
+def test_a_trainer_with_a_pickled_strategy_can_be_pickled_after_a_run(tmp_path, start_method):
     strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, start_method=start_method)
     trainer = one_trainer(tmp_path, devices=2, max_epochs=1, strategy=pickle.loads(pickle.dumps(strategy)))
     trainer.fit(Quadratic())
@@ -42,7 +42,7 @@ def _program(folder):
     return _pickled(trainer).global_step
 
 
-def test_a_strategy_of_ranks_that_somebody_else_started_can_be_pickled_and_copied_after_a_run(launch):
+def test_a_strategy_of_launched_ranks_can_be_pickled_after_a_run(launch):
     assert launch(_program, ranks=2) == [8, 8]
 
 
@@ -56,5 +56,5 @@ def _program_with_batches(folder):
     return strategy.batches.division.sizes
 
 
-def test_a_strategy_can_be_pickled_and_copied_after_a_run_with_batches_of_unequal_size(launch):
+def test_a_strategy_with_unequal_batches_can_be_pickled_after_a_run(launch):
     assert launch(_program_with_batches, ranks=2) == [[6, 2]] * 2

@@ -127,7 +127,7 @@ def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, monkeypatch, devi
             assert torch.equal(state[name], expected), name
 
 
-def test_three_ranks_that_share_memory_differ_from_ddp_by_the_order_of_their_sums_only(borrow):
+def test_three_ranks_in_shared_memory_equal_ddp_up_to_summation_order(borrow):
     ddp, ours = on_one_node(borrow, 3)
     for state in ours:
         for name, expected in ddp.items():
@@ -187,7 +187,7 @@ def test_one_process_needs_no_peers(fit):
     assert report["report"] == [0.0, 0.0, 0.0]
 
 
-def test_values_that_a_module_is_given_as_training_starts_are_those_it_starts_from(fit):
+def test_values_set_in_on_train_start_are_trained_from(fit):
     class Pretrained(Oracle):
         def on_train_start(self):
             self.x.data.fill_(8 + self.global_rank)  # loaded, or drawn, there: rank 0's count
@@ -386,7 +386,7 @@ def test_ranks_per_node_must_fit_the_world_before_processes_are_started(ranks_pe
         ("nccl", "moves no cpu tensors|built without 'nccl'"),
     ],
 )
-def test_a_backend_that_cannot_be_had_is_refused_before_processes_are_started(backend, message):
+def test_an_unavailable_backend_is_refused_before_processes_start(backend, message):
     with pytest.raises(ValueError, match=f"^process_group_backend={backend!r}.*{message}"):
         pl.Trainer(accelerator="cpu", devices=2, strategy=HierarchicalStrategy(process_group_backend=backend))
     with pytest.raises(ValueError, match=f"^process_group_backend={backend!r}.*{message}"):
@@ -428,7 +428,7 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
 
 @pytest.mark.long("a hub looks around every few seconds, and ranks are started and end")
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(50, at_epoch_end=False)], ids=type)
-def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_and_are_named(fit, capfd, scheme):
+def test_unequal_numbers_of_batches_end_the_run_and_name_the_ranks(fit, capfd, scheme):
     class Uneven(Oracle):
         def train_dataloader(self):
             return DataLoader(Stream(5 + 3 * self.global_rank))
@@ -447,7 +447,7 @@ def test_ranks_that_would_wait_for_each_other_because_one_has_more_batches_end_a
 
 
 @pytest.mark.long("whoever waits for the rank that has stopped is ended after a while")
-def test_a_rank_that_stops_by_itself_and_validates_ends_the_run_and_is_named(fit, capfd):
+def test_a_rank_that_stops_alone_and_validates_is_named(fit, capfd):
     class Stopping(Oracle):
         def training_step(self, batch, batch_idx):
             if self.global_rank == 0 and batch_idx == 2:
@@ -644,7 +644,7 @@ class SaveAfterOne(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_teacher_that_is_filled_when_training_starts_leaves_what_nodes_train_as_it_is(borrow):
+def test_a_teacher_filled_at_train_start_leaves_parameters_unchanged(borrow):
     for (filled, whole), (again, resumed) in borrow(_taught_and_resumed, ranks=2):
         assert filled == again == 1.0  # rank 0's
         assert resumed == whole
@@ -686,7 +686,7 @@ class Toggling(pl.LightningModule):
         return torch.optim.SGD(first, lr=0.01), torch.optim.SGD(self.second.parameters(), lr=0.01)
 
 
-def test_what_is_toggled_off_when_something_unfreezes_goes_on_to_be_reduced(fit):
+def test_toggled_parameters_are_still_reduced_after_an_unfreeze(fit):
     strategy = {"scheme": AllReduce(), "find_unused_parameters": True}
     same_bits(fit(Toggling(), strategy, devices=2, max_epochs=1, use_distributed_sampler=False))
 
@@ -782,7 +782,7 @@ def _given_up_and_begun_again(folder):
     return groups, strategy.topology is left, module.report
 
 
-def test_fits_that_were_given_up_leave_no_process_groups_once_another_has_begun(launch):
+def test_abandoned_fits_leave_no_process_groups(launch):
     """A search that gives a trial up on all ranks goes on in their processes; each had left four behind."""
     for (first, second, third, last), is_same, report in launch(_given_up_and_begun_again, ranks=2):
         assert first == second == third
@@ -879,7 +879,7 @@ def test_the_last_file_holds_the_mean_of_what_callbacks_average_apart(fit, tmp_p
         assert torch.equal(saved[name], value), name
 
 
-def test_a_validation_by_the_clock_is_refused_where_ranks_wait_for_each_other(fit):
+def test_timed_validation_is_refused_with_synchronous_schemes(fit):
     with pytest.raises(ProcessException, match="every rank looks at its own clock"):
         fit(Net(), {"ranks_per_node": 1}, devices=2, val_check_interval="00:00:10:00", forked=True)
 
@@ -925,7 +925,7 @@ def _requeued(folder):
 
 
 @pytest.mark.timeout(100)
-def test_slurms_signal_saves_one_file_queues_the_job_once_and_training_goes_on(borrow, tmp_path):
+def test_slurms_signal_saves_one_file_and_requeues_once(borrow, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
     (tmp_path / "scontrol").chmod(0o755)
     for (undisturbed, disturbed, _), began, steps in borrow(_requeued, ranks=2, folder=tmp_path):
@@ -937,7 +937,7 @@ def test_slurms_signal_saves_one_file_queues_the_job_once_and_training_goes_on(b
 
 
 @pytest.mark.parametrize("tier", ["intra", "inter"])
-def test_waiting_for_buffers_that_ddp_broadcasts_is_filed_under_where_its_gradients_go(tier, monkeypatch):
+def test_waits_for_broadcast_buffers_count_with_the_gradients(tier, monkeypatch):
     monkeypatch.setattr(HierarchicalStrategy, "root_device", torch.device("cpu"))
     strategy = HierarchicalStrategy(AllReduce())
     strategy.topology = SimpleNamespace(meter=Meter())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 import time
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -13,10 +14,19 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from problems import Oracle
+from problems import Oracle, one_trainer
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, Health, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    Health,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
 from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.trainer.watch import RunControl
 
@@ -96,7 +106,7 @@ def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
     assert told == [error]
 
 
-def test_ranks_that_learn_together_that_one_is_to_leave_exit_with_0_and_none_is_said_to_have_failed(control):
+def test_ranks_that_leave_together_exit_with_0(control):
     """While the node waits for other nodes: there all its ranks are together."""
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     control.watch_over(trainer, leave=lambda: None)
@@ -251,6 +261,34 @@ def test_a_barrier_on_one_rank_ends_the_run_with_a_table(fit, capfd):
     said = end_of(fit, capfd, WaitsAlone(), PeriodicAveraging(2))
     assert "rank 1 (node 1) | torch.distributed.barrier" in said
     assert "Likely cause: rank 1 called more collectives (barrier, all_gather" in said
+
+
+def validates_alone(folder, other):
+    """What rank 0 hears that calls ``trainer.validate`` after a fit, where rank 1 does something else."""
+    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, health=Health(hang_timeout=HANG))
+    trainer = one_trainer(folder, devices=2, strategy=strategy)
+    module = Validated()
+    trainer.fit(module)
+    if not trainer.is_global_zero and other == "ends":
+        dist.destroy_process_group()  # closes connections, as the end of a process does
+        return "ended"
+    with pytest.raises(RuntimeError) as caught:
+        (trainer.validate if trainer.is_global_zero else trainer.fit)(module)
+    if other == "ends":
+        dist.destroy_process_group()
+    return str(caught.value)
+
+
+@pytest.mark.timeout(100)
+def test_validation_on_rank_0_after_the_other_rank_ended_fails(borrow):
+    said, _ = borrow(partial(validates_alone, other="ends"), ranks=2)
+    assert "another rank has ended. Call trainer.fit, validate, test and predict on all ranks" in said
+
+
+@pytest.mark.timeout(100)
+def test_ranks_that_call_different_functions_of_the_trainer_fail(borrow):
+    for said in borrow(partial(validates_alone, other="fits"), ranks=2):
+        assert "rank 0 called trainer.validate, and rank 1 called trainer.fit in test_watch.py" in said
 
 
 @pytest.mark.long("one rank waits longer than hang_timeout")

@@ -36,8 +36,8 @@ from lightning_hiercomm.schemes import (
     StepsDelay,
 )
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
+from lightning_hiercomm.schemes.steps_delay.buckets import MIN_BUCKET_BYTES, MIN_BUCKETS
 from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation, glu
-from lightning_hiercomm.schemes.steps_delay.section import LEAST_SECTION_BYTES, LEAST_SECTIONS
 
 # How often a rank reads and writes its part of the parameters, beside what moves cost; rounded.
 _MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
@@ -425,8 +425,7 @@ def _(scheme: StepsDelay, cluster: Cluster, workload: Workload, payload: Payload
     ahead = min(2, len(sections))  # arrive while one is taken over
     arriving = (ahead * payload.ratio + (0 if payload.is_exact else 1)) * size
     at_once = min(size, CACHE_SIZED) if workload.threads else size  # a processor's rule works through its cache
-    packed = 3 if scheme.shard_on == "parameters" else 1  # weights, also as they were, and gradients of many tensors
-    working = arriving + packed * at_once
+    working = arriving + at_once
     remembered = model * _remembered_by(scheme)
     return model + remembered + travelling + kept * model / cluster.ranks + working
 
@@ -437,9 +436,7 @@ def _remembered_by(scheme: StepsDelay) -> int:
 
 
 def _sections(scheme: StepsDelay, model_bytes: float) -> list[Piece]:
-    if scheme.shard_on == "parameters":
-        return [Piece(model_bytes)]  # a param group is one, whatever its size
-    fine = max(LEAST_SECTION_BYTES, model_bytes / LEAST_SECTIONS)
+    fine = max(MIN_BUCKET_BYTES, model_bytes / MIN_BUCKETS)
     return buckets(model_bytes, min(BUCKET_BYTES, fine))
 
 

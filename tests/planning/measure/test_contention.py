@@ -113,6 +113,6 @@ def test_only_schemes_that_overlap_pay_for_contention():
     assert predict(stale, busy, WORKLOAD).seconds > 1.02 * predict(stale, none, WORKLOAD).seconds
 
 
-def test_it_is_part_of_a_profile():
+def test_contention_is_part_of_a_profile():
     profile = Profile(Cluster(2, 2, Link(1e9), Link(1e8, contention=Contention(0.01, 0.2))), WORKLOAD)
     assert Profile.from_dict(profile.to_dict()) == profile

@@ -182,7 +182,7 @@ def test_one_process_examines_itself(capsys, monkeypatch):
     assert "FAIL  GLOO_SOCKET_IFNAME=nonesuch0" in capsys.readouterr().out
 
 
-def test_gpus_are_named_with_the_backend_and_the_interface_that_theirs_takes(monkeypatch):
+def test_doctor_names_gpus_with_backend_and_interface(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")

@@ -74,7 +74,7 @@ def test_something_else_that_answers_is_no_lighthouse(capsys):
     server.shutdown()
 
 
-def test_so_is_what_does_not_answer_as_a_web_page_does(capsys):
+def test_an_address_without_a_web_page_is_no_lighthouse(capsys):
     """A secure shell, at a port that was mistaken, ended the doctor with a traceback."""
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
 

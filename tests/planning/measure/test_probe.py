@@ -39,7 +39,7 @@ def test_averaging_is_paid_by_those_who_average():
     assert predict(PeriodicAveraging(4, gradients="none"), cluster, step).seconds == pytest.approx(0.10)
 
 
-def test_on_nodes_of_one_rank_only_those_pay_for_averaging_whose_gradients_leave_the_node():
+def test_on_nodes_of_one_rank_only_all_reduce_pays_for_averaging():
     cluster = Cluster(4, 1, INSTANT, INSTANT)
     step = Workload(1e6, 0.03, 0.07, averaging=0.05)
     assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.10)

@@ -12,7 +12,7 @@ from lightning_hiercomm.planning.measure.ranks import connected
 @pytest.mark.parametrize(
     ("gpus", "backend", "device"), [(0, "gloo", "cpu"), (1, "nccl", "cuda:0"), (4, "nccl", "cuda:3")]
 )
-def test_where_there_are_gpus_each_rank_of_a_machine_takes_one_and_nccl_carries(monkeypatch, gpus, backend, device):
+def test_each_rank_takes_a_gpu_with_nccl(monkeypatch, gpus, backend, device):
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

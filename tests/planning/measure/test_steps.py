@@ -123,7 +123,7 @@ class Steps(StandIn):
         assert isinstance(self.trainer.strategy.model, DistributedDataParallel)
 
 
-def test_a_step_that_averages_in_its_node_is_timed_for_as_many_steps_as_were_agreed_on():
+def test_an_averaging_step_is_timed_for_the_given_number_of_steps():
     module = Steps(1e3)
     with connected() as ranks:
         times = time_steps(module, None, CPU, seconds=60.0, average_in=ranks.topology, steps=9)
@@ -131,7 +131,7 @@ def test_a_step_that_averages_in_its_node_is_timed_for_as_many_steps_as_were_agr
     assert module.taken == 9
 
 
-def test_where_there_are_gpus_ranks_are_connected_over_nccl_each_with_one_of_its_machine(monkeypatch):
+def test_ranks_connect_over_nccl_with_a_gpu_each(monkeypatch):
     chosen, connect = [], torch.distributed.init_process_group
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -16,7 +16,7 @@ from lightning_hiercomm.planning.measure.stopwatch import Share, Stopwatch, Timi
 PLENTY = Share(None, 2)
 
 
-def test_every_move_is_timed_between_all_ranks_with_the_bytes_that_a_member_sends():
+def test_every_collective_is_timed_with_the_bytes_of_a_member():
     sizes = (2**10, 2**14)
 
     def work(rank, world):
@@ -102,7 +102,7 @@ def test_ranks_that_queue_for_processors_have_what_they_got():
     assert Share.found(1.0, steps((2, 0.45, 0.55), (2, 0.45, 0.55)), threads=1) == Share(0.9, 2)
 
 
-def test_helpers_that_queue_beside_what_computes_do_not_make_the_share_smaller():
+def test_queued_helper_threads_do_not_shrink_the_share():
     assert Share.found(0.5, steps((1, 0.45, 0.9)), threads=1) == Share(0.45, 1)
 
 

@@ -78,7 +78,7 @@ def test_gradients_are_cast(name):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
-def test_what_gossip_sends_to_ranks_of_the_same_node_is_not_sent_between_nodes(graph, nodes, ranks_per_node):
+def test_gossip_inside_a_node_sends_nothing_between_nodes(graph, nodes, ranks_per_node):
     scheme, ranks, steps, segments = Gossip(graph, hierarchical=False), nodes * ranks_per_node, 6, 8
     pairs = [
         (rank // ranks_per_node, peer // ranks_per_node)

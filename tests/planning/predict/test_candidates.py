@@ -44,7 +44,7 @@ def test_steps_delay_is_left_out_for_adam():
 
 
 @pytest.mark.parametrize("bandwidth", [1e12, 1e9, 1e6])
-def test_a_daso_that_merges_every_step_is_left_out_for_it_is_no_faster_than_every_other_and_less_accurate(bandwidth):
+def test_daso_with_a_merge_in_every_step_is_no_candidate(bandwidth):
     often, seldom = (DASO(sync_every, 1) for sync_every in (1, 2))
     assert predict(often, on(bandwidth), MODEL).seconds >= predict(seldom, on(bandwidth), MODEL).seconds
     assert 1 not in {c.arguments["sync_every"] for c in candidates(on(bandwidth), MODEL) if c.kind is DASO}
@@ -98,7 +98,7 @@ def test_settings_without_a_known_loss_are_recommended_first(bandwidth):
     assert made.chosen.overhead <= made.target or not faster
 
 
-def test_the_fastest_setting_is_named_with_its_accuracy_where_none_is_fast_enough():
+def test_the_reason_names_the_fastest_setting_if_none_meets_the_target():
     made = plan(on(1e6), MODEL)
     fastest = min(made.rows, key=lambda row: row.prediction.seconds)
     assert not fastest.accuracy.is_kept
@@ -136,7 +136,7 @@ def test_slower_networks_get_fewer_bytes():
     assert sent[0] > sent[-1]
 
 
-def test_the_fastest_setting_without_a_loss_is_recommended_where_none_meets_the_target():
+def test_the_fastest_setting_without_loss_is_chosen_if_none_meets_the_target():
     made = plan(on(1e6), MODEL)
     kept = [row for row in made.rows if row.accuracy.is_kept]
     assert made.chosen.prediction.seconds == min(row.prediction.seconds for row in kept)
@@ -190,7 +190,7 @@ def test_the_sentence_and_the_table_speak_of_the_same_all_reduce():
     assert f"AllReduce() {wire or 'as it is'} {said[1]} " in re.sub(" +", " ", table(made))
 
 
-def test_what_memory_leaves_no_room_for_is_not_what_the_table_shows_of_a_scheme():
+def test_the_table_shows_a_setting_that_fits_into_memory():
     free = plan(on(1e9), MODEL)
     tight = plan(on(1e9), MODEL, memory=free.chosen.prediction.memory_bytes - 1)
     assert tight.chosen in tight.best_of_each()
@@ -208,7 +208,7 @@ def test_what_memory_leaves_no_room_for_is_not_what_the_table_shows_of_a_scheme(
         ),
     ],
 )
-def test_a_scheme_that_is_not_in_the_table_is_named_below_it_with_the_reason(workload, wires, left_out):
+def test_schemes_that_are_left_out_are_named_with_the_reason(workload, wires, left_out):
     made = plan(on(1e9), workload, wires)
     lines = [line for line in table(made).splitlines() if line.startswith("not in the table: ")]
     assert len(lines) == len(left_out)
@@ -238,6 +238,6 @@ def test_a_recommended_steps_delay_says_how_long_its_warm_up_is():
     assert phases(plain.candidate, on(1.25e9, nodes=4), MODEL) == ""
 
 
-def test_a_wire_that_narrows_nothing_leaves_every_scheme_with_parameters_as_they_are():
+def test_a_wire_that_narrows_nothing_is_no_wire():
     workload = Workload.of_step(1e9, 0.4, dtype="bfloat16")
     assert list(candidates(on(1e9), workload, ("bfloat16",))) == list(candidates(on(1e9), workload, (None,)))

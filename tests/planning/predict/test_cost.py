@@ -64,13 +64,13 @@ def test_overlapped_gossip_takes_the_longer_of_computation_and_link(fast_cluster
     assert predict(Gossip(), fast_cluster(4, inter=0.1 * GB), gigabyte).seconds == pytest.approx(13)
 
 
-def test_overlapped_gossip_steps_its_optimizer_between_what_came_and_what_leaves(fast_cluster, gigabyte):
+def test_overlapped_gossip_steps_between_receiving_and_sending(fast_cluster, gigabyte):
     slow = fast_cluster(4, inter=0.1 * GB)
     predicted = predict(Gossip(overlap=True), slow, replace(gigabyte, update=0.5))
     assert predicted.seconds == pytest.approx(10.5)
 
 
-def test_gossip_costs_the_same_on_any_number_of_nodes_unless_the_graph_says_so(fast_cluster, gigabyte):
+def test_gossip_costs_the_same_on_any_number_of_nodes(fast_cluster, gigabyte):
     steps = {nodes: predict(Gossip(), fast_cluster(nodes), gigabyte).seconds for nodes in (2, 64, 4096)}
     assert set(steps.values()) == {steps[2]}
     full = predict(Gossip(Full()), fast_cluster(8), gigabyte)

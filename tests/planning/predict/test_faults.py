@@ -63,7 +63,7 @@ def drawn_elastic_goodput(nodes: int, period: float, mtbf: float, restart: float
         (4, 60.0, 90.0, 30.0),
     ],
 )
-def test_what_elastic_nodes_keep_is_what_they_keep_when_they_are_drawn_to_die(nodes, period, mtbf, restart):
+def test_elastic_goodput_matches_random_failures(nodes, period, mtbf, restart):
     expected = drawn_elastic_goodput(nodes, period, mtbf, restart)
     kept = elastic_goodput(nodes, period, mtbf, restart, DEAD_AFTER, HEAL)
     assert kept == pytest.approx(expected, rel=0.02)
@@ -124,7 +124,7 @@ def row(scheme, cluster: Cluster, workload: Workload) -> Row:
     return Row(candidate, predict(scheme, cluster, workload), 1.0, 0.0, 0.0, True, Accuracy("not measured"))
 
 
-def test_a_cost_is_what_nodes_and_bytes_cost_for_the_samples_of_a_thousand_steps(fast_cluster, gigabyte):
+def test_cost_is_that_of_nodes_and_bytes_of_1000_steps(fast_cluster, gigabyte):
     cluster = fast_cluster(4)
     made = row(PeriodicAveraging(10), cluster, gigabyte)
     faults = Faults(mtbf=1e6, restart=100.0, checkpoint=10.0, price=2.0)
@@ -148,13 +148,13 @@ def test_who_cannot_be_elastic_restarts(fast_cluster, gigabyte):
     assert 0 < survival.restarts_goodput < 1
 
 
-def test_a_newcomer_gets_as_many_bytes_as_the_model_and_all_that_is_kept_beside_it(gigabyte):
+def test_a_joining_node_receives_the_model_and_all_optimizer_state(gigabyte):
     assert state_bytes(None, gigabyte) == 3e9
     assert state_bytes(DiLoCo(100), gigabyte) == 5e9
     assert state_bytes(DiLoCo(100, torch.optim.Adam), gigabyte) == 6e9
 
 
-def test_a_node_that_is_gone_is_missed_at_the_next_of_the_agreements_on_parts(fast_cluster, gigabyte):
+def test_a_lost_node_is_missed_at_the_next_fragment(fast_cluster, gigabyte):
     """They come four times as often, so that all wait longer for it."""
     cluster, faults = fast_cluster(16), Faults(mtbf=1e5, restart=10.0, heal=0.0, dead_after=20.0)
     whole = survive(row(DiLoCo(8), cluster, gigabyte), cluster, gigabyte, faults)

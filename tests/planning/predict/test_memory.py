@@ -33,7 +33,6 @@ SCHEMES = {
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "steps_delay, held": lambda: StepsDelay(4, warmup_steps=0, hold=True),
     "steps_delay, compensated": lambda: StepsDelay(4, warmup_steps=0, local_update="dc_asgd"),
-    "steps_delay, whole tensors": lambda: StepsDelay(4, warmup_steps=0, shard_on="parameters"),
     "gossip": lambda: Gossip(overlap=True),
     "diloco": lambda: DiLoCo(4),
     "diloco, outer Adam": lambda: DiLoCo(4, torch.optim.Adam),

@@ -7,7 +7,7 @@ import pytest
 from lightning_hiercomm.planning.predict.timeline import Timeline
 
 
-def test_a_lane_does_one_task_after_another_and_lanes_do_not_wait_for_each_other():
+def test_tasks_of_a_lane_run_in_order_and_lanes_run_in_parallel():
     line = Timeline()
     first, second, other = line.add("a", 2.0), line.add("a", 3.0), line.add("b", 4.0)
     line.run()
@@ -34,7 +34,7 @@ def test_a_delay_leaves_the_lane_free_but_not_the_task_ended():
     assert arrived.end == 7
 
 
-def test_tasks_of_two_lanes_share_a_link_which_who_was_added_first_has_first():
+def test_tasks_of_two_lanes_share_a_link_in_the_order_of_adding():
     line = Timeline()
     line.add("a", 2.0, link="inside")
     waits = line.add("training", 3.0)

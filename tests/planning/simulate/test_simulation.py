@@ -137,7 +137,7 @@ def test_looking_changes_nothing():
     assert same(once, often)
 
 
-def test_it_learns():
+def test_a_simulation_learns():
     curve = simulate(experiment(PeriodicAveraging(5), steps=100), SITE)
     assert curve.points[-1].loss < curve.points[0].loss - 0.2
 
@@ -213,7 +213,7 @@ def plain_sgd(parameters, learning_rate):
 
 
 @pytest.mark.parametrize(("weights", "shares"), [(None, (0.75, 0.25)), ((1.0, 3.0), (0.25, 0.75))])
-def test_unequal_ranks_take_batches_of_their_own_and_weigh_by_examples_unless_told_otherwise(weights, shares):
+def test_unequal_ranks_weigh_by_their_examples_by_default(weights, shares):
     after, before = after_one_step(batches=(6, 2), weights=weights)
     model = TASK.model()
     gradients = []

@@ -148,11 +148,10 @@ def test_a_step_that_a_node_skips_leaves_out_its_own_gradient_only(at, hold, is_
     hold=st.booleans(),
     weights=st.lists(st.integers(1, 5), min_size=4, max_size=4),
     shapes=st.sampled_from([((1,),), ((2, 3), (5,)), ((7,), (1, 1), (3, 2, 2)), ((),)]),
-    shard_on=st.sampled_from(["elements", "parameters"]),
     bucket_bytes=st.sampled_from([1, 8 * 5, 2**22]),
 )
 def test_any_run_equals_a_plain_simulation_with_a_server(
-    nodes, delay, warmups, number, momentum, weight_decay, hold, weights, shapes, shard_on, bucket_bytes
+    nodes, delay, warmups, number, momentum, weight_decay, hold, weights, shapes, bucket_bytes
 ):
     weights = weights[: sum(map(len, nodes))]
 
@@ -167,7 +166,7 @@ def test_any_run_equals_a_plain_simulation_with_a_server(
 
     runs = train(
         work,
-        StepsDelay(delay, delay * warmups, hold=hold, local_lr_scale=4.0, shard_on=shard_on),
+        StepsDelay(delay, delay * warmups, hold=hold, local_lr_scale=4.0),
         nodes=nodes,
         weights=weights,
         shapes=shapes,
@@ -460,7 +459,6 @@ def test_a_parameter_without_gradient_counts_as_zero():
         ({"warmup_steps": -4}, "warmup_steps=-4"),
         ({"local_lr_scale": 0.0}, "local_lr_scale=0.0"),
         ({"local_update": "adam"}, "local_update='adam'"),
-        ({"shard_on": "rows"}, "shard_on='rows'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -506,8 +504,7 @@ def lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     ("optimizer", "arguments", "message"),
     [
         (lambda p: torch.optim.Adam(p), {}, "local_update='sgd'"),
-        (lambda p: LARS(p, lr=0.1), {}, "local_update='sgd'"),
-        (lambda p: LARS(p, lr=0.1), {"local_update": "sgd"}, "shard_on='parameters'"),
+        (lambda p: LARS(p, lr=0.1), {"local_update": "sgd"}, "LARS, which needs whole tensors.* another scheme"),
         (lambda p: torch.optim.LBFGS(p), {"local_update": "sgd"}, "LBFGS"),
         (lambda p: ByClosure(p), {"local_update": "sgd"}, "ByClosure, which evaluates the loss several times"),
         (lambda p: lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
@@ -593,10 +590,9 @@ def test_a_plain_sgd_module_trains_with_the_defaults():
 # ---- what is written outside of the step ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shard_on", ["elements", "parameters"])
 @pytest.mark.parametrize("through_data", [True, False])
 @pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,))])
-def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on_from(nodes, through_data, shard_on):
+def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on_from(nodes, through_data):
     def write(parameters: list[torch.Tensor], step: int) -> None:
         with torch.no_grad():
             for parameter in parameters:
@@ -613,7 +609,7 @@ def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on
         return rank
 
     inner = {"inner": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5)}
-    scheme = StepsDelay(2, warmup_steps=8, shard_on=shard_on)
+    scheme = StepsDelay(2, warmup_steps=8)
     arguments = {"nodes": nodes, "targets": (0.0, 4.0, 8.0), "shapes": ((3,), (2, 2)), "dtype": torch.float64}
     runs = run_to_end(work, scheme, **arguments, **inner)
 

@@ -1,0 +1,238 @@
+"""One rank's shard of a bucket: weights, optimizer and optimizer state."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm.base import Communicator, Handle, finished
+from lightning_hiercomm.comm.no_collectives import NoCollectives
+from lightning_hiercomm.schemes.components.history import History
+from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
+from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket, Slice
+
+Hyperparameters: TypeAlias = list[dict[str, Any]]
+"""Per param group: learning rate, momentum, weight decay and all others except the parameters."""
+
+State: TypeAlias = dict[int, dict[str, Any]]
+"""Optimizer state by a piece's index: values, or the dtype of a value that has one number per element."""
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """A parameter that the shard's optimizer steps: a view of the shard, and the slices that it consists of."""
+
+    parameter: torch.nn.Parameter
+    offset: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass
+class Shard:
+    """This rank's shard of a bucket.
+
+    Attributes:
+        bucket: The bucket.
+        values: The weights; like ``mean``, empty on a rank that owns no shard.
+        mean: The mean of the nodes' gradients.
+        payload: What this rank sends and receives of the bucket: gradients during a push, weights during a pull. Like
+            ``mean`` it may have no memory between :meth:`free` and the next push.
+        optimizer: Steps the weights. Its parameters are neighbouring slices that have taken equally many steps.
+        last_pulled: The weights that the other ranks have pulled last, if pulls send differences from them.
+        stepped: The step that follows the last push.
+        pull: The all-gather that was started after it, if there is one.
+        pulled: The end of that all-gather.
+    """
+
+    bucket: ShardedBucket
+    values: Tensor
+    mean: Tensor
+    payload: Tensor
+    optimizer: Optimizer
+    last_pulled: Tensor | None
+    stepped: Handle = finished
+    pull: Handle = finished
+    pulled: Handle = finished
+
+    def __post_init__(self) -> None:
+        self._owned: list[_Owned] = []
+
+    # ---- step and pull -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, hyperparameters: Hyperparameters) -> None:
+        """Step the weights with the mean gradient."""
+        for owned in self._owned:
+            part = self.mean[owned.offset :][: owned.parameter.numel()]
+            owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
+            keep_state_here(self.optimizer, owned.parameter)
+        self.optimizer.param_groups[0].update(hyperparameters[self.bucket.group])
+        with _without_collectives(self.optimizer):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def start_pull(self, group: Communicator) -> None:
+        """Start the all-gather of the weights, or of their differences from the last pulled ones."""
+        own = self.payload[group.rank * self.values.numel() :][: self.values.numel()]
+        if self.last_pulled is None:
+            own.copy_(self.values)
+        else:
+            own.copy_(self.values - self.last_pulled)
+            self.last_pulled.add_(own)
+        self.pull = group.all_gather(self.payload, own)
+
+    def allocate(self) -> None:
+        """Give the tensors of a push memory again, with undefined values."""
+        for tensor in (self.mean, self.payload):
+            if not has_memory(tensor):
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+    def free(self, with_payload: bool) -> None:
+        """Free the memory of the mean gradient, and of the payload, until :meth:`allocate`."""
+        for tensor in (self.mean, self.payload) if with_payload else (self.mean,):
+            tensor.untyped_storage().resize_(0)
+
+    # ---- optimizer state -----------------------------------------------------------------------------------------
+
+    def own(self, slices: Sequence[Slice], lengths: Sequence[int] | None = None) -> None:
+        """Let the optimizer step these slices: neighbours together, so many each time (default: all)."""
+        if lengths is None:
+            lengths = [len(slices)] if slices else []
+        left = iter(slices)
+        self._owned = []
+        for length in lengths:
+            run = list(islice(left, length))
+            begin, end = run[0].offset, run[-1].offset + run[-1].numel
+            own = tuple(replace(each, offset=each.offset - begin) for each in run)
+            self._owned.append(_Owned(torch.nn.Parameter(self.values[begin:end]), begin, own))
+        self.optimizer.param_groups[0]["params"] = [each.parameter for each in self._owned]
+
+    def _slices(self) -> list[Slice]:
+        return [replace(each, offset=owned.offset + each.offset) for owned in self._owned for each in owned.slices]
+
+    def state(self) -> State:
+        """Return this rank's optimizer state, with dtypes for what has one number per element."""
+        state: State = defaultdict(dict)
+        for owned in self._owned:
+            for name, value in self.optimizer.state.get(owned.parameter, {}).items():
+                by_element = is_elementwise(value, name, owned.parameter)
+                for part in owned.slices:
+                    state[part.piece][name] = value.dtype if by_element else Sent(value)
+        return dict(state)
+
+    def state_by_element(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one number per element of the shard; zero where the optimizer has none."""
+        flat = torch.zeros_like(self.values, dtype=dtype)
+        for owned in self._owned:
+            value = self.optimizer.state.get(owned.parameter, {}).get(name)
+            if is_elementwise(value, name, owned.parameter):
+                streams.keep_here(value)  # made on the stream of the server's steps
+                flat[owned.offset :][: owned.parameter.numel()] = value.reshape(-1)
+        return flat
+
+    @torch.no_grad()
+    def take_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take the shard's elements of a state for whole parameters."""
+        self.optimizer.state.clear()
+        slices = self._slices()
+        runs = groupby(History.of(state.get(part.tensor, {}), part.tensor) for part in slices)
+        self.own(slices, [len(list(run)) for _, run in runs])
+        for owned in self._owned:
+            held = self.optimizer.state[owned.parameter]
+            for part in owned.slices:
+                for name, value in state.get(part.tensor, {}).items():
+                    if not is_elementwise(value, name, part.tensor):
+                        held.setdefault(name, self._placed(name, value, owned))
+                        continue
+                    if name not in held:
+                        held[name] = torch.zeros_like(owned.parameter, dtype=value.dtype)
+                    held[name].view(-1)[part.offset :][: part.numel] = value.reshape(-1)[part.start : part.end]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, optimizer state, and pulled weights that were not used yet."""
+        states = (self.optimizer.state.get(owned.parameter, {}) for owned in self._owned)
+        return {
+            "values": self.values.clone(),
+            "last_pulled": None if self.last_pulled is None else self.last_pulled.clone(),
+            "payload": self.payload.clone() if has_memory(self.payload) else torch.zeros_like(self.payload),
+            "optimizer": [{name: copied(value) for name, value in state.items()} for state in states],
+            "runs": [len(owned.slices) for owned in self._owned],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, of a run with the same topology, buckets and wire."""
+        self.values.copy_(state["values"])
+        self.allocate()
+        self.payload.copy_(state["payload"])
+        if self.last_pulled is not None:
+            self.last_pulled.copy_(state["last_pulled"])
+        self.optimizer.state.clear()
+        self.own(self._slices(), state["runs"])
+        for owned, held in zip(self._owned, state["optimizer"], strict=True):
+            for name, value in held.items():
+                self.optimizer.state[owned.parameter][name] = self._placed(name, value, owned)
+
+    def _placed(self, name: str, value: Any, owned: _Owned) -> Any:
+        """Return a copy of a value on the device where the optimizer needs it: step counts often on the CPU."""
+        if not isinstance(value, Tensor):
+            return value
+        group = self.optimizer.param_groups[0]
+        stays = name == "step" and not (group.get("capturable") or group.get("fused"))
+        return value.clone() if stays else value.to(owned.parameter.device, copy=True)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A value of the optimizer's state that is sent to other ranks by way of the CPU."""
+
+    value: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": self.value.detach().cpu() if isinstance(self.value, Tensor) else self.value}
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's storage is allocated."""
+    return tensor.untyped_storage().nbytes() > 0
+
+
+def dtypes_of(state: State) -> Iterator[tuple[str, torch.dtype]]:
+    """List the names and dtypes of state with one number per element."""
+    items = (item for values in state.values() for item in values.items())
+    yield from sorted({name: value for name, value in items if isinstance(value, torch.dtype)}.items())
+
+
+def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
+    """Return an optimizer like one param group of the user's, without parameters and state.
+
+    The class's constructor is not called, because its arguments cannot be read from an instance (``AdamW`` does not
+    take all its own defaults). The user's hooks, and a scheduler's wrapper of ``step``, stay with the user's.
+    """
+    own: Optimizer = type(optimizer).__new__(type(optimizer))
+    own.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    for name, value in vars(optimizer).items():
+        if isinstance(value, OrderedDict):  # hooks
+            setattr(own, name, OrderedDict())
+    own.state = defaultdict(dict)
+    own.param_groups = [{**optimizer.param_groups[group], "params": []}]
+    return own
+
+
+def _without_collectives(optimizer: Optimizer) -> AbstractContextManager[object]:
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return nullcontext()  # the check takes as long as a step of a small shard
+    return NoCollectives(
+        f"{type(optimizer).__name__}.step() communicates with other ranks. With StepsDelay every rank steps another"
+        " shard of the parameters, so its collectives would not match. Use AllReduce()"
+    )
