@@ -29,7 +29,7 @@ def test_package_has_no_more_words_of_the_dialect(prose):
 
 
 def test_documentation_is_short(prose):
-    assert sum(page.stat().st_size for page in prose.sources("docs")) <= 145_000
+    assert sum(page.stat().st_size for page in prose.sources("docs")) <= 120_000
 
 
 def test_sentences_are_short(prose):
