@@ -30,7 +30,7 @@ from lightning_hiercomm._lightning.healing import (
     take_state,
     tell_stage_of_dataloaders,
 )
-from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
+from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
 from lightning_hiercomm._lightning.trainer import (
     names_logged_in_training,
     prepare_train_dataloaders_again,
@@ -320,7 +320,7 @@ class ElasticNode:
         if trainer is not None:
             prepare_train_dataloaders_again(trainer)
             draw_train_data_once(trainer)
-            number_names_as_ever(trainer)
+            restore_numbering(trainer)
         self._store = self._transaction = None  # which hold what others were to find here
 
     @property
