@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from lightning_hiercomm.arguments import checked_fields
@@ -87,33 +88,32 @@ def check_torchft() -> None:
         raise ModuleNotFoundError("elastic nodes need torchft: pip install 'lightning-hiercomm[elastic]'")
 
 
-def check_supported(
-    scheme: Scheme,
-    *,
-    batches: object = None,
-    ranks_per_node: object = None,
-    inter_node: str = "torch",
-    average_optimizer_state: bool = False,
-    checkpoint_replicas: bool = False,
-    on_nonfinite: str = "raise",
-    evaluate: str = "consensus",
-) -> None:
-    """Refuse what elastic nodes cannot do yet, each with what to take instead.
+_UNSUPPORTED = {
+    "batches": "HeterogeneousBatches divides a batch among ranks that stay: leave batches out",
+    "ranks_per_node": "every node is a world of its own: leave ranks_per_node out",
+    "average_optimizer_state": "the optimizer's state is not rolled back: leave average_optimizer_state out",
+    "checkpoint_replicas": "replicas of nodes that leave and join fit no later run: leave checkpoint_replicas out",
+    "evaluate": "each would save and stop by metrics of its own model: leave evaluate out",
+}
+
+
+def check_supported(scheme: Scheme, changed: Collection[str], inter_node: str, on_nonfinite: str) -> None:
+    """Refuse what elastic nodes cannot do yet, each with the remedy.
+
+    Args:
+        scheme: The scheme.
+        changed: Names of the strategy's arguments that are not the default.
+        inter_node: The library for traffic between nodes.
+        on_nonfinite: What happens to non-finite parameters.
 
     Raises:
         ValueError: For the first that they cannot.
     """
-    if (reason := scheme.profile.needs_nodes_that_stay) is not None:
-        raise ValueError(f"elastic nodes: {reason}")
-    reasons = [
-        (batches is not None, "HeterogeneousBatches divides a batch among ranks that stay: leave batches out"),
-        (ranks_per_node is not None, "every node is a world of its own: leave ranks_per_node out"),
-        (inter_node == "mpi", "MPI ends the run with the first rank that dies: take inter_node='torch'"),
-        (average_optimizer_state, "the optimizer's state is not rolled back: leave average_optimizer_state out"),
-        (checkpoint_replicas, "replicas of nodes that come and go fit no later run: leave checkpoint_replicas out"),
-        (evaluate == "replica", "each would save and stop by numbers of its own model: leave evaluate out"),
-        (on_nonfinite == "skip", "a node that is not finite is not healed: take on_nonfinite='raise' or 'ignore'"),
-    ]
-    for holds, reason in reasons:
-        if holds:
+    reasons = [reason for name, reason in _UNSUPPORTED.items() if name in changed]
+    if inter_node == "mpi":
+        reasons.append("MPI ends the run with the first rank that dies: take inter_node='torch'")
+    if on_nonfinite == "skip":
+        reasons.append("a node that is not finite is not healed: take on_nonfinite='raise' or 'ignore'")
+    for reason in (scheme.profile.needs_nodes_that_stay, *reasons):
+        if reason is not None:
             raise ValueError(f"elastic nodes: {reason}")

@@ -97,16 +97,7 @@ class Settings:
                 " parameters at once: leave it out, or use PeriodicAveraging"
             )
         if self.elastic is not None:
-            check_supported(
-                scheme,
-                batches=self.batches,
-                ranks_per_node=sizes,
-                inter_node=self.transport.inter_node,
-                average_optimizer_state=self.average_optimizer_state,
-                checkpoint_replicas=self.checkpoint_replicas,
-                on_nonfinite=self.health.on_nonfinite,
-                evaluate=self.evaluate,
-            )
+            check_supported(scheme, self.changed(), self.transport.inter_node, self.health.on_nonfinite)
 
     @property
     def wire(self) -> Wire:
