@@ -155,6 +155,15 @@ class ElasticRank:
         self.rank.train(drawn if gradient is None else gradient)
         self.membership.give_state(self.state)
 
+    def train(self, steps: int, at: Mapping[int, Callable[[], object]] | None = None) -> torch.Tensor:
+        """Train until after so many steps, calling what ``at`` has for a number of steps, and finish."""
+        while self.scheme.state.steps < steps:
+            if at is not None and self.scheme.state.steps in at:
+                at[self.scheme.state.steps]()
+            self.step()
+        self.scheme.finish()
+        return self.rank.values
+
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
         if not (self.scheme.is_synchronized or self.scheme.config.requirements.begins_with_copy):
@@ -302,6 +311,22 @@ class Threads:
         if is_first:
             self.lights.lose(name)
 
+    def play(self, work: Work, sizes: Sequence[int] = (1, 1)) -> dict[tuple[str, int], Any]:
+        """What ``work`` returns on every rank of nodes of these sizes, which begin together."""
+        self.lights.min_nodes = len(sizes)
+        for node, ranks in enumerate(sizes):
+            self.start(node, work, ranks)
+        return self.end()
+
+    def let_come(self, node: int, work: Work, ranks: int = 1, restarts: int = 0) -> None:
+        """Start a node, and wait until it has asked the lighthouse."""
+        self.start(node, work, ranks, restarts)
+        wait_until(lambda: self.is_alive(node))
+
+    def is_alive(self, node: int | str) -> bool:
+        """Whether the lighthouse counts a node as alive."""
+        return str(node) in self.lights._alive.values()
+
     def end(self, timeout: float = 60.0) -> dict[tuple[str, int], Any]:
         """What the work has returned, by node and rank; raises what any raised."""
         for thread in self._threads:
@@ -314,12 +339,17 @@ class Threads:
 
 def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: Any) -> dict[tuple[str, int], Any]:
     """What ``work`` returns on every rank of nodes of these sizes, which begin together, and of which none is lost."""
-    # a busy machine's nodes may be late for a vote by half a second, and agree twice: other bits of what encoding keeps
-    threads = Threads(scheme, Elastic(dead_after=20.0), training)
-    threads.lights.min_nodes = len(sizes)
-    for node, ranks in enumerate(sizes):
-        threads.start(node, work, ranks)
-    return threads.end()
+    # on a busy machine a vote may be late by half a second, and a repeated synchronization has other bits
+    return Threads(scheme, Elastic(dead_after=20.0), training).play(work, sizes)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    """Wait until a condition holds."""
+    for _ in range(int(timeout / 0.005)):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("it did not come about")
 
 
 class Failing(Handle):
