@@ -184,7 +184,7 @@ class RunningScheme(Generic[S]):
         self.unsynchronized_steps = 0
         self.synchronizations = 0
         self.may_ask = True
-        self._backgrounds: list[Background] = []
+        self.backgrounds: list[Background] = []
 
     # ---- life of a run -------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class RunningScheme(Generic[S]):
         Args:
             timeout: Seconds to wait for each; a thread that is stuck in a move is left behind.
         """
-        for background in self._backgrounds:
+        for background in self.backgrounds:
             background.close(timeout)
 
     # ---- the agreed model ----------------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ class RunningScheme(Generic[S]):
         """
         puts_off = waits_for_nodes and self.topology.waits_on_host
         background = Background(self.replica.device, self.topology.meter, puts_off=puts_off)
-        self._backgrounds.append(background)
+        self.backgrounds.append(background)
         return background
 
     @property

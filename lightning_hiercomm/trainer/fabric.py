@@ -160,11 +160,11 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     def finish(self) -> None:
         """End training, with the averaged parameters on every rank; for loops without :meth:`epochs`. Collective."""
-        for run in self._runs:
+        for run in self.runs:
             run.finish()
         for module in self._modules:
             module.averaged_model.average_module()
-        for run in self._runs:
+        for run in self.runs:
             run.remember_values()
 
     def communication(self) -> dict[str, float]:
@@ -174,7 +174,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     @property
     def schemes(self) -> list[RunningScheme[Scheme]]:
         """One per optimizer, in the order of ``fabric.setup``."""
-        return [scheme for run in self._runs for scheme in run.schemes]
+        return [scheme for run in self.runs for scheme in run.schemes]
 
     @property
     def node_process_group(self) -> dist.ProcessGroup | None:
@@ -278,13 +278,13 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._keep_loss(tensor)
         with ExitStack() as backward:
-            for run in self._runs:
+            for run in self.runs:
                 run.note_loss_scale(self.precision)
                 run.optimizer_steps.end_forward()
                 backward.enter_context(run.backward())
             super().backward(tensor, module, *args, **kwargs)
         self._has_gone_backward = True
-        self._reduction.end_backward(self._runs, self._topology, self.root_device)
+        self._reduction.end_backward(self.runs, self._topology, self.root_device)
         for own in self._modules:
             own.reduce_late()
             own.check_unused(type(self))
@@ -341,7 +341,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         """Begin a run; return where the run that it resumes was. Collective."""
         goes_on, self._loop = self._loop.has_begun, loop
         loop.has_begun = True
-        for run in self._runs:
+        for run in self.runs:
             if goes_on and not run.has_finished:  # the program left the loop before, by `break`
                 run.finish()
                 run.averaged_model.average_module()
@@ -356,12 +356,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     def _begin_epoch(self, epoch: int) -> None:
         self._loop.epoch, self._loop.epoch_is_open = epoch, True
-        for run in self._runs:
+        for run in self.runs:
             run.begin_epoch(epoch, {})
 
     def _end_epoch(self) -> None:
         self._loop.epoch_is_open = False
-        for run in self._runs:
+        for run in self.runs:
             run.end_epoch()
 
     # ---- collectives that a program starts by Fabric, for metrics ------------------------------------------------
@@ -389,7 +389,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     @contextmanager
     def _excused(self) -> Iterator[None]:
         with ExitStack() as excused:
-            for run in self._runs:
+            for run in self.runs:
                 excused.enter_context(run.optimizer_steps.excused())
             yield
 
@@ -416,7 +416,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if not state:  # the program only reads the file
             return rest
-        read = [run for run in self._runs if _holds(state, run.module)]
+        read = [run for run in self.runs if _holds(state, run.module)]
         for run in read:
             run.begin_from_module()  # all ranks have read the same
         if self._loaded.modules:
@@ -444,7 +444,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         self._resumed = _Saved() if loop.has_begun else saved
 
     def _load_losses(self, saved: _Saved) -> None:
-        for run, state in zip(self._runs, saved.modules, strict=False):
+        for run, state in zip(self.runs, saved.modules, strict=False):
             run.load_loss(state["loss"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -477,11 +477,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         return self.topology
 
     @property
-    def _runs(self) -> list[TrainingRun]:
+    def runs(self) -> list[TrainingRun]:
+        """Runs of the modules that are set up."""
         return [module.run for module in self._modules if module.run is not None]
 
     def _run_of(self, optimizer: Optimizer) -> TrainingRun:
-        for run in self._runs:
+        for run in self.runs:
             if any(own is optimizer for own in run.optimizers):
                 return run
         raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")

@@ -241,7 +241,7 @@ class Work:
 
 def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo, fake_device):
     work, bucket = Work(), torch.ones(3)
-    handle = over_gloo._launch(lambda: [work], [bucket])
+    handle = over_gloo._launch(lambda: [work], [bucket])  # noqa: SLF001
     assert handle.future(bucket).wait() is bucket
     assert work.waits == 1
 
@@ -256,7 +256,7 @@ def test_reduce_scatter_of_a_gpu_over_gloo_keeps_its_inputs_alive(over_gloo, fak
         output, tensor = torch.zeros(3), torch.arange(3.0)
         background = Background(output.device, Meter())
         background.uses(output)
-        job = background.submit(over_gloo._reduce_scatter(output, tensor).wait)
+        job = background.submit(over_gloo._reduce_scatter(output, tensor).wait)  # noqa: SLF001
         torch.ones(3)  # which may get the memory of what has been given back
         job.wait()
         assert output.tolist() == [0.0, 1.0, 2.0]
@@ -274,7 +274,7 @@ def test_gloo_gets_no_address_of_a_gpu_s_memory(over_gloo, fake_device, monkeypa
     monkeypatch.setattr(over_gloo, "_post", post)
     with fake_device.watching():
         sent, received = torch.arange(3.0), torch.zeros(3)
-        handle = over_gloo._exchange([(sent, 1)], [(received, 1)])
+        handle = over_gloo._exchange([(sent, 1)], [(received, 1)])  # noqa: SLF001
         handle.wait()
         assert fake_device.waits == ["an event"]
         assert received.tolist() == [0.0, 1.0, 2.0]

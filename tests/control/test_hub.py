@@ -535,7 +535,7 @@ def test_a_barrier_of_many_ranks_takes_time_in_proportion_to_them():
         last, *channels = center.members
         for channel in channels:
             center.handle(channel, ARRIVAL)
-        center._look_for_broken_barrier()
+        center._look_for_broken_barrier()  # noqa: SLF001
         assert center.released == 0
         center.handle(last, ARRIVAL)
     assert center.released == 1

@@ -222,7 +222,7 @@ def test_a_rank_that_has_not_heard_where_to_save_when_the_hub_is_lost_hears_it_f
     wait_until(lambda: missed)
     planes[2].receive = receive
     star.lose_hub()
-    wait_until(lambda: planes[2]._stop_at is not None)
+    wait_until(lambda: planes[2]._stop_at is not None)  # noqa: SLF001
     assert stopping_batches(planes[2:], begun[2:]) == [11]
 
 
@@ -274,7 +274,7 @@ def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
 
 def test_what_the_lost_hub_did_not_pass_on_the_new_one_does(star):
     planes = star(3)
-    planes[0]._said["failed"] = {"kind": "failed", "message": "told to the old hub"}
+    planes[0]._said["failed"] = {"kind": "failed", "message": "told to the old hub"}  # noqa: SLF001
     star.lose_hub()
     assert planes[2].wait_for_failure(5.0) == "told to the old hub"
 
@@ -308,7 +308,7 @@ def test_without_a_hub_that_answers_ranks_go_on_and_stop_alone(star, monkeypatch
 def test_a_hub_that_is_lost_with_rank_zero_is_a_death(star):
     planes = star(2)
     hub, planes[0].hub_process = planes[0].hub_process, None
-    planes[0]._closing.set()
+    planes[0]._closing.set()  # noqa: SLF001
     assert planes[0].listener is not None
     planes[0].listener.close()
     planes[0].listener = None
@@ -371,7 +371,7 @@ def test_a_frozen_rank_is_ended_by_its_neighbours_before_they_leave(star, monkey
     ended: list[object] = []
     monkeypatch.setattr(control.process, "end_process", ended.append)
     first.processes, first.grace = {1: ["here", "4711", "12"]}, 0.2
-    first._end_frozen([1])
+    first._end_frozen([1])  # noqa: SLF001
     assert not ended  # it is still dumping its stacks
     first.close()
     assert ended == [["here", "4711", "12"]]

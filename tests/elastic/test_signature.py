@@ -80,7 +80,7 @@ def test_a_node_with_another_token_is_not_heard_and_does_not_begin_beside_the_ot
     threads.lights.min_nodes = 3
 
     def stranger(own: ElasticRank):
-        waits = own.membership._ask(time.monotonic()).waits
+        waits = own.membership._ask(time.monotonic()).waits  # noqa: SLF001
         threads.results["2", 0] = waits
         own.die()
 
@@ -113,7 +113,7 @@ def test_a_state_that_somebody_else_has_changed_is_not_taken(is_changed, caplog)
         member = Healing(topology.intra, Transport(), store, 1.0, Signer("token"))
         member.expect(recovering_node)
         member.give(lambda: {"values": torch.arange(5.0)}, {})
-        member._giving[0].join()
+        member._giving[0].join()  # noqa: SLF001
         if is_changed:
             key = Signer("token").key(f"heal/{recovering_node.replica_id}/{recovering_node.requests}") + "/0"
             data = bytearray(store.get(key))

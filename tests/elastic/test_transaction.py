@@ -404,7 +404,7 @@ def test_what_a_node_holds_of_the_sums_of_push_sum_is_lost_with_it(name, moment)
             die_at(own, moment, agreement=6)
         while own.scheme.steps < 12:
             if own.scheme.steps == 5:
-                at[own.node] = copy.deepcopy(own.state()) | {"weights": own.scheme._own_weights}
+                at[own.node] = copy.deepcopy(own.state()) | {"weights": own.scheme.own_weights}
             own.step()
         own.scheme.finish()
         return own.rank.values, own.rank.trace
@@ -780,7 +780,7 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
                 let_come(threads, 2, joining_node)
             own.step()
             if own.scheme.steps == period:
-                at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
+                at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "own_weights", [])}
         own.scheme.finish()
         return own.rank.values
 

@@ -75,7 +75,7 @@ class Oracle(pl.LightningModule):
         return []
 
     def on_train_start(self) -> None:
-        control = self.trainer.strategy._control.plane
+        control = self.trainer.strategy._control.plane  # noqa: SLF001
         if control is not None and control.rank == 0:
             (self.arguments.out / "hub").write_text(str(control.hub_process.pid))
 

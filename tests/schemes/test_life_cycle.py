@@ -84,7 +84,7 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
         scheme.begin_run(1, None)
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 4)
-        groups, backgrounds = topology.connect.groups, len(scheme._backgrounds)
+        groups, backgrounds = topology.connect.groups, len(scheme.backgrounds)
         for _ in range(50):
             unfrozen = nn.Parameter(torch.zeros(2, device=place.device))
             if len(parameters) < 3:
@@ -94,7 +94,7 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
             scheme.follow(Replica(parameters))
             steps(scheme, optimizer, 3)
         scheme.finish()
-        return topology.connect.groups - groups, len(scheme._backgrounds) - backgrounds, len(topology.duplicates)
+        return topology.connect.groups - groups, len(scheme.backgrounds) - backgrounds, len(topology.duplicates)
 
     before = {*threading.enumerate()}  # of which some of another test may just end
     for groups, backgrounds, siblings in on_ranks(work, connect=Counting):

@@ -265,7 +265,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
 )
 def test_daso_goes_on_with_what_a_checkpoint_has_halved_unless_it_is_given_other_numbers(given, expected):
     def saved(rank):
-        rank.scheme._set_cycle(4, 1)
+        rank.scheme._set_cycle(4, 1)  # noqa: SLF001
         return rank.scheme.shared_state()
 
     def daso(sync_every, staleness):

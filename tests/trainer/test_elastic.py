@@ -101,14 +101,14 @@ def test_callbacks_that_decide_per_node_are_refused(tmp_path, callback, said):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
     with pytest.raises(ValueError, match=said):
-        ElasticNode(Elastic(), Checkpoints())._check(run)
+        ElasticNode(Elastic(), Checkpoints())._check(run)  # noqa: SLF001
 
 
 def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
     with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
-        ElasticNode(Elastic(), Checkpoints())._check(run)
+        ElasticNode(Elastic(), Checkpoints())._check(run)  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):
 def test_the_first_node_writes_and_not_when_it_leaves_the_others(leads, nodes, gives_up, writes):
     """Nobody agrees with it any more: it would write what it alone has trained over what all have agreed on."""
     node = ElasticNode(Elastic(), Checkpoints())
-    node._membership, node._history = SimpleNamespace(leads=leads), SimpleNamespace(nodes=nodes)
+    node._membership, node._history = SimpleNamespace(leads=leads), SimpleNamespace(nodes=nodes)  # noqa: SLF001
     if gives_up:
         node.give_up()
     assert node.writes == writes
@@ -132,7 +132,7 @@ def test_the_first_node_writes_and_not_when_it_leaves_the_others(leads, nodes, g
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
     node = ElasticNode(Elastic(), Checkpoints())
-    node._membership, node._history = SimpleNamespace(leads=True), SimpleNamespace(nodes=nodes)
+    node._membership, node._history = SimpleNamespace(leads=True), SimpleNamespace(nodes=nodes)  # noqa: SLF001
     node.leave_others()
     assert node.writes == (nodes == 1)
 
@@ -140,11 +140,11 @@ def test_a_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
 def test_a_node_that_trains_other_parameters_is_at_another_place():
     """Its tensors would not fit theirs, and the exchange be taken back again and again."""
     node, scheme = ElasticNode(Elastic(), Checkpoints()), SimpleNamespace(steps=5)
-    node._run = SimpleNamespace(schemes=[scheme])
+    node._run = SimpleNamespace(schemes=[scheme])  # noqa: SLF001
     places = []
     for sizes in ((3, 4), (3,)):
         scheme.replica = Replica([torch.zeros(size) for size in sizes])
-        places.append(node._position())
+        places.append(node._position())  # noqa: SLF001
     assert places == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
 
 
@@ -152,8 +152,8 @@ def test_a_node_that_trains_other_parameters_is_at_another_place():
 def test_a_newcomer_gets_no_state_while_gradients_are_accumulated(moment, done, gives):
     """Its first step would have those of the rest only."""
     node, given = ElasticNode(Elastic(), Checkpoints()), []
-    node._run = SimpleNamespace(topology=SimpleNamespace(ranks_on_node=2))
-    node._membership = SimpleNamespace(healing=SimpleNamespace(is_expected=True), give_state=given.append)
+    node._run = SimpleNamespace(topology=SimpleNamespace(ranks_on_node=2))  # noqa: SLF001
+    node._membership = SimpleNamespace(healing=SimpleNamespace(is_expected=True), give_state=given.append)  # noqa: SLF001
     progress = SimpleNamespace(current=SimpleNamespace(completed=done))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     node.at_boundary(SimpleNamespace(fit_loop=loop, accumulate_grad_batches=4), moment)
@@ -230,7 +230,7 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, l
 
     class Looks(pl.Callback):
         def on_train_start(self, trainer, pl_module):
-            ports.append(trainer.strategy._elastic_node._store.port)
+            ports.append(trainer.strategy._elastic_node._store.port)  # noqa: SLF001
             socket.create_connection(("127.0.0.1", ports[0]), 5.0).close()
 
     run = fit_alone(tmp_path, Quadratic(), Looks())
@@ -259,7 +259,7 @@ def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, lighthouse):
 def test_a_leaving_node_stays_until_others_have_read_its_vote(error, at_once, is_over):
     """They would be left behind, and start again; only one that fails cannot wait."""
     node, told = ElasticNode(Elastic(), Checkpoints()), []
-    node._membership = SimpleNamespace(leave=lambda **how: told.append(how))
+    node._membership = SimpleNamespace(leave=lambda **how: told.append(how))  # noqa: SLF001
     if error is not None:
         BoundaryCallback(node).on_exception(None, None, error)
     node.leave(None, at_once=error is not None)
@@ -270,6 +270,6 @@ def test_a_program_that_fits_once_more_was_not_started_again_in_that_run(monkeyp
     """Every node would take the second run for the first one, which is over."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setattr(membership, "_ended_here", set())
-    assert elastic._restarts() == 2
-    membership._ended_here.add("the first")
-    assert elastic._restarts() == 0
+    assert elastic._restarts() == 2  # noqa: SLF001
+    membership._ended_here.add("the first")  # noqa: SLF001
+    assert elastic._restarts() == 0  # noqa: SLF001

@@ -259,7 +259,7 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
             rank.train(math.nan if sick and step == 1 and rank.rank == 2 else constant * (rank.rank + 1))
         outer = rank.scheme.outer.optimizer
         buffers = [state["momentum_buffer"] for state in outer.state.values()]
-        return rank.scheme._reducer.references[0].clone(), buffers[0].clone()
+        return rank.scheme._reducer.references[0].clone(), buffers[0].clone()  # noqa: SLF001
 
     scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(), staleness=staleness), "skip")
     training = {"shapes": SHAPES, "dtype": torch.float64, "inner": partial(SGD, lr=1.0)}
