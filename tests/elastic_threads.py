@@ -154,7 +154,7 @@ class ElasticRank:
 
     def step(self, gradient: float | None = None) -> None:
         """One step, by a gradient that is this rank's and this step's own."""
-        at = self.scheme.steps
+        at = self.scheme.state.steps
         generator = torch.Generator().manual_seed(1000 * at + 10 * int(self.node) + self.local)
 
         def drawn(values: torch.Tensor) -> torch.Tensor:
@@ -165,12 +165,12 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_synchronized or self.scheme.config.profile.begins_with_copy):
+        if not (self.scheme.is_synchronized or self.scheme.config.requirements.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.unsynchronized_steps},
+            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.state.unsynchronized_steps},
         }
 
     def join(self) -> bool:
@@ -300,8 +300,8 @@ class Threads:
             membership,
             topology,
             lambda: rank.scheme.undo_point(),
-            lambda: f"after {rank.scheme.steps} steps",
-            lambda: rank.scheme.steps,
+            lambda: f"after {rank.scheme.state.steps} steps",
+            lambda: rank.scheme.state.steps,
             lambda: rank.scheme.settle(),
         )
         elastic = ElasticRank(rank, name, local, membership, transaction, self)

@@ -86,7 +86,7 @@ class Checkpoints:
             "per_rank": sorted(run.replicas.per_rank),
         }
         if is_own:
-            unagreed = [{"unsynchronized_steps": scheme.unsynchronized_steps} for scheme in run.schemes]
+            unagreed = [{"unsynchronized_steps": scheme.state.unsynchronized_steps} for scheme in run.schemes]
             state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
         state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
         if batches is not None:

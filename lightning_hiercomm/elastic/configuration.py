@@ -103,7 +103,7 @@ def check_supported(
     Raises:
         ValueError: For the first that they cannot.
     """
-    if (reason := scheme.profile.needs_nodes_that_stay) is not None:
+    if (reason := scheme.requirements.needs_fixed_nodes) is not None:
         raise ValueError(f"elastic nodes: {reason}")
     reasons = [
         (batches is not None, "HeterogeneousBatches divides a batch among ranks that stay: leave batches out"),

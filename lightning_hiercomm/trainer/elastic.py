@@ -187,7 +187,7 @@ class ElasticNode:
 
     def _position(self) -> str:
         """Nodes that train other parameters than most would exchange tensors of other sizes."""
-        of_each = [(s.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._required_run.schemes]
+        of_each = [(s.state.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._required_run.schemes]
         return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in of_each)
 
     def _check(self, trainer: pl.Trainer) -> None:
@@ -238,7 +238,7 @@ class ElasticNode:
             return
 
         def state() -> dict[str, Any] | None:
-            if not all(scheme.is_synchronized or scheme.config.profile.begins_with_copy for scheme in run.schemes):
+            if not all(scheme.is_synchronized or scheme.config.requirements.begins_with_copy for scheme in run.schemes):
                 return None  # a step was taken since: this node's parameters are its own by now
             with run.averaged_model.nobody_asked():
                 whole = state_of(trainer, moment)

@@ -165,11 +165,11 @@ class FabricModule:
     def load_inside_loop(self, state: Mapping[str, Any], epochs: int | None, steps: int | None) -> None:
         """Restore :meth:`state_dict`, except the epoch and the step in it. Collective."""
         run = self.required_run
-        places = [(scheme.epoch, scheme.step_in_epoch) for scheme in run.schemes]
+        places = [(scheme.state.epoch, scheme.state.step_in_epoch) for scheme in run.schemes]
         self.load_state_dict(state)
         run.begin(epochs, steps)
         for scheme, (epoch, step_in_epoch) in zip(run.schemes, places, strict=True):
-            scheme.epoch, scheme.step_in_epoch = epoch, step_in_epoch
+            scheme.state.epoch, scheme.state.step_in_epoch = epoch, step_in_epoch
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 

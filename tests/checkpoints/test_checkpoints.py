@@ -87,9 +87,9 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
         checkpoints.restore(run, DurableCheckpointIO())
         checkpoints.check_equal(run.topology)
         (resumed,) = run.schemes
-        counted = resumed.steps, resumed.step_in_epoch, resumed.epoch
+        counted = resumed.state.steps, resumed.state.step_in_epoch, resumed.state.epoch
         train(run, 1, 5)
-        return counted, (resumed.steps, resumed.step_in_epoch, resumed.epoch)
+        return counted, (resumed.state.steps, resumed.state.step_in_epoch, resumed.state.epoch)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -111,7 +111,7 @@ def test_a_checkpoint_goes_to_other_nodes(name, nodes):
         checkpoints.restore(run)
         train(run, 1, 5)
         run.finish()
-        return run.schemes[0].steps, [parameter.tolist() for parameter in run.module.parameters()]
+        return run.schemes[0].state.steps, [parameter.tolist() for parameter in run.module.parameters()]
 
     (steps, values), *others = on_two_nodes(scheme(name), work, nodes)
     assert steps == 10
@@ -137,7 +137,7 @@ def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
         checkpoints = Checkpoints()
         checkpoints.take(alone, "saved.ckpt", None)
         checkpoints.restore(run, DurableCheckpointIO())
-        return run.schemes[0].steps
+        return run.schemes[0].state.steps
 
     assert on_two_nodes(scheme(name), resumed) == [5, 5]
 
@@ -183,7 +183,7 @@ def test_only_a_resume_refuses_another_format_and_reads_lightnings_own(borrow):
 def test_a_scheme_finds_its_own_schedule_again():
     checkpoint = saved_by("daso")
     (schedule,) = checkpoint["hiercomm"]["schemes"]
-    schedule["sync_every"], schedule["plateau_bad_values"] = 2, 1
+    schedule["cycle"], schedule["plateau"]["bad_values"] = [2, 1], 1
 
     def work(run):
         checkpoints = Checkpoints()

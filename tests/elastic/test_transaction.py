@@ -97,9 +97,9 @@ def undisturbed(scheme: Scheme, sizes, steps: int, wire=None, connects_at: int |
     def work(rank):
         local = rank.topology.local_rank
         for step in range(steps):
-            for kept_back in rank.scheme._reducer._feedback if step == connects_at else ():
+            for kept_back in rank.scheme.exchanger.reducer._feedback if step == connects_at else ():
                 kept_back.clear()
-            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * rank.topology.node + local)
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 10 * rank.topology.node + local)
 
             def drawn(values, generator=generator):
                 return torch.randn(values.shape, generator=generator) + 0.1 * values
@@ -210,7 +210,7 @@ def test_what_is_taken_back_is_all_that_an_agreement_changes(name, sizes, wire):
             own.step()
         undo = own.scheme.undo_point()
         before = state(own)
-        own.transaction(lambda: own.scheme._agree_and_wait(own.scheme.all_parts))
+        own.transaction(lambda: own.scheme.exchanger.run(own.scheme.exchanger.all_fragments))
         between = state(own)
         undo()
         return before, between, state(own)
@@ -252,7 +252,7 @@ def test_a_node_that_dies_at_any_moment_leaves_the_others_equal(name, sizes, who
         for _ in range(10):
             own.step()
         own.scheme.finish()
-        return own.rank.values, own.membership.history.nodes, own.scheme.synchronizations
+        return own.rank.values, own.membership.history.nodes, own.scheme.state.synchronizations
 
     results = survivors(name, sizes, who, work)
     for values, nodes, _ in results.values():
@@ -317,13 +317,13 @@ def test_what_was_in_flight_when_a_node_died_is_taken_back_and_others_agree_when
                 die_at(own, "in the exchange", landing - 1)
             elif moment not in ("in flight", "a move fails"):
                 die_at(own, moment, landing)
-        while own.scheme.steps < 14:
-            if own.scheme.steps == before:
+        while own.scheme.state.steps < 14:
+            if own.scheme.state.steps == before:
                 at[own.node] = copy.deepcopy(own.state())
                 if own.node == "1" and moment == "a move fails":
                     lane = own.rank.topology.all_groups[1]
                     monkeypatch.setattr(lane, "_launch", lambda start, lane=lane: broken(lane, start))
-            if own.scheme.steps == due - 1 and own.node == "1":
+            if own.scheme.state.steps == due - 1 and own.node == "1":
                 has_left.set()
                 if moment == "in flight":
                     own.die()
@@ -354,13 +354,13 @@ def test_what_was_in_flight_when_a_node_died_is_taken_back_and_others_agree_when
         name = names[rank.node]
         put(rank, at[name])
         after_step = rank.scheme.after_step
-        while rank.scheme.steps < 14:
-            if moment != "as it leaves" and rank.scheme.steps < due:
+        while rank.scheme.state.steps < 14:
+            if moment != "as it leaves" and rank.scheme.state.steps < due:
                 rank.scheme.after_step = lambda last: None
-            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * int(name))
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 10 * int(name))
             rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
-            if moment != "as it leaves" and rank.scheme.steps == due:
-                rank.scheme._agree_and_wait(scheme.schedule.due(due, due, len(rank.scheme._parts)))
+            if moment != "as it leaves" and rank.scheme.state.steps == due:
+                rank.scheme.exchanger.run(scheme.schedule.due(due, due, len(rank.scheme.exchanger.fragments)))
                 rank.trace[-1] = rank.values.tolist()
             rank.scheme.after_step = after_step
         rank.scheme.finish()
@@ -382,14 +382,13 @@ def put(rank, state) -> None:
     rank.scheme.follow(rank.replica())
     rank.scheme.load_state_dict(state["schedule"])
     if "last_agreed" in state["schedule"]:
-        rank.scheme._keep_values(
-            dict(zip(map(id, rank.scheme._carried), state["schedule"]["last_agreed"], strict=True))
-        )
+        tensors = rank.scheme.reference._tensors(rank.scheme.replica)
+        rank.scheme.reference.set_values(dict(zip(map(id, tensors), state["schedule"]["last_agreed"], strict=True)))
 
 
 def put_weights(rank, of_nodes) -> None:
     """Give push-sum weights to all nodes, by segment."""
-    rank.scheme._weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+    rank.scheme.state.weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
 
 
 @pytest.mark.parametrize("moment", ["before the quorum", "in the exchange", "before the vote"])
@@ -402,8 +401,8 @@ def test_what_a_node_holds_of_the_sums_of_push_sum_is_lost_with_it(name, moment)
         own.join()
         if own.node == "1":
             die_at(own, moment, agreement=6)
-        while own.scheme.steps < 12:
-            if own.scheme.steps == 5:
+        while own.scheme.state.steps < 12:
+            if own.scheme.state.steps == 5:
                 at[own.node] = copy.deepcopy(own.state()) | {"weights": own.scheme._own_weights}
             own.step()
         own.scheme.finish()
@@ -418,8 +417,8 @@ def test_what_a_node_holds_of_the_sums_of_push_sum_is_lost_with_it(name, moment)
     def stays(rank):
         put(rank, at["02"[rank.node]])
         put_weights(rank, [at["0"]["weights"], at["2"]["weights"]])
-        while rank.scheme.steps < 12:
-            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 20 * rank.node)
+        while rank.scheme.state.steps < 12:
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 20 * rank.node)
             rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
         rank.scheme.finish()
         return rank.values, rank.trace
@@ -509,14 +508,14 @@ def test_who_learns_that_the_others_agreed_without_it_ends_and_asks_nobody(sizes
     def work(own: ElasticRank):
         own.join()
         look = own.membership._look_whether_others_agreed
-        while own.scheme.steps < 15:
+        while own.scheme.state.steps < 15:
             if own.node != "2":
-                if own.scheme.steps == 5:
+                if own.scheme.state.steps == 5:
                     assert is_lost.wait(10.0)
-                if own.scheme.steps == 7:
+                if own.scheme.state.steps == 7:
                     looks[own.node] = look()
                     assert has_ended.wait(10.0)
-            elif own.scheme.steps == 4 and own.local == 0:
+            elif own.scheme.state.steps == 4 and own.local == 0:
                 looks["before"] = look()
                 threads.lights.lose("2")
                 is_lost.set()
@@ -598,7 +597,7 @@ def test_who_has_the_vote_for_itself_because_it_stopped_is_left_behind_when_it_g
 
 def train_to_the_end(own: ElasticRank, steps: int = 15) -> torch.Tensor:
     """What a node ends with that nothing befalls any more."""
-    while own.scheme.steps < steps:
+    while own.scheme.state.steps < steps:
         own.step()
     own.scheme.finish()
     return own.rank.values
@@ -616,10 +615,10 @@ def test_batches_that_nobody_has_learned_from_are_counted_and_a_healed_node_know
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 15:
-            if own.scheme.steps == 5 and own.node == "1":
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 5 and own.node == "1":
                 own.die()
-            if own.scheme.steps == 7 and own.node == "0":
+            if own.scheme.state.steps == 7 and own.node == "0":
                 let_come(threads, 3, joining_node, sizes[1])
             own.step()
         own.scheme.finish()
@@ -683,14 +682,14 @@ def test_a_node_that_comes_and_goes_again_and_again_does_not_hold_up_the_others(
 
     def flaps(own: ElasticRank):
         assert own.join()
-        replica_ids.append(own.scheme.steps)
+        replica_ids.append(own.scheme.state.steps)
         own.step()
         own.die()
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 24:
-            if own.node == "0" and own.scheme.steps in (3, 9, 15):
+        while own.scheme.state.steps < 24:
+            if own.node == "0" and own.scheme.state.steps in (3, 9, 15):
                 let_come(threads, 2, flaps)
             own.step()
         own.scheme.finish()
@@ -736,13 +735,13 @@ def test_a_newcomer_is_healed_between_two_steps_and_ends_with_the_others_bits(na
     threads = Threads(SCHEMES[name], training={"inner": adam, **TRAINING})
 
     def joining_node(own: ElasticRank):
-        was_healed, began = own.join(), own.scheme.steps
+        was_healed, began = own.join(), own.scheme.state.steps
         return train_to_the_end(own), was_healed, began, own.membership.me.shards
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 15:
-            if own.scheme.steps == 4 and own.local == 0:
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 4 and own.local == 0:
                 threads.start(1, joining_node, sizes[1])
                 wait_until(lambda: any(name == "1" for name in threads.lights._alive.values()))
             own.step()
@@ -770,16 +769,16 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
 
     def joining_node(own: ElasticRank):
         assert own.join()
-        at["joined"] = own.scheme.steps
+        at["joined"] = own.scheme.state.steps
         return train_to_the_end(own, 12)
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 12:
-            if own.scheme.steps == period - 1 and own.node == "0":
+        while own.scheme.state.steps < 12:
+            if own.scheme.state.steps == period - 1 and own.node == "0":
                 let_come(threads, 2, joining_node)
             own.step()
-            if own.scheme.steps == period:
+            if own.scheme.state.steps == period:
                 at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
         own.scheme.finish()
         return own.rank.values
@@ -793,8 +792,8 @@ def test_a_node_that_joins_goes_on_as_one_that_stays_and_began_with_what_its_sou
         put(rank, at[str(rank.node % 2)])
         if isinstance(rank.scheme, Gossip):  # who comes has the weight 1
             put_weights(rank, [at["0"]["weights"], at["1"]["weights"], [1.0] * len(at["0"]["weights"])])
-        while rank.scheme.steps < 12:
-            generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * rank.node)
+        while rank.scheme.state.steps < 12:
+            generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 10 * rank.node)
             rank.train(lambda values, g=generator: torch.randn(values.shape, generator=g) + 0.1 * values)
         rank.scheme.finish()
         return rank.values
@@ -812,17 +811,17 @@ def test_a_newcomer_that_could_not_be_healed_before_the_next_agreement_is_healed
 
     def joining_node(own: ElasticRank):
         assert own.join()
-        joined.append(own.scheme.steps)
+        joined.append(own.scheme.state.steps)
         return train_to_the_end(own)
 
     def work(own: ElasticRank):
         own.join()
         give = own.membership.give_state
-        while own.scheme.steps < 15:
-            if own.scheme.steps == 4:
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 4:
                 let_come(threads, 1, joining_node)
                 own.membership.give_state = lambda state: None
-            if own.scheme.steps == 8:
+            if own.scheme.state.steps == 8:
                 own.membership.give_state = give
             own.step()
         own.scheme.finish()
@@ -842,8 +841,8 @@ def test_a_newcomer_is_healed_though_a_validation_follows_every_agreement(name):
 
     def train(own: ElasticRank, steps: int = 15):
         give, agreed = own.membership.give_state, AveragedModel([own.scheme], own.rank.replicas, own.rank.topology)
-        while own.scheme.steps < steps:
-            if own.scheme.steps == 4 and own.node == "0":
+        while own.scheme.state.steps < steps:
+            if own.scheme.state.steps == 4 and own.node == "0":
                 let_come(threads, 1, joining_node)
             own.membership.give_state = lambda state: None
             own.step()
@@ -855,7 +854,7 @@ def test_a_newcomer_is_healed_though_a_validation_follows_every_agreement(name):
 
     def joining_node(own: ElasticRank):
         assert own.join()
-        joined.append(own.scheme.steps)
+        joined.append(own.scheme.state.steps)
         return train(own)
 
     def work(own: ElasticRank):
@@ -894,12 +893,12 @@ def test_a_newcomer_whose_source_dies_before_it_has_given_its_state_is_healed_by
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 15:
-            if own.scheme.steps == 4 and own.node == "0":
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 4 and own.node == "0":
                 let_come(threads, 2, joining_node)
             if own.node == "0" and own.membership.healing.is_expected:
                 own.die()
-            if own.scheme.steps == 4 and own.node == "1":
+            if own.scheme.state.steps == 4 and own.node == "1":
                 wait_until(lambda: "2" in threads.lights._alive.values())
             if own.node == "0":
                 own.membership.give_state = lambda state: own.die() if own.membership.healing.is_expected else None
@@ -936,8 +935,8 @@ def test_a_newcomer_asks_again_when_the_nodes_that_let_it_in_cannot_connect(who,
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 15:
-            if own.scheme.steps == 4:
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 4:
                 own.membership.me = replace(own.membership.me, groups="")  # so that they connect anew
                 if not tells:
                     own.membership.healing.send_away = lambda recovering: None
@@ -986,8 +985,8 @@ def test_a_newcomer_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 15:
-            if own.scheme.steps == 4 and own.node == "0":
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 4 and own.node == "0":
                 let_come(threads, 2, joining_node)
             own.step()
         own.scheme.finish()
@@ -1257,7 +1256,7 @@ def test_a_node_goes_on_alone_when_another_one_has_ended_where_both_had_come_to(
             own.step()
         if own.node == "0":
             own.scheme.finish()
-        return own.scheme.steps
+        return own.scheme.state.steps
 
     for node in range(2):
         threads.start(node, work)
@@ -1353,8 +1352,8 @@ def test_a_newcomer_hopes_for_nodes_from_when_they_are_gone_and_not_from_when_it
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 9:
-            if own.scheme.steps == 4:
+        while own.scheme.state.steps < 9:
+            if own.scheme.state.steps == 4:
                 let_come(threads, 1, joining_node)
                 asks.wait(0.4)
                 threads.lights.lose("0")

@@ -428,7 +428,12 @@ class Looks(pl.Callback):
             "parameters": hashlib.sha256(values).hexdigest()[:16],
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "scheme": [scheme.steps, scheme.synchronizations, scheme.epoch, scheme.step_in_epoch],
+            "scheme": [
+                scheme.state.steps,
+                scheme.state.synchronizations,
+                scheme.state.epoch,
+                scheme.state.step_in_epoch,
+            ],
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "batches": [progress.total.ready, progress.total.completed],
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,

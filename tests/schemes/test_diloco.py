@@ -777,7 +777,7 @@ def test_a_unfreeze_while_something_is_in_flight_leaves_the_outer_scheduler_its_
                 rank.scheme.synchronize()
                 rank.scheme.follow(rank.replica())
             rank.train(1.0)
-            rates.append(rank.scheme.outer.learning_rate)
+            rates.append(rank.scheme.reference.outer.learning_rate)
         return rates[3::4]
 
     arguments = {"shapes": {"a": 2, "b": 2}, "frozen": ["b"], "dtype": torch.float64}

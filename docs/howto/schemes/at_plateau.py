@@ -1,9 +1,8 @@
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_hiercomm.schemes import Context, Every, ParameterSync, RunningParameterSync
+from lightning_hiercomm.schemes import Context, Every, ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.plateau import Plateau
 
 
@@ -20,22 +19,21 @@ class AtPlateau(ParameterSync):
         return RunningAtPlateau(self, context)
 
 
+@dataclass
+class PlateauState(SyncState):
+    plateau: Plateau = field(default_factory=lambda: Plateau(patience=0))
+
+
 class RunningAtPlateau(RunningParameterSync[AtPlateau]):
-    def __init__(self, config: AtPlateau, context: Context) -> None:
-        super().__init__(config, context)
-        self.plateau = Plateau(config.threshold, patience=0)
+    state: PlateauState
+
+    def _new_state(self) -> PlateauState:
+        return PlateauState(plateau=Plateau(self.config.threshold, patience=0))
 
     def end_epoch(self, loss: Tensor | None) -> None:
         if loss is None:
             raise ValueError("AtPlateau needs a training_step that returns the loss")
         mean = loss.clone()
         self.topology.world.all_reduce(mean, weight=self.topology.rank_weight).wait()
-        if self.plateau.reached(mean.item()):
+        if self.state.plateau.reached(mean.item()):
             self.average()
-
-    def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), "best": self.plateau.best}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.plateau.best = state["best"]

@@ -12,7 +12,7 @@ TABLE = [(0, 4), (3, 3), (2.25, 4.25), (1.6875, 5.1875), (1.265625, 5.890625), (
 
 def train(rank: Rank, steps: int) -> list[list[float]]:
     for _ in range(steps):
-        rank.optimizer.param_groups[0]["lr"] = 0.5 if rank.scheme.steps < 2 else 0.25
+        rank.optimizer.param_groups[0]["lr"] = 0.5 if rank.scheme.state.steps < 2 else 0.25
         rank.train()
     return rank.trace
 
@@ -24,8 +24,10 @@ def test_a_round_is_longer_when_the_learning_rate_has_fallen():
 
 
 def test_rounds_that_begin_in_warm_up_do_not_grow():
-    agreements = on_nodes(lambda rank: train(rank, 6) and rank.scheme.synchronizations, QuadraticAveraging(2, 0.5, 5))
-    assert agreements == [3, 3]
+    counted = on_nodes(
+        lambda rank: train(rank, 6) and rank.scheme.state.synchronizations, QuadraticAveraging(2, 0.5, 5)
+    )
+    assert counted == [3, 3]
 
 
 @pytest.mark.parametrize("after", range(1, 6))
@@ -45,5 +47,5 @@ def test_a_resumed_run_goes_on_in_the_round_it_was_in(after):
 
 
 def test_a_round_of_no_steps_is_refused():
-    with pytest.raises(ValueError, match="sync_every=0"):
+    with pytest.raises(ValueError, match="=0 must be a positive number"):
         QuadraticAveraging(0)

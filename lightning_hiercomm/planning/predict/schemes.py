@@ -12,6 +12,7 @@ import torch
 from lightning_hiercomm.comm.codec import AsIs, Codec, codec_named
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, BUCKETS_IN_FLIGHT, CACHE_SIZED
 from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict.cycles import fragments_of, sent_after
 from lightning_hiercomm.planning.predict.node import (
     Average,
     Node,
@@ -135,15 +136,15 @@ def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
 
 @follow.register
 def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
-    parts = _parts_of(scheme)
-    if scheme.is_exact_beside_training:
+    parts = fragments_of(scheme)
+    if scheme.is_exact_overlapped:
         payload = Payload(AsIs(), payload.dtype)
     exchange = _Exchange(scheme, node, payload, parts)
     in_node = scheme.node_sync_every if isinstance(scheme, PeriodicAveraging) else None
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0
     for step in range(1, steps + 1):
-        leaving = scheme.leaving(step, parts)
+        leaving = sent_after(scheme, step)
         arrived = arrives.pop(step, ())
         quiet += 1
         averages_in_node = in_node is not None and step % in_node == 0
@@ -160,10 +161,6 @@ def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
         if leaving and scheme.staleness:
             arrives[step + scheme.staleness] = leaving
         node.mark()
-
-
-def _parts_of(scheme: ParameterSync) -> int:
-    return scheme.fragments if isinstance(scheme.fragments, int) else len(scheme.fragments) + 1
 
 
 class _Exchange:
@@ -411,7 +408,7 @@ def outer_copies(scheme: Scheme | None) -> int:
 
 def _in_flight_bytes(scheme: ParameterSync, model: float) -> float:
     """The most that is packed at any time."""
-    part = model / _parts_of(scheme)
+    part = model / fragments_of(scheme)
     return part if scheme.staleness else min(part, BUCKETS_IN_FLIGHT * BUCKET_BYTES)
 
 
@@ -450,4 +447,4 @@ def _(scheme: Gossip, cluster: Cluster, workload: Workload, payload: Payload) ->
 def state_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload) -> float:
     """Bytes of the optimizer's state on every rank; ``StepsDelay`` shares it out."""
     whole = workload.model_bytes * workload.state_per_parameter
-    return whole / cluster.ranks if scheme is not None and scheme.profile.shares_optimizer_state else whole
+    return whole / cluster.ranks if isinstance(scheme, StepsDelay) else whole

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
+from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
@@ -63,6 +65,23 @@ class Merge(Value, ABC):
             What every node gets to merge, in place of the mean: here, the values themselves, moved to the mean.
         """
         return agreed.add_(difference)
+
+    def build(self, reducer: Reducer, before: Any | None = None) -> Any | None:
+        """Make the outer optimizer of a reducer's reference parameters, if the merge has one. Collective over the node.
+
+        Args:
+            reducer: Holds them.
+            before: The one that has stepped them so far, perhaps in other buckets: its state is kept.
+        """
+        return None
+
+    def scalars(self, outer: Any | None) -> dict[str, float]:
+        """Return current values to log.
+
+        Args:
+            outer: The outer optimizer, if there is one.
+        """
+        return {}
 
 
 class Replace(Merge):

@@ -83,6 +83,10 @@ class OuterOptimizer(Merge):
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         self._mix.at_once(bucket, mean, nodes)
 
+    def keeping(self, keep_local: float) -> OuterOptimizer:
+        """Return the same with another ``keep_local``."""
+        return OuterOptimizer(self.make_optimizer, self.make_scheduler, keep_local)
+
     def build(self, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
         """Make what steps the last agreed values of a reducer. Collective over the node.
 
@@ -94,6 +98,9 @@ class OuterOptimizer(Merge):
             ValueError: If the optimizer needs whole tensors.
         """
         return RunningOuterOptimizer(self, reducer, before)
+
+    def scalars(self, outer: RunningOuterOptimizer | None) -> dict[str, float]:
+        return {"outer_lr": 0.0 if outer is None else outer.learning_rate}
 
 
 class RunningOuterOptimizer:

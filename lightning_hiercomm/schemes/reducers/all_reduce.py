@@ -99,7 +99,7 @@ class ShardedAllReduce(Reducer):
         self._on_nonfinite = on_nonfinite
         self._checks_buffers = checks_buffers
         self._preflight: Preflight | None = None  # of what was begun last, if anybody cares
-        self.weights = weights or (lambda _: topology.weights)
+        self._weights = weights or (lambda _: topology.weights)
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
         self.through = through or topology
@@ -112,6 +112,9 @@ class ShardedAllReduce(Reducer):
         self._feedback: list[Feedback] = []
         self.disagreement = Disagreement()
         self.set_references()
+
+    def weights(self, index: int) -> Sequence[float]:
+        return self._weights(index)
 
     def set_references(self) -> None:
         differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
