@@ -112,7 +112,7 @@ class ReferenceParameters:
 
     def _tensors(self, replica: Replica) -> list[Tensor]:
         buckets = self._held.buckets[: len(self._held.references)]
-        held = {id(piece.tensor) for bucket in buckets for piece in bucket.pieces}
+        held = {id(piece.tensor) for bucket in buckets for piece in bucket.slices}
         return [tensor for tensor in replica.tensors if id(tensor) in held]
 
     def by_parameter(self, parameters: Sequence[Tensor]) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.elastic.configuration import Elastic, check_supported
+from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.trainer.elastic_refusals import check_arguments
 from lightning_hiercomm.trainer.options import Health, Transport
 
 ARGUMENTS_OF_SCHEMES = {
@@ -97,7 +98,7 @@ class Settings:
                 " parameters at once: leave it out, or use PeriodicAveraging"
             )
         if self.elastic is not None:
-            check_supported(
+            check_arguments(
                 scheme,
                 batches=self.batches,
                 ranks_per_node=sizes,

@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_format_is_refused(number, found):
     with pytest.raises(ValueError, match="format") as raised:
         Checkpoints().take(checkpoint, "saved.ckpt", None)
     assert str(raised.value) == (
-        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 1. Load only its weights,"
+        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 2. Load only its weights,"
         " with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
     )
 
@@ -177,7 +177,7 @@ def _foreign(folder: Path) -> list[str]:
 def test_only_a_resume_refuses_another_format_and_reads_lightnings_own(borrow):
     for resumed, refused, validated in borrow(_foreign, ranks=2):
         assert (resumed, validated) == ("fit: step 4", "validate: step 0")
-        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 1" in refused
+        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 2" in refused
 
 
 def test_a_scheme_finds_its_own_schedule_again():
@@ -219,7 +219,7 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
         checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
         entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
         checkpoints.add_to(checkpoint, run, None)
-        with checkpoints.companions(
+        with checkpoints.sidecars(
             checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path, entries=entries
         ):
             if rank == 0:
@@ -241,7 +241,7 @@ def test_a_rank_that_ends_after_all_shards_are_written_keeps_its_own(tmp_path):
         checkpoints.add_to(checkpoint, run, None)
         with (
             suppress(KeyboardInterrupt),
-            checkpoints.companions(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
+            checkpoints.sidecars(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
         ):
             if rank == 1:
                 raise KeyboardInterrupt

@@ -308,7 +308,7 @@ def test_segments_come_by_count_size_and_module(options, expected):
 
 
 def test_a_module_without_parameters_is_named():
-    with pytest.raises(ValueError, match=r"no parameter lies below 'layer2'.*head, layer1, layer10, stem"):
+    with pytest.raises(ValueError, match=r"no parameter is in 'layer2'.*head, layer1, layer10, stem"):
         simulate(lambda rank: None, Gossip(segments=["layer1", "layer2"]), [0, 0], shapes=SHAPES)
 
 

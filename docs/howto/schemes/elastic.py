@@ -6,7 +6,7 @@ from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
 class Elastic(Merge):
-    """Pull the node's values towards a centre, and the centre, by ``beta``, towards the nodes' mean."""
+    """Pull the node's values toward a center, and the center, by ``beta``, toward the nodes' mean."""
 
     keeps_reference = True
     makes_equal = False
@@ -17,7 +17,7 @@ class Elastic(Merge):
     def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
         before = agreed.clone()
         agreed.add_(difference, alpha=self.beta)
-        return before  # this is what every rank gets to merge
+        return before  # every rank merges the center as it was
 
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         bucket.mix(mean, self.beta / nodes)

@@ -124,7 +124,7 @@ class StaleSum(Merge):
     @torch.no_grad()
     def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         local_weight = 2 * staleness
-        for whole in bucket.beside(move.flat):
+        for whole in bucket.aligned(move.flat):
             for local, mean in in_cache_sized_parts(*whole):
                 local.lerp_(mean, nodes / (local_weight + nodes))  # what is equal stays so, in any type
 
@@ -136,7 +136,7 @@ class Delta(Merge):
 
     @torch.no_grad()
     def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
-        for (whole, mean), (_, sent) in zip(bucket.beside(move.flat), bucket.beside(move.sent), strict=True):
+        for (whole, mean), (_, sent) in zip(bucket.aligned(move.flat), bucket.aligned(move.sent), strict=True):
             for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
                 # what is equal stays so, in any type: minus zero, too, of which zero may be taken, not added
                 local.sub_(torch.sub(left, arrived, out=arrived))

@@ -253,7 +253,7 @@ class RunningOuterOptimizer:
                     offset += run.numel()
                 flats[name] = reducer.whole(index, part)
             offset = 0
-            for piece in bucket.pieces:
+            for piece in bucket.slices:
                 state = known.setdefault(id(piece.tensor), TensorState())
                 state.runs += between(whole, offset, offset + piece.length)
                 state.beside = frozenset() if bucket.held_by == "node" else histories
@@ -295,7 +295,7 @@ class RunningOuterOptimizer:
             parts: dict[str, Tensor] = {}
             flats: dict[str, Tensor] = {}
             offset = 0
-            for piece in bucket.pieces:
+            for piece in bucket.slices:
                 state = known.get(id(piece.tensor)) or TensorState(runs=[Run(piece.tensor.numel(), History())])
                 whole += between(state.runs, piece.start, piece.start + piece.length)
                 for name, values in state.values.items():

@@ -84,7 +84,7 @@ class Peers:
 
     def reducer(self, index: int) -> int:
         """The place, among its holders, of the rank that carries a segment."""
-        return index % self._holders(index).lanes
+        return index % self._holders(index).num_shards
 
     def carries(self, index: int) -> bool:
         """Whether this rank carries a segment."""
