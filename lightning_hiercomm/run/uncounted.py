@@ -60,7 +60,7 @@ class _Watched:
         self.changes = 0
 
     def _steps_now(self) -> int:
-        return sum(scheme.steps for scheme in self._schemes)
+        return sum(scheme.state.steps for scheme in self._schemes)
 
     def _version_now(self) -> int:
         return sum(map(_version, self._tensors))

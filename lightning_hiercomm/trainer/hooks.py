@@ -60,7 +60,8 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
 from lightning_hiercomm.trainer.checks import check_launch, check_training
-from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
+from lightning_hiercomm.trainer.elastic import BoundaryCallback, elastic_node
+from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
 from lightning_hiercomm.trainer.reports import Reports
 
@@ -161,12 +162,15 @@ class HierarchicalHooks(Reports):
                 f"elastic={elastic!r}: nodes leave and join at optimizer steps, and configure_optimizers returned no"
                 " optimizer: return one, or leave elastic out"
             )
-        self._elastic_node = node = ElasticNode(elastic, self._checkpoints, self._control.told_to_leave)
-        self._boundary = BoundaryCallback(node)
-        put_callback_first(trainer, self._boundary)
+        check_trainer(trainer)
         topology = self._topology
         assert isinstance(topology, ElasticTopology)
-        node.join(trainer, topology, self._run)
+        self._elastic_node = node = elastic_node(
+            trainer, elastic, topology, self._run, self._checkpoints, self._control.told_to_leave
+        )
+        self._boundary = BoundaryCallback(node)
+        put_callback_first(trainer, self._boundary)
+        node.join(topology)
 
     def _new_run(self) -> TrainingRun:
         settings = self._settings
@@ -211,7 +215,7 @@ class HierarchicalHooks(Reports):
                 restore_dump(trainer)
             detach_batches(trainer)
         if self._elastic_node is not None:
-            self._elastic_node.leave(trainer, at_once=self._control.is_interrupted(trainer))
+            self._elastic_node.leave(at_once=self._control.is_interrupted(trainer))
             if trainer is not None and self._boundary is not None:
                 remove_callback(trainer, self._boundary)
         if self._run_or_none is not None:
@@ -231,7 +235,7 @@ class HierarchicalHooks(Reports):
         trainer = self._module.trainer
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
-        self._control.steps = lambda: [scheme.steps for scheme in self.schemes]
+        self._control.steps = lambda: [scheme.state.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)
         # with elastic nodes the length of an epoch depends on their number
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
@@ -247,12 +251,12 @@ class HierarchicalHooks(Reports):
             # Lightning counts the steps of all optimizers together, each scheme those of its own: assume that they
             # step equally often
             steps = math.ceil(trainer.max_steps / optimizers) if trainer.max_steps >= 0 else None
-        if steps is not None and not self._topology.may_grow and not any(scheme.steps for scheme in self.schemes):
+        if steps is not None and not self._topology.may_grow and not any(scheme.state.steps for scheme in self.schemes):
             # after a checkpoint of another strategy or an earlier `fit`, schemes count from here
             steps = max(0, steps - trainer.global_step // optimizers)
         self._run.begin(epochs, steps)
         if self._elastic_node is not None:
-            self._elastic_node.begin_training(trainer)
+            self._elastic_node.begin_training()
         if self._checkpoints.has_random_state:
             draw_first_indices(trainer)
             self._checkpoints.restore_random_state()
@@ -394,8 +398,8 @@ class HierarchicalHooks(Reports):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
         looks = is_of_tuner(filepath) and self._elastic_node is None
-        has_companions = (checkpoints.with_replicas or looks) and together
-        entries = entries_of_rank(checkpoint) if has_companions else {}  # before they hold the mean
+        has_sidecars = (checkpoints.with_replicas or looks) and together
+        entries = entries_of_rank(checkpoint) if has_sidecars else {}  # before they hold the mean
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         if together and not run.has_finished:
@@ -405,11 +409,11 @@ class HierarchicalHooks(Reports):
             return  # another node writes
         io = self.checkpoint_io
         with contextlib.ExitStack() as stack:
-            if has_companions:
+            if has_sidecars:
                 # a tuner restores its file before the epoch's dataloader draws a seed
                 mid_epoch = not self._module.trainer.is_last_batch and not looks
                 stack.enter_context(
-                    checkpoints.companions(
+                    checkpoints.sidecars(
                         checkpoint,
                         run,
                         mid_epoch,
@@ -423,7 +427,7 @@ class HierarchicalHooks(Reports):
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
-            checkpoints.remove_stale_companions(io, filepath, checkpoint)
+            checkpoints.remove_stale_sidecars(io, filepath, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -464,7 +468,7 @@ class HierarchicalHooks(Reports):
             self._check_values()  # before restored values hide what was written in `on_fit_start`
         self._checkpoints.restore(self._run, self.precision_plugin)
         if self._elastic_node is not None:
-            self._elastic_node.go_on(self._module.trainer)
+            self._elastic_node.go_on()
 
     # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in the next base class) -------------------
 
