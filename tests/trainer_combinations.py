@@ -449,7 +449,7 @@ class Toy(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         make = _OPTIMIZERS[self.fit.optimizer]
         if self.fit.two:
-            return [make([getattr(self, name) for name in half]) for half in combinations._HALVES]
+            return [make([getattr(self, name) for name in half]) for half in combinations.HALVES]
         names = [name for name in _NAMES if not (self.fit.finetuning and name in self.fit.frozen_at(0))]
         optimizer = make([getattr(self, name) for name in names])
         if self.fit.schedule is None:
@@ -756,7 +756,7 @@ def _check_files(fit: Fit, record: Record) -> None:
             for key, value in state.items():
                 end = record.end[key]  # an average was made before the precision plugin made the module narrow
                 tolerance = 1e-6 if value.dtype == end.dtype else 1e-2
-                combinations._close(value.double(), end.double(), tolerance, f"{name} holds {key}")
+                combinations.is_close(value.double(), end.double(), tolerance, f"{name} holds {key}")
             continue
         _check_state(state, record.end, f"{name} holds something else than the module after fit")
     if "save" in fit.after:
@@ -802,7 +802,7 @@ def _tolerance(fit: Fit) -> float | None:
     parts = next((value for name, value in fit.arguments if name in ("fragments", "segments")), 1)
     if fit.finetuning and parts != 1:
         return None  # what unfreezes is the optimizer's last, and elsewhere in the parts
-    return combinations._tolerance(fit)
+    return combinations.tolerance_of(fit)
 
 
 def _compare(fit: Fit, ranks: list[Record], tolerance: float) -> None:
@@ -821,7 +821,7 @@ def _compare(fit: Fit, ranks: list[Record], tolerance: float) -> None:
         return total / fit.accumulate
 
     column = 0
-    for shapes in combinations._halves(c):
+    for shapes in combinations.halves_of(c):
         reference = _REFERENCES[c.scheme](replace(c, epochs=c.epochs), shapes, gradient)
         numel = sum(math.prod(shape) for shape in shapes.values())
         here = slice(column, column + numel)
@@ -840,14 +840,15 @@ def _compare_half(fit: Fit, ranks: list[Record], reference: Reference, here: sli
     for step in range(len(ranks[0].trace) - bool(fit.cut)):
         for rank, record in enumerate(ranks):
             expected = reference.trace[step][rank]
-            combinations._close(record.trace[step][here], expected, tolerance, f"after step {step} rank {rank} holds")
+            combinations.is_close(record.trace[step][here], expected, tolerance, f"after step {step} rank {rank} holds")
     if fit.evaluate == "consensus" and fit.averages is None:
         for step, values, _ in ranks[0].seen:
             if step:
-                combinations._close(values[here], reference.looks[step - 1], tolerance, f"validation after {step} sees")
+                seen = reference.looks[step - 1]
+                combinations.is_close(values[here], seen, tolerance, f"validation after {step} sees")
     if fit.averages != "ema":
         end = torch.cat([ranks[0].end[name].flatten().double() for name in _SHAPES])
-        combinations._close(end[here], reference.end, tolerance, "fit ends on")
+        combinations.is_close(end[here], reference.end, tolerance, "fit ends on")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

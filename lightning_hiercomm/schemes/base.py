@@ -167,7 +167,7 @@ class RunningScheme(Generic[S]):
         )
         self.guard.follow(self.replica)
         self.state = self._new_state()
-        self._backgrounds: list[Background] = []
+        self.backgrounds: list[Background] = []
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class RunningScheme(Generic[S]):
         Args:
             timeout: Seconds to wait for each; a thread that is stuck in a collective is left behind.
         """
-        for background in self._backgrounds:
+        for background in self.backgrounds:
             background.close(timeout)
 
     # ---- the averaged model --------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class RunningScheme(Generic[S]):
         """
         puts_off = waits_for_nodes and self.topology.waits_on_host
         background = Background(self.replica.device, self.topology.meter, puts_off=puts_off)
-        self._backgrounds.append(background)
+        self.backgrounds.append(background)
         return background
 
     @property

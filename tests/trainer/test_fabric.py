@@ -87,7 +87,7 @@ def on_this_rank(scheme, work, *arguments, **settings):
 
     def work_and_end(fabric, strategy, *arguments):
         returned = work(fabric, strategy, *arguments)
-        for run in strategy._runs:
+        for run in strategy.runs:
             run.close(timeout=20.0)
         strategy.topology.close()
         return returned
@@ -343,7 +343,7 @@ def by_closures(fabric, strategy, make, watched):
         optimizer.step(closure)
         node = fabric.all_gather(module.weight.detach())[fabric.global_rank // 2 * 2 :][:2]
         assert node[0] == node[1] != -1.0
-        assert strategy._runs[0].loss_so_far().get("count", 0) == watched
+        assert strategy.runs[0].loss_so_far().get("count", 0) == watched
 
 
 @pytest.mark.parametrize(
@@ -513,8 +513,8 @@ def turns(fabric, strategy):
     one, sgd = fabric.setup(first, torch.optim.SGD(first.parameters(), 0.1))
     two, adam = fabric.setup(second, torch.optim.Adam(second.parameters(), 0.1))
     seen = []
-    for run in strategy._runs:
-        run.watch_loss = lambda loss, run=run: seen.append((strategy._runs.index(run), float(loss)))
+    for run in strategy.runs:
+        run.watch_loss = lambda loss, run=run: seen.append((strategy.runs.index(run), float(loss)))
 
     def backward(model, value):
         fabric.backward(0.0 * model(torch.ones(1, 1)).sum() + value)
@@ -595,7 +595,7 @@ def test_a_module_without_values_is_refused_by_name(launched):
 def test_names_are_registered_with_fabric():
     strategy = Fabric(accelerator="cpu", devices=1, strategy="hierarchical_daso").strategy
     assert type(strategy) is HierarchicalFabricStrategy
-    assert isinstance(strategy._settings.scheme, DASO)
+    assert isinstance(strategy._settings.scheme, DASO)  # noqa: SLF001
 
 
 def test_what_is_set_up_in_another_order_is_refused_by_name():

@@ -53,7 +53,7 @@ def test_a_rank_that_leaves_alone_keeps_its_own_exit_code(control):
 
 
 def test_ranks_that_stop_together_exit_with_0(control):
-    control.plane._stop_at = 4
+    control.plane._stop_at = 4  # noqa: SLF001
     error = SIGTERMException()
     control.note_exception(error)
     assert not error.code

@@ -67,7 +67,7 @@ def test_tensors_take_turns_so_that_no_cache_holds_them(monkeypatch):
             places.append(tensor.data_ptr())
 
     watch = Stopwatch(ThreadWorld(1).connect(0)([range(1)], "world"), torch.device("cpu"))
-    launch = watch._launch(Group(), "all_reduce", 1024)
+    launch = watch._launch(Group(), "all_reduce", 1024)  # noqa: SLF001
     for i in range(10):
         launch(i)
     assert len(set(places)) == 5
