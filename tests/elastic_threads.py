@@ -1,10 +1,10 @@
-"""Elastic nodes whose ranks are threads: with a lighthouse that is an object, and lanes in which nodes may die."""
+"""Elastic nodes whose ranks are threads: the lighthouse is an object, and nodes may die in their groups."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,9 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.membership import Membership
-from lightning_hiercomm.elastic.quorum import Member, Quorum
+from lightning_hiercomm.elastic.memory import RunMemory
+from lightning_hiercomm.elastic.quorum import Quorum, Request
+from lightning_hiercomm.elastic.rendezvous import Surroundings
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
@@ -31,7 +33,7 @@ class Died(BaseException):
 
 
 class ThreadLighthouse:
-    """A lighthouse: it tells who meets once all that met last, or all that are alive, ask."""
+    """A lighthouse with its observer: forms a quorum once all of the last one, or all that are alive, have asked."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -39,26 +41,19 @@ class ThreadLighthouse:
         self._alive: dict[str, str] = {}
         self._last: set[str] = set()
         self._answers: dict[str, list[Mapping[str, Any]]] = {}
-        self._notes: set[str] = set()
-        self.min_nodes = 1
+        self.memory = RunMemory()
+        self.min_nodes = 1  # of the first quorum
 
-    def ask(self, replica_id: str, says: Mapping[str, Any], patience: float) -> Sequence[Mapping[str, Any]] | None:
+    def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
         with self._changed:
-            self._alive[replica_id] = says["node"]
+            self._alive[replica_id] = data["node"]
             if replica_id not in self._answers:
-                self._asking[replica_id] = says
+                self._asking[replica_id] = data
             self._look()
-            self._changed.wait_for(lambda: replica_id in self._answers, patience)
+            self._changed.wait_for(lambda: replica_id in self._answers, timeout)
             return self._answers.pop(replica_id, None)
 
-    def take_note(self, note: str) -> bool:
-        self._notes.add(note)
-        return True
-
-    def notes(self) -> Collection[str] | None:
-        return self._notes
-
-    def when_back(self, look: Callable[[], bool | None]) -> None:
+    def when_back(self, is_behind: Callable[[], bool | None]) -> None:
         pass
 
     def leave(self) -> None:
@@ -77,9 +72,10 @@ class ThreadLighthouse:
         is_fast = bool(self._last) and self._last <= asking
         if len(asking) >= self.min_nodes and (is_fast or asking >= set(self._alive)):
             everyone = [self._asking[replica_id] for replica_id in sorted(asking)]
-            self._answers |= dict.fromkeys(asking, everyone)
+            self._answers |= {replica_id: [*everyone, self.memory.to_json()] for replica_id in asking}
+            self.memory = self.memory.after(everyone)
             self._last, self._asking = asking, {}
-            self.min_nodes = 1  # it is for the beginning
+            self.min_nodes = 1
             self._changed.notify_all()
 
 
@@ -94,17 +90,13 @@ class ThreadTransport:
         self.dead: set[str] = set()
         self.timeout = 5.0
 
-    def ask(self, address: str, work: Callable[[Store], Any], patience: float | None = None) -> Any:
+    def ask(self, address: str, work: Callable[[Store], Any], timeout: float | None = None) -> Any:
         if address in self.dead:
             raise RuntimeError(f"{address} is gone")
         return work(self.stores[address])
 
-    def unreachable(self, addresses: Sequence[str]) -> Sequence[str]:
-        return [address for address in addresses if address in self.dead]
-
-    def glance(self, addresses: Sequence[str], name: str) -> Sequence[bytes]:
-        stores = [self.stores[address] for address in addresses if address not in self.dead]
-        return [store.get(name) if store.check([name]) else b"" for store in stores]
+    def ask_all(self, addresses: Sequence[str], query: Callable[[Store], Any]) -> Mapping[str, Any]:
+        return {address: query(self.stores[address]) for address in addresses if address not in self.dead}
 
     def connect_group(self, quorum: Quorum, index: int, lane: str, meter: Meter) -> Communicator:
         stores = [member.store for member in quorum.members]
@@ -154,7 +146,7 @@ class ElasticRank:
 
     def step(self, gradient: float | None = None) -> None:
         """One step, by a gradient that is this rank's and this step's own."""
-        at = self.scheme.steps
+        at = self.scheme.state.steps
         generator = torch.Generator().manual_seed(1000 * at + 10 * int(self.node) + self.local)
 
         def drawn(values: torch.Tensor) -> torch.Tensor:
@@ -165,12 +157,12 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_synchronized or self.scheme.config.profile.begins_with_copy):
+        if not (self.scheme.is_synchronized or self.scheme.config.requirements.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.unsynchronized_steps},
+            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.state.unsynchronized_steps},
         }
 
     def join(self) -> bool:
@@ -180,7 +172,7 @@ class ElasticRank:
             topology = self.rank.topology
             assert isinstance(topology, ElasticTopology)
             if quorum is None:
-                topology.agree_by(self.transaction)
+                topology.synchronize_by(self.transaction)
                 self.scheme.follow(self.rank.replica())
                 return False
             source = quorum.source_of(self.membership.me.replica_id)
@@ -194,7 +186,7 @@ class ElasticRank:
             self.rank.optimizer.load_state_dict(state["optimizer"])
             self.scheme.follow(self.rank.replica())
             self.scheme.load_state_dict(state["schedule"])
-            topology.agree_by(self.transaction)
+            topology.synchronize_by(self.transaction)
             return True
 
     def _begin_equal(self) -> None:
@@ -285,30 +277,30 @@ class Threads:
         self, rank: Rank, topology: ElasticTopology, name: str, address: str, local: int, restarts: int
     ) -> Iterator[ElasticRank]:
         is_first = local == 0
-        me = Member(name, "", "run", topology.ranks_on_node, address, restarts=restarts)
-        membership = Membership(
-            me,
+        me = Request(name, "", "run", topology.ranks_on_node, address, expects_state=restarts > 0)
+        around = Surroundings(
             self.elastic,
             topology,
             self.lights if is_first else None,
             self.wires,
-            self.wires.stores[address] if is_first else None,
             lambda: rank.scheme.before_nodes_change(),
-            Signer(self.tokens.get(name, "")),
+            self.wires.stores[address] if is_first else None,
+            signer=Signer(self.tokens.get(name, "")),
         )
+        membership = Membership(me, around)
         transaction = Transaction(
             membership,
             topology,
             lambda: rank.scheme.undo_point(),
-            lambda: f"after {rank.scheme.steps} steps",
-            lambda: rank.scheme.steps,
+            lambda: f"after {rank.scheme.state.steps} steps",
+            lambda: rank.scheme.state.steps,
             lambda: rank.scheme.settle(),
         )
         elastic = ElasticRank(rank, name, local, membership, transaction, self)
         yield elastic
+        membership.leave()
         if is_first:
             self.lights.lose(name)
-        membership.leave()
 
     def end(self, timeout: float = 60.0) -> dict[tuple[str, int], Any]:
         """What the work has returned, by node and rank; raises what any raised."""
@@ -333,8 +325,8 @@ def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: 
 class Failing(Handle):
     """A move that never arrives, which is found out at once, or after something."""
 
-    def __init__(self, move: Handle, after: threading.Event | None = None) -> None:
-        self._move = move
+    def __init__(self, handle: Handle, after: threading.Event | None = None) -> None:
+        self._handle = handle
         self._after = after
 
     def wait(self) -> None:
@@ -344,7 +336,7 @@ class Failing(Handle):
         raise CommunicationError("told to fail")
 
     def forget(self) -> None:
-        self._move.forget()
+        self._handle.forget()
 
     def is_done(self) -> bool:
         return True

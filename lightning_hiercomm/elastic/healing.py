@@ -1,4 +1,4 @@
-"""Healing: a newcomer gets the run's state from a member, out of that member's store."""
+"""Recovery: a joining node gets the run's state from a member, through that member's store."""
 
 from __future__ import annotations
 
@@ -16,35 +16,27 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.elastic.groups import Transport, packed, unpacked
-from lightning_hiercomm.elastic.quorum import Member, NodeRefused
+from lightning_hiercomm.elastic.quorum import NodeRefused, Request
 from lightning_hiercomm.elastic.signature import Signer
+from lightning_hiercomm.elastic.transport import GlooTransport, packed, unpacked
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 4 * 2**20
-_AGAIN = "again"
+_CHUNK_BYTES = 4 * 2**20
+_REJECTED = "rejected"
 
 
 class Healing:
-    """Gives a node's state to newcomers, and gets another node's.
+    """Sends this node's state to recovering nodes, and fetches that of another node; without ``device`` on the CPU.
 
-    What travels is a checkpoint, through ``torch.save`` and ``weights_only`` loading. The member puts it into its own
-    store beside training; the newcomer takes it out of there.
-
-    Args:
-        intra: The ranks of the node.
-        transport: To other nodes.
-        store: On the node's first rank, its own.
-        dead_after: Seconds of silence after which another node counts as gone.
-        signer: Signs what travels, and names it.
-        device: On which the node's ranks talk to each other. Default: the CPU.
+    The state is a checkpoint, packed by ``torch.save`` for ``weights_only`` loading. The member writes it into its own
+    store while it trains on; the recovering node takes it from there.
     """
 
     def __init__(
         self,
         intra: Communicator,
-        transport: Transport,
+        transport: GlooTransport,
         store: Store | None,
         dead_after: float,
         signer: Signer | None = None,
@@ -56,169 +48,159 @@ class Healing:
         self._transport = transport
         self._store = store
         self._dead_after = dead_after
-        self._expected: list[Member] = []
-        self._given: dict[str, int] = {}
-        self._giving: list[threading.Thread] = []
-
-    # ---- the member's side ---------------------------------------------------------------------------------------
-
-    def expect(self, recovering_node: Member) -> None:
-        """A newcomer waits for this node's state."""
-        self._expected.append(recovering_node)
+        self._waiting: list[Request] = []
+        self._sent: dict[str, int] = {}
+        self._threads: list[threading.Thread] = []
 
     @property
     def is_expected(self) -> bool:
-        """Whether newcomers wait for this node's state."""
-        return bool(self._expected)
+        """Whether nodes wait for this node's state."""
+        return bool(self._waiting)
 
-    def note_asking(self, me: Member) -> None:
-        """This node asks who is there: what it did not begin to give by now it does not give."""
+    def note_request(self, me: Request) -> None:
+        """Publish the number of this node's request: it sends nothing more for earlier ones."""
         if self._store is not None:
-            self._store.set(self._signer.key("requests"), str(me.requests))
+            self._store.set(self._signer.key("requests"), str(me.number))
 
-    def forget_given(self) -> None:
-        """Nobody takes what was given: all that live are together again, and who was healed is among them."""
+    def commit(self, recovering: Sequence[Request]) -> None:
+        """Expect these nodes after a synchronization, and delete what earlier ones have fetched."""
         if self._store is not None:
-            for thread in self._giving:
+            for thread in self._threads:
                 thread.join()
-            for key, chunks in self._given.items():
+            for key, chunks in self._sent.items():
                 self._store.delete_key(f"{key}/coming")
                 if self._store.check([f"{key}/ready"]):
                     for name in ("ready", *map(str, range(chunks))):
                         self._store.delete_key(f"{key}/{name}")
-        self._given, self._giving = {}, []
+        self._sent, self._threads = {}, []
+        self._waiting += recovering
 
-    def give(self, state: Callable[[], dict[str, Any] | None], about: dict[str, Any]) -> None:
-        """Give all that wait what ``state`` returns; it is called if there are any. Collective over the node."""
-        if not self._expected:
+    def send(self, state: Callable[[], dict[str, Any] | None], about: dict[str, Any]) -> None:
+        """Send ``state()`` to the nodes that wait, if any; None rejects them. Collective over the node."""
+        if not self._waiting:
             return
-        recovering, self._expected = self._expected, []
+        waiting, self._waiting = self._waiting, []
         whole = state()
         if self._store is None:
             return
         if whole is None:
-            self.send_away(recovering)
+            self.reject(waiting)
             return
         data = packed({**whole, "node": about})
-        for recovering_node in recovering:
-            chunks = data.split(_CHUNK)
-            self._given[self._key(recovering_node)] = len(chunks)
-            self._store.set(f"{self._key(recovering_node)}/coming", "")
+        for node in waiting:
+            key, chunks = self._key(node), data.split(_CHUNK_BYTES)
+            self._sent[key] = len(chunks)
+            self._store.set(f"{key}/coming", "")
             ready = f"{len(chunks)} {self._signer.sign(data.numpy().tobytes())}"
-            put = partial(self._put, self._key(recovering_node), chunks, ready)
-            thread = threading.Thread(target=put, daemon=True, name="healing")
-            self._giving.append(thread)
+            thread = threading.Thread(target=self._put, args=(key, chunks, ready), daemon=True, name="healing")
+            self._threads.append(thread)
             thread.start()
 
-    def send_away(self, recovering: Sequence[Member]) -> None:
-        """Let newcomers ask again: the agreement after which they were to be healed did not come about."""
-        if self._store is not None:
-            for recovering_node in recovering:
-                self._store.set(f"{self._key(recovering_node)}/ready", _AGAIN)
+    def reject_waiting(self) -> None:
+        """Let all nodes ask again that still wait for this node's state."""
+        waiting, self._waiting = self._waiting, []
+        self.reject(waiting)
 
-    def send_away_expected(self) -> None:
-        """Let those ask again whom this node was to heal before it came to the next agreement, but could not."""
-        self.send_away(self._expected)
-        self._expected = []
+    def reject(self, recovering: Sequence[Request]) -> None:
+        """Let nodes ask again, because this node cannot send them its state."""
+        if self._store is not None:
+            for node in recovering:
+                self._store.set(f"{self._key(node)}/ready", _REJECTED)
 
     def _put(self, key: str, chunks: Sequence[Any], ready: str) -> None:
         assert self._store is not None
-        with contextlib.suppress(RuntimeError):  # the run is over, and the store with it
+        with contextlib.suppress(RuntimeError):  # the run has finished, and closed the store
             for index, chunk in enumerate(chunks):
                 self._store.set(f"{key}/{index}", chunk.numpy().tobytes())
             self._store.set(f"{key}/ready", ready)
 
-    def linger(self) -> None:
-        """Stay until newcomers have what they were given, as long as they take any of it."""
+    def finish(self) -> None:
+        """Wait until nodes have fetched what was sent, as long as they make progress."""
         if self._store is None:
             return
-        self.send_away(self._expected)
-        for thread in self._giving:
+        self.reject_waiting()
+        for thread in self._threads:
             thread.join()
         deadline = time.monotonic() + self._dead_after
-        waiting, left = list(self._given), -1
+        left, keys_left = list(self._sent), -1
         with contextlib.suppress(RuntimeError):
-            while waiting and time.monotonic() < deadline:
-                waiting = [key for key in waiting if self._store.check([f"{key}/ready"])]
+            while left and time.monotonic() < deadline:
+                left = [key for key in left if self._store.check([f"{key}/ready"])]
                 keys = self._store.num_keys()
-                if keys != left:
-                    left, deadline = keys, time.monotonic() + self._dead_after
+                if keys != keys_left:
+                    keys_left, deadline = keys, time.monotonic() + self._dead_after
                 time.sleep(0.02)
 
     def close(self) -> None:
-        """Keep nothing for others any more."""
+        """Release the store."""
         self._store = None
 
-    def _key(self, recovering_node: Member) -> str:
-        return self._signer.key(f"heal/{recovering_node.replica_id}/{recovering_node.requests}")
+    def _key(self, node: Request) -> str:
+        return self._signer.key(f"heal/{node.replica_id}/{node.number}")
 
-    # ---- the newcomer's side -------------------------------------------------------------------------------------
-
-    def fetch(self, source: Member, me: Member) -> dict[str, Any] | None:
-        """The state of a member, or None if that did not get so far. Collective over the node; waits for it."""
+    def fetch(self, source: Request, me: Request) -> dict[str, Any] | None:
+        """Wait for the state of a member; None if it sends none. Collective over the node."""
         data: Tensor | None = None
         while True:
-            said: int | None = None  # nothing yet
+            size: int | None = None
             if self._intra.rank == 0:
-                data, said = self._look(source, self._key(me))
-                if said is None and self._has_gone_on(source, self._key(me)):
-                    said = 0
-            said = self._intra.all_gather_object(said)[0]
-            if said is not None:
+                data, size = self._poll(source, self._key(me))
+                if size is None and self._has_gone_on(source, self._key(me)):
+                    size = 0
+            size = self._intra.all_gather_object(size)[0]
+            if size is not None:
                 break
-        if said == 0:
+        if size == 0:
             return None
         if data is None:
-            data = torch.empty(said, dtype=torch.uint8)
-        there = data.to(self._device)  # nccl moves nothing that is not
-        self._intra.broadcast(there, 0).wait()
+            data = torch.empty(size, dtype=torch.uint8)
+        on_device = data.to(self._device)
+        self._intra.broadcast(on_device, 0).wait()
         try:
-            state: dict[str, Any] = unpacked(there.cpu())
+            state: dict[str, Any] = unpacked(on_device.cpu())
         except pickle.UnpicklingError as error:
-            raise NodeRefused(
-                f"the state of node {source.node!r} holds what `weights_only` loading refuses: {error}"
-            ) from error
+            raise NodeRefused(f"`weights_only` loading refuses the state of node {source.node!r}: {error}") from error
         return state
 
-    def _has_gone_on(self, source: Member, key: str) -> bool:
-        """Whether the member has met others since, without giving anything: perhaps it never heard of this node."""
-        asks = self._signer.key("requests")
+    def _has_gone_on(self, source: Request, key: str) -> bool:
+        """Whether the member has asked for a later quorum without sending anything."""
+        requests = self._signer.key("requests")
 
-        def look(store: Store) -> bool:
-            asked_again = store.check([asks]) and int(store.get(asks)) > source.requests
+        def query(store: Store) -> bool:
+            asked_again = store.check([requests]) and int(store.get(requests)) > source.number
             return asked_again and not (store.check([f"{key}/coming"]) or store.check([f"{key}/ready"]))
 
         try:
-            return self._transport.ask(source.store, look)
+            return self._transport.ask(source.store, query)
         except RuntimeError:
             return True
 
-    def _look(self, source: Member, key: str, patience: float = 1.0) -> tuple[Tensor | None, int | None]:
-        """What the member has put into its store, and how many bytes; 0 if there will be none, None if not yet."""
-        until = time.monotonic() + patience
+    def _poll(self, source: Request, key: str, timeout: float = 1.0) -> tuple[Tensor | None, int | None]:
+        """Return the state and its size in bytes: 0 if there will be none, None if it is not there yet."""
+        deadline = time.monotonic() + timeout
         ask = partial(self._transport.ask, source.store)
         try:
             while not ask(lambda store: store.check([f"{key}/ready"])):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     return None, None
                 time.sleep(0.02)
-            ready = ask(lambda store: store.get(f"{key}/ready"))
-            if ready == _AGAIN.encode():
-                ask(lambda store: store.delete_key(f"{key}/ready"))
-                return None, 0
+            ready = ask(lambda store: store.get(f"{key}/ready")).decode()
             chunks = []
-            number, _, signer = ready.decode().partition(" ")
-            for index in range(int(number)):
-                chunk = ask(partial(_taken, key=f"{key}/{index}"), self._dead_after)
-                chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
+            if ready != _REJECTED:
+                number, _, signature = ready.partition(" ")
+                for index in range(int(number)):
+                    chunk = ask(partial(_taken, key=f"{key}/{index}"), self._dead_after)
+                    chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
             ask(lambda store: store.delete_key(f"{key}/ready"))
+            if not chunks:
+                return None, 0
             data = torch.cat(chunks)
-            if signer != self._signer.sign(data.numpy().tobytes()):
-                log.warning("what is said to be the state of node %s bears no seal of HIERCOMM_TOKEN", source.node)
+            if signature != self._signer.sign(data.numpy().tobytes()):
+                log.warning("state from node %s failed HMAC verification (check HIERCOMM_TOKEN)", source.node)
                 return None, 0
             return data, data.numel()
         except RuntimeError as error:
-            log.info("node %s, which was to heal this one, is gone (%s)", source.node, str(error).splitlines()[0][:80])
+            log.info("node %s, the source of this node's recovery, is lost: %s", source.node, _first_line(error))
             return None, 0
 
 
@@ -226,3 +208,7 @@ def _taken(store: Store, key: str) -> bytes:
     value: bytes = store.get(key)
     store.delete_key(key)
     return value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:80]

@@ -1,80 +1,63 @@
-"""Who takes part in an agreement: the same answer on every node, from what all of them said when they asked."""
+"""Which nodes take part in a synchronization: every node computes the same quorum from the requests of all."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-NO_STATE = -1
-"""The agreement of a node that has no state yet."""
-
-BEGUN, TRAINED, OVER, ENDED = "fit", "trained", "over", "ended"
-"""What the lighthouse remembers of a run."""
-
 RESTART_EXIT_CODE = 75
-"""Of a node that was left behind: whoever watches over it starts it again, and it heals."""
+"""Exit code of a node that the others left behind: its supervisor starts it again, and it recovers."""
 
 FINISHED_EXIT_CODE = 69
-"""Of a node that was started again when the run was over: whoever watches over it need not start it any more."""
+"""Exit code of a node whose run has finished: its supervisor need not start it again."""
 
 SIGTERM_EXIT_CODE = 143
-"""Of a node that left on SIGTERM, as of any process that it ends: not that of a run that has come to its end."""
+"""Exit code of a node that left on SIGTERM; 0 means that the run has finished."""
 
 
 class NodeRefused(RuntimeError):
-    """This node cannot take part, and says why."""
+    """This node cannot take part in the run, for the reason in its message."""
 
 
 class StaleReplica(SystemExit):
-    """The others agreed without this node: it ends, is started again, and heals."""
+    """The others synchronized without this node, which ends, is started again, and recovers."""
 
-    def __init__(self, code: int = RESTART_EXIT_CODE) -> None:  # of one argument: ranks tell each other
+    def __init__(self, code: int = RESTART_EXIT_CODE) -> None:  # of one argument: ranks pickle it for each other
         super().__init__(code)
 
     def __str__(self) -> str:
-        return f"the others have agreed without it; with exit code {RESTART_EXIT_CODE}, it is to be started again"
+        return f"the other nodes synchronized without it; start it again after exit code {RESTART_EXIT_CODE}"
 
 
 class RunFinished(SystemExit):
-    """The others have come to the run's end, and are gone: nobody has to start this node again."""
+    """The run has finished without this node, which need not be started again."""
 
     def __init__(self, code: int = FINISHED_EXIT_CODE) -> None:
         super().__init__(code)
 
     def __str__(self) -> str:
-        return f"this run is over, and nobody else is there; exit code {FINISHED_EXIT_CODE}: do not start it again"
+        return f"this run has finished, and no other node is left; do not restart after exit code {FINISHED_EXIT_CODE}"
 
 
 @dataclass(frozen=True)
 class Member:
-    """What a node says of itself when it asks who is there. All of it is small, and goes through JSON.
+    """Who a node is, and where it stands in the training.
 
     Attributes:
-        node: Its name. Whoever comes under the name of another takes its place.
-        replica_id: Tells the lives of a node apart; that of a later one is greater.
-        run: Of which run it is.
-        ranks: How many it has.
-        store: The address where others find what it has to say.
-        requests: How often it has asked in this life.
-        syncs: How many agreements its parameters have seen; ``NEWCOMER`` if it has none that count.
-        position: Where in the training it is.
-        checkpoint_step: Of a newcomer, the optimizer steps of the checkpoint that it was given.
-        restarts: How often whoever watches over it has started it again; 0 if it has come to the end of a run since.
-        groups: Which groups of nodes it is still connected to.
-        admits: Whether all nodes will be equal after this agreement, so that others can join.
-        shards: Which shares of the data its ranks take.
-        num_shards: How many shares the data are cut into; 0 where nobody has said so yet.
-        fit: The meeting with which its run began.
-        last_quorum: That of the last agreement that its parameters have seen.
-        unreachable: The lives of nodes that did not answer it when it tried to connect last.
-        is_lost: Of a newcomer, whether the lighthouse knows that this run has trained and is not over; None if it does
-            not say.
-        is_over: Of a newcomer, whether the lighthouse knows that this run has come to its end, and of no later fit.
-        has_seen_it: Of a newcomer, whether it has asked while nodes that have the run's state did.
+        node: Its name. A node that starts under the name of another replaces it.
+        replica_id: Identifies one incarnation of the node; that of a later one is greater.
+        run: The run's name and fingerprint.
+        ranks: Its number of ranks.
+        store: ``"host:port"`` of the store in which it offers data to other nodes.
+        fit: The id of the fit whose state it has; empty without state.
+        syncs: How many synchronizations its state has seen.
+        last_quorum: The token of the last of them.
+        position: Where it is in the training.
+        checkpoint_step: Optimizer steps of the checkpoint that it has loaded.
     """
 
     node: str
@@ -82,336 +65,309 @@ class Member:
     run: str
     ranks: int
     store: str
-    requests: int = 0
-    syncs: int = NO_STATE
+    fit: str = ""
+    syncs: int = 0
+    last_quorum: str = ""
     position: str = ""
     checkpoint_step: int = 0
-    restarts: int = 0
-    groups: str = ""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it has the run's state; otherwise it is joining."""
+        return bool(self.fit)
+
+
+@dataclass(frozen=True)
+class Request(Member):
+    """What a node sends when it asks for a quorum, as JSON.
+
+    Attributes:
+        number: Counts the requests of this replica.
+        admits: Whether nodes can join after the synchronization that it asks for.
+        group: The quorum whose members it is connected to; empty if it is not.
+        unreachable: Replicas to which it could not connect.
+        expects_state: Whether it was restarted, or has seen members with state: the run has begun before.
+        finished_at: After how many synchronizations the fit has ended on a node that it knows of; -1 if on none.
+        is_finished: Whether it has ended on this node, which takes no further part.
+    """
+
+    number: int = 0
     admits: bool = False
-    shards: tuple[int, ...] = ()
-    num_shards: int = 0
-    fit: str = ""
-    last_quorum: str = ""
+    group: str = ""
     unreachable: tuple[str, ...] = ()
-    is_lost: bool | None = None
-    is_over: bool = False
-    has_seen_it: bool = False
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether it has no state that counts."""
-        return self.syncs == NO_STATE
-
-    @property
-    def is_late(self) -> bool:
-        """Whether a run that is over may be the one that it comes to; otherwise it may be about to begin another."""
-        return self.restarts > 0 or self.has_seen_it
-
-    def note(self, what: str) -> str:
-        """What the lighthouse is to remember of this run, such as that it has ``"trained"``."""
-        return f"{what}-{_digest(self.run)}-{self.fit}"
-
-    def reads(self, notes: Collection[str]) -> Member:
-        """A newcomer that knows what the lighthouse remembers."""
-        begun, trained, over = (self.noted(what, notes) for what in (BEGUN, TRAINED, OVER))
-        return replace(self, is_lost=bool(trained - over), is_over=bool(over) and begun <= over)
-
-    def noted(self, what: str, notes: Collection[str]) -> set[str]:
-        """What follows this node's own note at the lighthouse; of a newcomer, with which meetings those fits began."""
-        own = self.note(what)
-        return {note.removeprefix(own) for note in notes if note.startswith(own)}
-
-    def note_of_end(self) -> str:
-        """What the lighthouse is to remember of this node when it has come to the end: after how many agreements."""
-        return f"{self.note(ENDED)}-{self.syncs}"
-
-    def has_been_outrun(self, notes: Collection[str]) -> bool:
-        """Whether others have come to this run's end by agreements that this node knows nothing of."""
-        ends = [end.removeprefix("-") for end in self.noted(ENDED, notes)]
-        return any(end.isdigit() and int(end) > self.syncs for end in ends)
+    expects_state: bool = False
+    finished_at: int = -1
+    is_finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Primitives only."""
-        return {**asdict(self), "shards": list(self.shards), "unreachable": list(self.unreachable)}
+        """Return primitives only."""
+        return {**asdict(self), "unreachable": list(self.unreachable)}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Member | None:
-        """Undo :meth:`to_json`; what a newer version says besides is left out. None of what no node says."""
-        known = {each.name for each in fields(cls)}
-        own = {name: each for name, each in value.items() if name in known}
+    def from_json(cls, value: Any) -> Request | None:
+        """Undo :meth:`to_json`, ignoring unknown fields; None if another program sent the value."""
         try:
-            return cls(**{**own, **{name: tuple(own.get(name, ())) for name in ("shards", "unreachable")}})
+            own = {each.name: value[each.name] for each in fields(cls) if each.name in value}
+            request = cls(**{**own, "unreachable": tuple(map(str, own.get("unreachable", ())))})
         except TypeError:
             return None
+        types = {each.name: str(each.type).partition("[")[0] for each in fields(cls)}
+        return request if all(type(getattr(request, name)).__name__ == kind for name, kind in types.items()) else None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The latest fit of a run, as earlier quorums reported it.
+
+    Attributes:
+        fit: Its id; that of a later fit is greater.
+        syncs: The most synchronizations that a member had seen.
+        has_trained: Whether there is state to lose.
+        finished_at: After how many synchronizations it has ended on a node; -1 if on none.
+    """
+
+    fit: str = ""
+    syncs: int = 0
+    has_trained: bool = False
+    finished_at: int = -1
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended on a node, and no other one has gone on since."""
+        return self.finished_at >= self.syncs
+
+    def after(self, requests: Sequence[Request]) -> RunRecord:
+        """Return the record after a quorum of these requests, all of this run."""
+        fit = max((request.fit for request in requests), default="")
+        if not fit or fit < self.fit:
+            return self
+        before = self if fit == self.fit else RunRecord(fit)
+        members = [request for request in requests if request.fit == fit]
+        syncs = max(before.syncs, *(member.syncs for member in members))
+        finished_at = max(before.finished_at, *(member.finished_at for member in members))
+        return RunRecord(fit, syncs, True, finished_at)
+
+    def has_finished_after(self, member: Member) -> bool:
+        """Whether this member's fit has ended on others with synchronizations that it has not seen."""
+        return self.fit == member.fit and self.finished_at > member.syncs
 
 
 @dataclass(frozen=True)
 class Quorum:
-    """Who meets for one agreement.
+    """The nodes of one synchronization.
 
     Attributes:
-        members: Who takes part, in their order.
-        joining: Who gets its state from a member after it; newcomer ``i`` from member ``i``, modulo their number.
-        begins: Whether the run begins with it.
+        members: Those that take part, in their order.
+        joining: Those that get the state from a member afterwards: node ``i`` from member ``i`` modulo their number.
+        begins: Whether the fit begins with it.
         waits: Why this node has to ask again; empty if it has not.
-        is_hopeless: Whether it waits in vain, unless somebody comes who is only silent.
-        is_over: Whether that is because the run has come to its end.
+        is_hopeless: Whether waiting helps only if a node that is silent at present returns.
+        is_finished: Whether that is because the run has finished.
     """
 
-    members: tuple[Member, ...] = ()
-    joining: tuple[Member, ...] = ()
+    members: tuple[Request, ...] = ()
+    joining: tuple[Request, ...] = ()
     begins: bool = False
     waits: str = ""
     is_hopeless: bool = False
-    is_over: bool = False
+    is_finished: bool = False
 
     @property
     def token(self) -> str:
-        """Names this meeting, also among those of the same members."""
-        return _digest([(member.replica_id, member.requests) for member in self.members])
+        """A name of this quorum that no other one has."""
+        return _digest([(member.replica_id, member.number) for member in self.members])
 
     @property
-    def groups(self) -> str:
-        """Names the groups that are connected in it."""
-        return f"{self.token}/{_members_digest(self.members)}"
+    def fit(self) -> str:
+        """The id of the fit."""
+        return self.members[0].replica_id if self.begins else self.members[0].fit
+
+    @property
+    def group(self) -> str:
+        """A name of the process groups that are connected in it."""
+        return f"{self.token}/{self._ids}"
 
     @property
     def is_connected(self) -> bool:
-        """Whether all members are still connected to each other, and to nobody else."""
-        known = {member.groups for member in self.members}
-        return len(known) == 1 and known.pop().partition("/")[2] == _members_digest(self.members)
+        """Whether all members are still connected to each other, and to no other node."""
+        groups = {member.group for member in self.members}
+        return len(groups) == 1 and groups.pop().partition("/")[2] == self._ids
+
+    @property
+    def _ids(self) -> str:
+        return _digest([member.replica_id for member in self.members])
 
     def index(self, replica_id: str) -> int | None:
-        """The place of a life among the members."""
+        """Return the index of a replica among the members, or None."""
         return next((index for index, member in enumerate(self.members) if member.replica_id == replica_id), None)
 
-    def source_of(self, replica_id: str) -> Member | None:
-        """The member that gives a newcomer its state; None for others."""
-        replica_ids = [member.replica_id for member in self.joining]
-        return self.members[replica_ids.index(replica_id) % len(self.members)] if replica_id in replica_ids else None
+    def source_of(self, replica_id: str) -> Request | None:
+        """Return the member from which a joining replica gets its state, or None."""
+        ids = [each.replica_id for each in self.joining]
+        return self.members[ids.index(replica_id) % len(self.members)] if replica_id in ids else None
 
-    def recovering_from(self, replica_id: str) -> list[Member]:
-        """The newcomers that a member gives its state to."""
-        sources = {member.replica_id: self.source_of(member.replica_id) for member in self.joining}
-        return [
-            each
-            for each in self.joining
-            if (source := sources[each.replica_id]) is not None and source.replica_id == replica_id
-        ]
+    def recovering_from(self, replica_id: str) -> list[Request]:
+        """Return the joining nodes that get their state from this member."""
+        index = self.index(replica_id)
+        return [] if index is None else [*self.joining[index :: len(self.members)]]
 
 
 def compute_quorum(
-    present: Sequence[Member], replica_id: str, min_nodes: int = 1, max_nodes: int | None = None
+    requests: Sequence[Request],
+    replica_id: str,
+    record: RunRecord | None = None,
+    min_nodes: int = 1,
+    max_nodes: int | None = None,
 ) -> Quorum:
-    """Who meets, from what all who ask have said; every one of them comes to the same answer by itself.
+    """Compute the quorum of a replica from the requests of all; every node computes the same one.
 
     Args:
-        present: What the lighthouse has told all of them.
-        replica_id: Of the node that wants to know.
-        min_nodes: Without so many nobody meets.
+        requests: Those of all nodes that asked, which the lighthouse has sent to each of them.
+        replica_id: The replica that asks.
+        record: The lighthouse's record of the run; None if it keeps none.
+        min_nodes: With fewer nodes all wait.
         max_nodes: More do not take part.
 
     Raises:
-        NotInThisRun: If the lighthouse serves another run, another node has taken this one's name, or this node is not
-            where most others are.
-        LeftBehind: If the others have agreed without this node.
+        NodeRefused: If the lighthouse serves another run, another node has replaced this one, or this node is at
+            another position than most.
+        StaleReplica: If the others have synchronized without this node.
+        RunFinished: If they have finished without it.
     """
-    me = next(member for member in present if member.replica_id == replica_id)
-    run = min(present, key=lambda member: (member.is_joining, member.replica_id)).run
+    me = next(request for request in requests if request.replica_id == replica_id)
+    run = min(requests, key=lambda request: (not request.has_state, request.replica_id)).run
     if me.run != run:
-        other = next(member for member in present if member.run == run)
+        other = next(request for request in requests if request.run == run)
         raise NodeRefused(
             f"node {me.node!r} belongs to run {me.run!r}, but the lighthouse serves {run!r} (node {other.node!r}):"
             " start a lighthouse of its own for each run, with the same model and scheme on all nodes"
         )
-    newest: dict[str, Member] = {}
-    for member in sorted((m for m in present if m.run == run), key=lambda m: m.replica_id):
-        newest[member.node] = member
-    if newest[me.node].replica_id != replica_id:
+    latest: dict[str, Request] = {}
+    for request in sorted((each for each in requests if each.run == run), key=lambda each: each.replica_id):
+        latest[request.node] = request
+    if latest[me.node].replica_id != replica_id:
         raise NodeRefused(
-            f"node {me.node!r} was started once more, and this life of it is over. Tell nodes that share a machine"
-            " apart by the environment variable HIERCOMM_NODE."
+            f"node {me.node!r} was started again, which replaces this incarnation. If two nodes share a machine, give"
+            " each its own HIERCOMM_NODE."
         )
-    everyone = sorted(newest.values(), key=_in_order)
-    alive = [member for member in everyone if not member.is_joining]
-    new = [member for member in everyone if member.is_joining]
-    if not alive:
-        return _beginning(new, me, min_nodes, max_nodes)
-    latest = max(member.syncs for member in alive)
-    up_to_date = _of_one_history([member for member in alive if member.syncs == latest])
-    if not me.is_joining and me not in up_to_date:
+    record = record and record.after([*latest.values()])
+    present = sorted((each for each in latest.values() if not each.is_finished or each is me), key=in_order)
+    joining = [request for request in present if not request.has_state]
+    with_state = [request for request in present if request.has_state]
+    if not with_state:
+        return _begin(joining, me, record, min_nodes, max_nodes)
+    if record is not None and me.has_state and record.has_finished_after(me):
+        raise RunFinished
+    syncs = max(member.syncs for member in with_state)
+    current = _with_one_history([member for member in with_state if member.syncs == syncs])
+    if me.has_state and me not in current:
         raise StaleReplica
-    members = _who_reach_each_other(up_to_date)
-    apart = _apart(me, members)
+    members = _mutually_reachable(current)
+    apart = _separated(me, members)
     if apart and me not in members:
         return Quorum(waits=apart)
-    position = _where_most_are(members)
+    position = _majority_position(members)
     if me in members and me.position != position:
-        places = "; ".join(f"node {member.node!r} {member.position}" for member in members)
+        positions = "; ".join(f"node {member.node!r} {member.position}" for member in members)
         raise NodeRefused(
-            f"nodes came to agreement {latest + 1} at different places: {places}. All nodes must take equally many"
-            " steps, validate and save after the same ones: give all nodes dataloaders of one length (or"
-            f" limit_train_batches), and let none stop by itself. Those that are {position} go on without this one."
+            f"nodes came to synchronization {syncs + 1} at different positions: {positions}. All nodes must take"
+            " equally many steps, and validate and save after the same ones: give all nodes dataloaders of one length"
+            f" (or limit_train_batches), and let none stop on its own. Nodes {position} go on without this one."
         )
     members = [member for member in members if member.position == position]
-    replica_ids = {member.replica_id for member in members}
-    if len(members) + len(new) < min_nodes:
-        return Quorum(waits=f"{len(members) + len(new)} of at least {min_nodes} nodes are there")
-    room = len(new) if max_nodes is None else max(0, max_nodes - len(members))
-    reaching = [each for each in new if not replica_ids.intersection(each.unreachable)]
+    if len(members) + len(joining) < min_nodes:
+        is_over = record is not None and record.is_finished
+        few = f"{len(members) + len(joining)} of at least {min_nodes} nodes are there"
+        return Quorum(waits=few, is_hopeless=is_over, is_finished=is_over)
+    ids = {member.replica_id for member in members}
+    room = len(joining) if max_nodes is None else max(0, max_nodes - len(members))
+    reaching = [each for each in joining if not ids.intersection(each.unreachable)]
     admitted = reaching[:room] if all(member.admits for member in members) else []
-    if me.is_joining and me not in admitted:
-        full = room < len(new)
-        return Quorum(waits=f"all {max_nodes} places are taken" if full else "nodes are equal only later")
+    if not me.has_state and me not in admitted:
+        is_full = room < len(joining)
+        return Quorum(waits=f"all {max_nodes} places are taken" if is_full else "nodes can join only later")
     return Quorum(tuple(members), tuple(admitted))
 
 
-def _of_one_history(members: Sequence[Member]) -> list[Member]:
-    """Those whose last agreement was the same one.
+def _with_one_history(members: Sequence[Request]) -> list[Request]:
+    """Keep those whose last synchronization was the same one.
 
-    A node that is stopped when the others cannot read the vote it keeps may have one for itself, under their number.
+    A node that is stopped when the others cannot read the vote in its store may count one more on its own.
     """
-    of_each = Counter(member.last_quorum for member in members)
-    kept = max(of_each, key=lambda last: (of_each[last], last))
+    counts = Counter(member.last_quorum for member in members)
+    kept = max(counts, key=lambda last: (counts[last], last))
     return [member for member in members if member.last_quorum == kept]
 
 
-def _where_most_are(members: Sequence[Member]) -> str:
-    """The place of most of them; of as many, that of the one which lives longest."""
-    of_each = Counter(member.position for member in members)
+def _majority_position(members: Sequence[Request]) -> str:
+    """Return the position of most of them; ties are broken in favor of the oldest replica."""
+    counts = Counter(member.position for member in members)
     return max(
-        sorted(members, key=lambda member: member.replica_id), key=lambda member: of_each[member.position]
+        sorted(members, key=lambda member: member.replica_id), key=lambda member: counts[member.position]
     ).position
 
 
-def _who_reach_each_other(members: Sequence[Member]) -> list[Member]:
-    """Without those that miss most others, or are missed by them; of two, without the later one."""
+def _mutually_reachable(members: Sequence[Request]) -> list[Request]:
+    """Remove those that are separated from most others until none are; of two, the later one."""
     left = list(members)
     while True:
-        replica_ids = {member.replica_id for member in left}
-        apart = {
-            frozenset((member.replica_id, replica_id))
-            for member in left
-            for replica_id in member.unreachable
-            if replica_id in replica_ids
-        }
-        if not apart:
+        ids = {member.replica_id for member in left}
+        pairs = {frozenset((each.replica_id, other)) for each in left for other in each.unreachable if other in ids}
+        if not pairs:
             return left
-        misses = Counter(replica_id for pair in apart for replica_id in pair)
-        left.remove(max(reversed(left), key=lambda member: misses[member.replica_id]))
+        counts = Counter(replica_id for pair in pairs for replica_id in pair)
+        left.remove(max(reversed(left), key=lambda member: counts[member.replica_id]))
 
 
-def _beginning(new: Sequence[Member], me: Member, min_nodes: int, max_nodes: int | None) -> Quorum:
-    """Nobody has state: the run begins, or goes on from the newest checkpoint that any node was given."""
-    is_over = any(member.is_over for member in new) and not any(
-        member.checkpoint_step or member.is_lost for member in new
-    )
-    if is_over and all(member.is_late for member in new):
-        return Quorum(
-            is_hopeless=True, is_over=True, waits="this run is over: nobody is there to give a node its state"
-        )
-    everyone, new = new, _who_reach_each_other(new)
-    if me not in new:
-        return Quorum(waits=_apart(me, everyone))
-    if len(new) < min_nodes:
-        return Quorum(waits=f"{len(new)} of at least {min_nodes} nodes are there")
-    origin = max(member.checkpoint_step for member in new)
-    all_again, knows = all(member.restarts for member in new), any(member.is_lost is not None for member in new)
-    if origin == 0 and (any(member.is_lost for member in new) or (all_again and not knows)):
+def _begin(
+    joining: Sequence[Request], me: Request, record: RunRecord | None, min_nodes: int, max_nodes: int | None
+) -> Quorum:
+    """Begin a fit if no node has its state, from the newest checkpoint that a node has loaded."""
+    has_checkpoint = any(request.checkpoint_step for request in joining)
+    is_expected = all(request.expects_state for request in joining)
+    if record is not None and record.is_finished and is_expected and not has_checkpoint:
+        over = "this run has finished: no node is left that has its state"
+        return Quorum(is_hopeless=True, is_finished=True, waits=over)
+    nodes = _mutually_reachable(joining)
+    if me not in nodes:
+        return Quorum(waits=_separated(me, joining))
+    if len(nodes) < min_nodes:
+        return Quorum(waits=f"{len(nodes)} of at least {min_nodes} nodes are there")
+    is_lost = is_expected if record is None else record.has_trained and not record.is_finished
+    if is_lost and not has_checkpoint:
         return Quorum(
             is_hopeless=True,
-            waits="this run has trained, and no node that is there has its state: it would begin at step 0 once more."
-            " Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run,"
-            " with another HIERCOMM_RUN or a new lighthouse",
+            waits="this run has trained, and no node is left that has its state: it would begin at step 0 again. Give"
+            " fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run, with"
+            " another HIERCOMM_RUN or a new lighthouse",
         )
-    members = [member for member in new if member.checkpoint_step == origin][:max_nodes]
-    others = [member for member in new if member not in members]
-    joining = others if max_nodes is None else others[: max_nodes - len(members)]
-    if me not in members and me not in joining:
+    step = max(request.checkpoint_step for request in nodes)
+    members = [request for request in nodes if request.checkpoint_step == step][:max_nodes]
+    others = [request for request in nodes if request not in members]
+    recovering = others if max_nodes is None else others[: max_nodes - len(members)]
+    if me not in members and me not in recovering:
         return Quorum(waits=f"all {max_nodes} places are taken")
-    return Quorum(tuple(members), tuple(joining), begins=True)
+    return Quorum(tuple(members), tuple(recovering), begins=True)
 
 
-@dataclass(frozen=True)
-class DataPartition:
-    """Who takes which shares of the data.
-
-    Attributes:
-        total: Into how many they are cut.
-        shards: By life.
-    """
-
-    total: int = 0
-    shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def lost(self, replica_ids: Collection[str]) -> int:
-        """How many shares none of these takes."""
-        return self.total - len({shard for replica_id in replica_ids for shard in self.shards.get(replica_id, ())})
-
-    def to_plain(self) -> list[Any]:
-        """Primitives only."""
-        return [self.total, {replica_id: list(shards) for replica_id, shards in self.shards.items()}]
-
-    @classmethod
-    def from_plain(cls, value: Sequence[Any]) -> DataPartition:
-        """Undo :meth:`to_plain`."""
-        return cls(value[0], {replica_id: tuple(shards) for replica_id, shards in value[1].items()})
-
-
-def partition_for_epoch(quorum: Quorum) -> DataPartition:
-    """A share for every rank of all who are there, in the order of the nodes' names: for an epoch that begins."""
-    shards: dict[str, tuple[int, ...]] = {}
-    total = 0
-    for each in sorted((*quorum.members, *quorum.joining), key=_in_order):
-        shards[each.replica_id] = tuple(range(total, total + each.ranks))
-        total += each.ranks
-    return DataPartition(total, shards)
-
-
-def partition_within_epoch(quorum: Quorum) -> DataPartition:
-    """What members have, and newcomers take of what was lost: inside an epoch, whose length stays.
-
-    When there are no lost shares left, a newcomer takes shares that others take as well, until the epoch ends. A run
-    begins with a share for every rank of its first members.
-    """
-    if quorum.begins:
-        first = partition_for_epoch(replace(quorum, joining=()))
-        total, given = first.total, dict(first.shards)
-    else:
-        total = quorum.members[0].num_shards
-        given = {each.replica_id: each.shards for each in quorum.members}
-    used = {shard for shards in given.values() for shard in shards}
-    lost = [shard for shard in range(total) if shard not in used]
-    for joining_node in quorum.joining:
-        any_share, its_ranks = int(_digest(joining_node.replica_id), 16), range(joining_node.ranks)
-        given[joining_node.replica_id] = tuple(
-            lost.pop(0) if lost else (any_share + rank) % total for rank in its_ranks
-        )
-    return DataPartition(total, given)
-
-
-def _apart(me: Member, members: Iterable[Member]) -> str:
-    """Which of these this one does not reach, or which do not reach it; empty if there are none."""
-    others = _names(
-        member for member in members if member.replica_id in me.unreachable or me.replica_id in member.unreachable
+def _separated(me: Request, members: Iterable[Request]) -> str:
+    """Say which of these do not reach this node; empty if all do."""
+    others = ", ".join(
+        each.node for each in members if each.replica_id in me.unreachable or me.replica_id in each.unreachable
     )
     return others and f"it and node {others} do not reach each other"
 
 
-def _names(members: Iterable[Member]) -> str:
-    return ", ".join(member.node for member in members)
-
-
-def _in_order(member: Member) -> tuple[list[tuple[int, int, str]], str]:
-    """By name, numbers in it by their size."""
-    words = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", member.node) if word]
-    return words, member.replica_id
-
-
-def _members_digest(members: Sequence[Member]) -> str:
-    return _digest([member.replica_id for member in members])
+def in_order(member: Member) -> tuple[list[tuple[int, int, str]], str]:
+    """Order by name, and by value where names contain numbers."""
+    parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", member.node) if part]
+    return parts, member.replica_id
 
 
 def _digest(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=10).hexdigest()
+
+
+def random_index(replica_id: str) -> int:
+    """Return a number that all nodes compute alike for a replica."""
+    return int(_digest(replica_id), 16)

@@ -1,4 +1,4 @@
-"""The nodes of a run whose nodes change, seen from one rank."""
+"""The topology of an elastic run, seen from one rank."""
 
 from __future__ import annotations
 
@@ -8,86 +8,82 @@ from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic.groups import CircuitBreaker, InterNodeGroup, NodesWorld
 from lightning_hiercomm.nodes.topology import Holders, Topology
 
+Synchronize = Callable[[Callable[[], object], bool, bool], None]
+
 
 class ElasticTopology(Topology):
-    """A topology that is formed anew when nodes come or go: its communicators stay, their members and weights change.
+    """A topology whose communicators stay while their members and weights change from one quorum to the next.
 
-    Until nodes have met it holds this node alone, and ``world`` is the node outside of agreements at any time.
+    Before the first quorum it contains this node only. ``world`` is the node outside of synchronizations.
 
     Args:
         own: This node, as a run of one node.
-        elder: Of which it is a twin.
+        original: The topology whose communicators this one duplicates, for overlapped collectives.
     """
 
     may_grow = True
 
-    def __init__(self, own: Topology, elder: ElasticTopology | None = None) -> None:
-        self.breaker: CircuitBreaker = CircuitBreaker() if elder is None else elder.breaker
-        self.lane = InterNodeGroup(own.meter, self.breaker, is_beside=elder is not None)
-        if elder is None:
-            self.breaker.close = self.disconnect
-        self._twins: list[ElasticTopology] = []
-        world = NodesWorld(own.intra, self.lane if own.local_rank == 0 else None)
-        self._world = world
-        made = {"world": world, "intra": own.intra, "inter": self.lane}
+    def __init__(self, own: Topology, original: ElasticTopology | None = None) -> None:
+        self.breaker: CircuitBreaker = CircuitBreaker() if original is None else original.breaker
+        self.inter_group = InterNodeGroup(own.meter, self.breaker, is_overlapped=original is not None)
+        if original is None:
+            self.breaker.on_trip = self.disconnect
+        self._own_duplicates: list[ElasticTopology] = []
+        self._nodes_world = NodesWorld(own.intra, self.inter_group if own.local_rank == 0 else None)
+        made = {"world": self._nodes_world, "intra": own.intra, "inter": self.inter_group}
 
         def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
             return made[tier]
 
-        super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # lanes of GPUs are staged
+        super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # GPU tensors pass through it
         self._own = own
-        self._agreement: Callable[[Callable[[], object], bool, bool], None] | None = None
+        self._synchronize: Synchronize | None = None
 
-    def agree_by(self, agreement: Callable[[Callable[[], object], bool, bool], None] | None) -> None:
-        """Let ``agreement`` do what is done between nodes; None: nothing is."""
-        self._agreement = agreement
+    def synchronize_by(self, synchronize: Synchronize | None) -> None:
+        """Let this function carry out synchronizations; None: they do nothing."""
+        self._synchronize = synchronize
 
     def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
-        if self._agreement is not None:
-            self._agreement(work, admits, brings)
+        if self._synchronize is not None:
+            self._synchronize(work, admits, brings)
 
     @property
     def all_groups(self) -> list[InterNodeGroup]:
-        """This rank's own, and those of its twins."""
-        return [self.lane, *(twin.lane for twin in self._twins)]
+        """This rank's inter-node groups, with those of the duplicates."""
+        return [self.inter_group, *(each.inter_group for each in self._own_duplicates)]
 
     def disconnect(self) -> None:
-        """Let go of all connections to other nodes."""
-        for lane in self.all_groups:
-            lane.disconnect()
+        """Close all connections to other nodes."""
+        for group in self.all_groups:
+            group.disconnect()
 
     def reform(self, sizes: Sequence[int], node: int) -> None:
-        """Hold other nodes.
-
-        Args:
-            sizes: Their numbers of ranks.
-            node: Which of them this one is.
-        """
-        starts = [sum(sizes[:m]) for m in range(len(sizes))]
+        """Contain nodes of these numbers of ranks; ``node`` is the index of this one."""
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self.nodes = tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         self.world_size = sum(sizes)
         self.node, self.rank = node, self.nodes[node][self.local_rank]
-        self.lanes = min(sizes)
-        self.inter = self.lane if self.local_rank < self.lanes else None
-        self.holders["node"] = Holders(self.intra, self.lanes)
+        self.num_shards = min(sizes)
+        self.inter = self.inter_group if self.local_rank < self.num_shards else None
+        self.holders["node"] = Holders(self.intra, self.num_shards)
         self.set_weights([1.0] * self.world_size)
-        for twin in self._twins:
-            twin.reform(sizes, node)
+        for duplicate in self._own_duplicates:
+            duplicate.reform(sizes, node)
 
     def open(self) -> None:
-        """An agreement begins: ranks may talk to other nodes."""
-        self._world.reform(self.nodes, self.node)
-        self.lane.is_open = True
+        """Begin a synchronization: ranks may communicate with other nodes."""
+        self._nodes_world.reform(self.nodes, self.node)
+        self.inter_group.is_open = True
 
     def shut(self) -> None:
-        """It is over."""
-        self._world.reform([range(self.intra.size)], 0)
-        self.lane.is_open = False
+        """End a synchronization."""
+        self._nodes_world.reform([range(self.intra.size)], 0)
+        self.inter_group.is_open = False
 
     def duplicate(self) -> ElasticTopology:
-        twin = ElasticTopology(self._own.duplicate(), self)
-        self._twins.append(twin)
-        return twin
+        duplicate = ElasticTopology(self._own.duplicate(), self)
+        self._own_duplicates.append(duplicate)
+        return duplicate
 
     def close(self) -> None:
         if not self.is_closed:

@@ -1,4 +1,4 @@
-"""A transaction around each agreement: who is there, the exchange, a vote; or all is taken back, and once more."""
+"""A transaction around each synchronization: form a quorum, exchange, vote; roll back and repeat if it has failed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ log = logging.getLogger(__name__)
 
 
 class Transaction:
-    """What nodes do together happens on all of them, or on none.
+    """Carries out synchronizations on all members of a quorum, or on none.
 
     Args:
-        membership: Says who takes part, and counts the votes.
-        topology: Holds them meanwhile.
-        undo_point: Remembers all that an agreement changes; what it returns takes it back.
-        position: Says where in the training this node is.
-        batches: Says how many batches a rank has trained on so far.
-        settle: Waits for what is under way beside training.
+        membership: Forms quorums, and counts votes.
+        topology: Contains the members meanwhile.
+        undo_point: Returns a function that restores all that a synchronization changes.
+        position: Returns where in the training this node is.
+        batches: Returns how many batches a rank has trained on so far.
+        settle: Waits for overlapped collectives.
     """
 
     def __init__(
@@ -43,54 +43,51 @@ class Transaction:
         self._batches = batches
         self._settle = settle
         self._is_inside = False
-        self._why = ""
+        self._error = ""
 
-    def __call__(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
-        """Let the nodes do ``work`` together, whoever is there; see :meth:`ElasticTopology.agreement`."""
+    def __call__(self, work: Callable[[], object], admits: bool = False, exchanges_steps: bool = True) -> None:
+        """Carry out ``work`` on the nodes that are there; see :meth:`ElasticTopology.synchronize`."""
         if self._is_inside:
             work()
             return
-        quorum = self.begin(work, admits, brings)
+        quorum = self.begin(work, admits, exchanges_steps)
         assert quorum is None, "a node that trains has state"
 
-    def begin(self, work: Callable[[], object], admits: bool, brings: bool = True) -> Quorum | None:
-        """The same; for a newcomer, the meeting after which it gets its state, in place of taking part."""
-        began, tries, before = time.monotonic(), 0, self._membership.history.nodes
+    def begin(self, work: Callable[[], object], admits: bool, exchanges_steps: bool = True) -> Quorum | None:
+        """Carry out ``work``; a joining node does not, and returns the quorum after which it gets its state."""
+        membership = self._membership
+        began, attempts, nodes_before = time.monotonic(), 0, membership.history.nodes
         while True:
-            tries += 1
-            self._settle()  # or it would be lost on the way, if others connect anew
-            self._membership.note_connections()
-            quorum = self._membership.form_quorum(self._position(), admits)
-            if quorum.source_of(self._membership.me.replica_id) is not None:
+            attempts += 1
+            self._settle()  # new connections would lose what is pending
+            quorum = membership.form_quorum(self._position(), admits)
+            if quorum.source_of(membership.me.replica_id) is not None:
                 return quorum
             undo = self._undo_point()
-            is_well = self._attempt(work)
-            if self._membership.vote(quorum, is_well):
+            if membership.vote(quorum, self._attempt(work)):
                 break
             undo()
-            self._membership.note_failure(quorum, self._why or "on another node")
-        self._membership.commit(quorum, self._batches(), brings)
-        if tries > 1 or len(quorum.members) < before:
-            self._membership.history.lost_seconds += time.monotonic() - began
+            membership.rendezvous.note_failure(quorum, self._error or "on another node")
+        membership.commit(quorum, self._batches(), exchanges_steps)
+        if attempts > 1 or len(quorum.members) < nodes_before:
+            membership.history.lost_seconds += time.monotonic() - began
         return None
 
     def _attempt(self, work: Callable[[], object]) -> bool:
-        """Do it; whether no move between nodes has failed on this rank."""
+        """Carry out ``work``; return whether no communication between nodes has failed on this node."""
         breaker, raised = self._topology.breaker, None
         self._topology.open()
         self._is_inside = True
         try:
             work()
         except (CommunicationError, NonfiniteError) as error:
-            raised = error  # perhaps of what never arrived: the whole node finds out together
+            raised = error  # perhaps because of a failed collective: all ranks of the node check that together
         finally:
             self._topology.shut()
             self._is_inside = False
-        found = self._topology.intra.all_gather_object((breaker.error, raised is not None))
-        lost = [error for error, _ in found if error is not None]
-        if not lost and raised is not None:
+        gathered = self._topology.intra.all_gather_object((breaker.error, raised is not None))
+        errors = [error for error, _ in gathered if error is not None]
+        if not errors and raised is not None:
             raise raised
-        self._why = str(lost[0]) if lost else ""
-        if lost:
-            log.debug("an exchange failed: %s", lost[0])
-        return not lost and not any(has_raised for _, has_raised in found)
+        self._error = str(errors[0]) if errors else ""
+        return not errors and not any(has_raised for _, has_raised in gathered)

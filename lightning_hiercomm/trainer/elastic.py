@@ -1,24 +1,17 @@
-"""Nodes that leave and join, in a Trainer: when one joins, where it takes up training, and which data it sees."""
+"""An elastic node in a Trainer: how it joins, recovers and leaves, and which shards of the data it trains on."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateFinder,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    Timer,
-)
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
@@ -31,378 +24,282 @@ from lightning_hiercomm._lightning.healing import (
     tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
-from lightning_hiercomm._lightning.trainer import (
-    names_logged_in_training,
-    prepare_train_dataloaders_again,
-    validates_by_the_clock,
-)
-from lightning_hiercomm.checkpoints.companion import random_state, set_random_state
+from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
 from lightning_hiercomm.elastic import Elastic
-from lightning_hiercomm.elastic.configuration import check_torchft
-from lightning_hiercomm.elastic.groups import GlooTransport
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
-from lightning_hiercomm.elastic.membership import ElasticHistory, Membership, has_ended_here
-from lightning_hiercomm.elastic.quorum import SIGTERM_EXIT_CODE, Member
+from lightning_hiercomm.elastic.membership import Membership
+from lightning_hiercomm.elastic.quorum import SIGTERM_EXIT_CODE, Request
+from lightning_hiercomm.elastic.rendezvous import Surroundings, has_ended_here
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
+from lightning_hiercomm.elastic.transport import GlooTransport
 from lightning_hiercomm.run.replicas import broadcast_values, tensors_without
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.trainer.elastic_refusals import check_monitors
 
 
 class ElasticNode:
-    """This node's part in a run whose nodes come and go, from the setup of a ``fit`` to its teardown.
+    """This node in an elastic run, from the setup of a ``fit`` to its teardown.
 
     Args:
-        elastic: As the user configured it.
-        checkpoints: Adds to a state what the schemes need of it, and takes it.
-        told_to_leave: What ends training while the node waits for others, if this rank was told to leave; or None.
+        trainer: Of the ``fit``.
+        run: Its schemes and replicas.
+        membership: Forms quorums for this node.
+        checkpoints: Adds to a state what the schemes need, and restores it.
     """
 
-    def __init__(
-        self,
-        elastic: Elastic,
-        checkpoints: Checkpoints,
-        told_to_leave: Callable[[], BaseException | None] = lambda: None,
-    ) -> None:
-        self._told_to_leave = told_to_leave
-        self._elastic = elastic
+    def __init__(self, trainer: pl.Trainer, run: TrainingRun, membership: Membership, checkpoints: Checkpoints) -> None:
+        self.membership = membership
+        self._trainer = trainer
+        self._run = run
         self._checkpoints = checkpoints
-        self._membership: Membership | None = None
-        self._transaction: Transaction | None = None
-        self._history: ElasticHistory | None = None
-        self._topology: ElasticTopology | None = None
-        self._run: TrainingRun | None = None
-        self._healed_by: dict[str, Any] | None = None  # the state, until training starts
-        self._draws_from: tuple[str, dict[str, Any]] | None = None  # from that moment on, where others' streams were
-        self._is_in_epoch = False  # since it was healed
+        self._recovered: dict[str, Any] | None = None  # the state, until training starts
+        self._random: tuple[str, dict[str, Any]] | None = None  # the source's random state, and when to take it
+        self._is_in_epoch = False  # in which it recovered
         self._has_data = False
-        self._stage: list[RunningStage | None] = [None]
-        self._store: Store | None = None
-        self._has_given_up = False
-        self._was_told_to_leave = False
+        self._stage: list[RunningStage | None] = [None]  # for which Lightning prepares a dataloader
+        self._has_given_up = self._has_left = self._was_told_to_leave = False
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
-    def join(self, trainer: pl.Trainer, topology: ElasticTopology, run: TrainingRun) -> None:
-        """Come to the others, and go on from their state, or begin with them; collective over the node."""
-        self._check(trainer)
-        self._topology, self._run = topology, run
-        is_first = topology.local_rank == 0
-        lighthouse = None
-        address = self._elastic.address()
-        host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
-        signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
-        transport = GlooTransport(host, self._elastic.dead_after, signer)
-        if is_first:
-            lighthouse = TorchftLighthouse(address, self._elastic.dead_after)
-            self._store = _own_store(host)
-        port = self._store.port if isinstance(self._store, TCPStore) else 0
-        me = Member(
-            node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
-            replica_id="",
-            run=f"{os.environ.get('HIERCOMM_RUN', '')}:{run.fingerprint()}",
-            ranks=topology.ranks_on_node,
-            store=f"{host}:{port}",
-            checkpoint_step=_steps_of_checkpoint(trainer),
-            restarts=_restarts(),
+    def join(self, topology: ElasticTopology) -> None:
+        """Begin training with the other nodes, or recover from one of them; collective over the node."""
+        trainer, run = self._trainer, self._run
+        transaction = Transaction(
+            self.membership, topology, self._undo_point, self._position, self._batches, self._settle
         )
-        self._membership = Membership(
-            me,
-            self._elastic,
-            topology,
-            lighthouse,
-            transport,
-            self._store,
-            self._before_change,
-            signer,
-            self._told_to_leave,
-            run.replicas.device,
-        )
-        self._history = self._membership.history
-        batches = trainer.fit_loop.epoch_loop.batch_progress
-        self._transaction = Transaction(
-            self._membership, topology, self._undo_point, self._position, lambda: batches.total.ready, self._settle
-        )
-        tell_stage_of_dataloaders(
-            trainer,
-            self._stage,
-            lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready if self._is_in_epoch else 0,
-        )
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        tell_stage_of_dataloaders(trainer, self._stage, lambda: progress.current.ready if self._is_in_epoch else 0)
         number_names_by_own_files(trainer)
-        draw_train_data_anew(trainer, lambda: self._divides_data(trainer, batches.total.ready))
-        while True:
-            quorum = self._transaction.begin(self._begin_equal, admits=True)
-            if quorum is not None:
-                source = quorum.source_of(self._membership.me.replica_id)
-                assert source is not None
-                state = self._membership.heal(source)
-                if state is None:
-                    continue
+        draw_train_data_anew(trainer, self._begin_epoch)
+        while (quorum := transaction.begin(self._begin_equal, admits=True)) is not None:
+            source = quorum.source_of(self.membership.me.replica_id)
+            assert source is not None
+            state = self.membership.heal(source)
+            if state is not None:
                 self._checkpoints.take(take_state(trainer, state), None, None)
                 run.replicas.slots = state["slots"]
-                self._healed_by = state
+                self._recovered = state
                 self._is_in_epoch = state["moment"] == "batch"
-            run.begin_from_module()
-            run.remember_values()
-            topology.agree_by(self._transaction)
-            return
+                break
+        run.begin_from_module()
+        run.remember_values()
+        topology.synchronize_by(transaction)
 
-    def _divides_data(self, trainer: pl.Trainer, batches: int) -> bool:
-        """Whether this node takes other shares of the data from now on, before an epoch."""
+    def _begin_epoch(self) -> bool:
+        """Partition the data again before an epoch; return whether the dataloaders have to be made again."""
         is_first, self._has_data = not self._has_data, True
-        if self._is_in_epoch or self._membership is None:
-            return is_first  # or there are loaders already, if `estimated_stepping_batches` was asked for
-        return self._membership.begin_epoch(batches) or is_first
+        if self._is_in_epoch or self._has_left:
+            return is_first  # there are dataloaders already if `estimated_stepping_batches` was used
+        return self.membership.begin_epoch(self._batches()) or is_first
+
+    def _batches(self) -> int:
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     def _begin_equal(self) -> None:
-        replicas, topology = self._required_run.replicas, self._topology
-        assert topology is not None
-        replicas.compare_shapes(topology.world, ())
-        broadcast_values(tensors_without(replicas.module, replicas.per_rank), topology.world)
-
-    def _before_change(self) -> Callable[[], None]:
-        go_on = [scheme.before_nodes_change() for scheme in self._required_run.schemes]
-
-        def all_go_on() -> None:
-            for each in go_on:
-                each()
-
-        return all_go_on
+        replicas, world = self._run.replicas, self._run.topology.world
+        replicas.compare_shapes(world, ())
+        broadcast_values(tensors_without(replicas.module, replicas.per_rank), world)
 
     def _undo_point(self) -> Callable[[], None]:
-        undo = [scheme.undo_point() for scheme in self._required_run.schemes]
-
-        def undo_all() -> None:
-            for each in undo:
-                each()
-            self._required_run.replicas.have_written()
-
-        return undo_all
+        return _in_turn([*(scheme.undo_point() for scheme in self._run.schemes), self._run.replicas.have_written])
 
     def _settle(self) -> None:
-        for scheme in self._required_run.schemes:
+        for scheme in self._run.schemes:
             scheme.settle()
 
     def _position(self) -> str:
-        """Nodes that train other parameters than most would exchange tensors of other sizes."""
-        of_each = [(s.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._required_run.schemes]
-        return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in of_each)
+        """Describe where training is; nodes that train other parameters would exchange tensors of other sizes."""
+        counts = [(s.state.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._run.schemes]
+        return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in counts)
 
-    def _check(self, trainer: pl.Trainer) -> None:
-        check_torchft()
-        if validates_by_the_clock(trainer):
-            raise ValueError(
-                "elastic nodes: Trainer(val_check_interval=...) of a time validates at another step on every node: give"
-                " a number of batches, or a share of the epoch"
-            )
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if (reason := _refused(callback)) is not None:
-                raise ValueError(f"elastic nodes: {reason}")
+    # ---- training ------------------------------------------------------------------------------------------------
 
-    def check_monitors(self, trainer: pl.Trainer) -> None:
-        """See that nobody decides by what is this node's own.
-
-        Whole numbers pass: programs log steps and epochs to keep the last checkpoints.
-
-        Raises:
-            ValueError: If somebody monitors what training's hooks have logged.
-        """
-        own = names_logged_in_training(trainer)
-        for who, monitor in _monitors(trainer):
-            value = trainer.callback_metrics.get(monitor) if monitor in own else None
-            if value is not None and not float(value).is_integer():
-                raise ValueError(
-                    f"elastic nodes: {who} monitors {monitor!r}, which is logged in training, where sync_dist=True"
-                    " gives every node the mean over its own ranks, and nodes would decide differently: monitor what"
-                    " validation logs"
-                )
-
-    # ---- healing others ------------------------------------------------------------------------------------------
-
-    def at_boundary(self, trainer: pl.Trainer, moment: str) -> None:
-        """Training is between two batches: give newcomers that wait for this node where it is."""
-        membership, run = self._membership, self._run
-        if membership is None or run is None:
+    def at_boundary(self, moment: str) -> None:
+        """Send this node's state to nodes that wait for it, between two batches."""
+        trainer, run, membership = self._trainer, self._run, self.membership
+        if self._has_left:
             return
-        if self._draws_from is not None and self._draws_from[0] == moment:
-            set_random_state(self._draws_from[1])  # not before: datasets may be cut by what the program has seeded
-            self._draws_from = None
-        if run.topology.ranks_on_node == 1:  # others on the node would wait for the first rank
-            membership.end_if_behind()
+        if self._random is not None and self._random[0] == moment:
+            set_random_state(self._random[1])  # only now: the program may seed itself to split its datasets
+            self._random = None
+        if run.topology.ranks_on_node == 1:  # other ranks of the node would wait for the first one
+            membership.rendezvous.end_if_behind()
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         if moment == "batch" and done % trainer.accumulate_grad_batches:
-            return  # gradients are being accumulated, which no state holds; before a step, when that is over
-        if not membership.healing.is_expected:
-            return
+            return  # no state contains accumulated gradients
+        if membership.healing.is_expected:
+            membership.give_state(lambda: self._state(moment))
 
-        def state() -> dict[str, Any] | None:
-            if not all(scheme.is_synchronized or scheme.config.profile.begins_with_copy for scheme in run.schemes):
-                return None  # a step was taken since: this node's parameters are its own by now
-            with run.averaged_model.nobody_asked():
-                whole = state_of(trainer, moment)
-            self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
-            return {**whole, "random": random_state(), "slots": run.replicas.slots}
+    def _state(self, moment: str) -> dict[str, Any] | None:
+        run = self._run
+        if not all(scheme.is_synchronized or scheme.config.requirements.begins_with_copy for scheme in run.schemes):
+            return None  # a step was taken since: this node's parameters are its own
+        with run.averaged_model.nobody_asked():
+            whole = state_of(self._trainer, moment)
+        self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
+        return {**whole, "random": random_state(), "slots": run.replicas.slots}
 
-        membership.give_state(state)
+    def begin_training(self) -> None:
+        """Let a recovered node's loops begin where those of its source are."""
+        if self._recovered is not None:
+            begin_as(self._trainer, self._recovered)
+            self._random = self._recovered["moment"], self._recovered["random"]
+        self._recovered = None
 
-    def begin_training(self, trainer: pl.Trainer) -> None:
-        """Training starts: a healed node's loops begin where the others' are."""
-        if self._healed_by is not None:
-            begin_as(trainer, self._healed_by)
-            self._draws_from = self._healed_by["moment"], self._healed_by["random"]
-        self._healed_by = None
-
-    def end_training(self, trainer: pl.Trainer) -> None:
-        """The run is over, and all nodes are equal."""
-        self.at_boundary(trainer, "end")
+    def go_on(self) -> None:
+        """Prepare a recovered node's loops, once they are restored."""
+        if self._recovered is not None:
+            skip_sanity_check(self._trainer)  # which may be a synchronization, in which no other node takes part
+            if self._recovered["moment"] == "end":
+                end_training(self._trainer)
 
     def end_epoch(self) -> None:
-        """The epoch in which this node was healed, at the latest, is over."""
+        """End the epoch in which this node has recovered."""
         self._is_in_epoch = False
 
-    def go_on(self, trainer: pl.Trainer) -> None:
-        """A healed node's loops are restored: others have seen that it can validate, and perhaps ended the training."""
-        if self._healed_by is not None:
-            skip_sanity_check(trainer)  # which may be an agreement, to which nobody else would come
-            if self._healed_by["moment"] == "end":
-                end_training(trainer)
-
-    # ---- what others ask -----------------------------------------------------------------------------------------
+    # ---- what the strategy asks ----------------------------------------------------------------------------------
 
     @property
     def writes(self) -> bool:
-        """Whether this node writes the checkpoints of all; not its own parameters in their place, when it leaves."""
-        if self._membership is None:
-            return True
-        return self._membership.leads and not (self._has_given_up and self._has_others)
+        """Whether this node writes the checkpoints of all; not when it leaves, which would be its own parameters."""
+        return self._has_left or (self.membership.leads and not (self._has_given_up and self._has_others))
+
+    @property
+    def _has_others(self) -> bool:
+        return self.membership.history.nodes > 1
 
     def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
-        """Which share of the data this rank sees: while training its own among all nodes', otherwise of its node's."""
-        me = None if self._membership is None else self._membership.me
-        if me is None or not me.shards or self._stage[0] not in (None, RunningStage.TRAINING):
+        """Return this rank's shard of all nodes' data in training, otherwise that of its node's."""
+        total, shards = self.membership.own_shards()
+        if self._has_left or not shards or self._stage[0] not in (None, RunningStage.TRAINING):
             return {"num_replicas": ranks, "rank": rank}
-        return {"num_replicas": me.num_shards, "rank": me.shards[rank]}
+        return {"num_replicas": total, "rank": shards[rank]}
 
-    def scalars(self) -> dict[str, float]:
-        """For loggers."""
-        return {} if self._history is None else self._history.scalars()
-
-    def history(self) -> list[str]:
-        """Who came and went, in words."""
-        return [] if self._history is None else self._history.lines()
+    # ---- leaving -------------------------------------------------------------------------------------------------
 
     def note_exception(self, exception: BaseException) -> None:
-        """Training ends by it."""
+        """Stop synchronizing, because training ends by this exception."""
         if isinstance(exception, SIGTERMException):
             self._was_told_to_leave = True
             exception.code = exception.code or SIGTERM_EXIT_CODE
         self.give_up()
 
     def give_up(self) -> None:
-        """Something went wrong: nothing more is agreed on, for the others are not where this node is."""
+        """Stop synchronizing: the others are not where this node is."""
         self._has_given_up = True
-        if self._topology is not None:
-            self._topology.agree_by(None)
+        topology = self._run.topology
+        assert isinstance(topology, ElasticTopology)
+        topology.synchronize_by(None)
 
     def leave_others(self) -> None:
-        """This node is about to be queued again: others, if there are any, have the run's state, and go on."""
+        """Stop synchronizing before this node is queued again, unless it is the only one: others have the state."""
         if self._has_others:
             self.give_up()
 
-    def leave(self, trainer: pl.Trainer | None, at_once: bool) -> None:
-        """The ``fit`` is over, or has failed."""
-        membership, self._membership = self._membership, None
+    def leave(self, at_once: bool) -> None:
+        """Leave the run after the ``fit`` has ended or failed.
+
+        Args:
+            at_once: Do not wait for others, because it has failed.
+        """
+        if self._has_left:
+            return
+        self._has_left = True
         self.give_up()
-        if membership is not None:
-            membership.leave(at_once=at_once and not self._was_told_to_leave, is_over=not at_once)
-        if trainer is not None:
-            prepare_train_dataloaders_again(trainer)
-            draw_train_data_once(trainer)
-            number_names_as_ever(trainer)
-        self._store = self._transaction = None  # which hold what others were to find here
+        self.membership.leave(at_once=at_once and not self._was_told_to_leave, is_over=not at_once)
+        prepare_train_dataloaders_again(self._trainer)
+        draw_train_data_once(self._trainer)
+        number_names_as_ever(self._trainer)
 
-    @property
-    def _has_others(self) -> bool:
-        return self._history is not None and self._history.nodes > 1
 
-    @property
-    def _required_run(self) -> TrainingRun:
-        assert self._run is not None
-        return self._run
+def elastic_node(
+    trainer: pl.Trainer,
+    elastic: Elastic,
+    topology: ElasticTopology,
+    run: TrainingRun,
+    checkpoints: Checkpoints,
+    leaves_by: Callable[[], BaseException | None],
+) -> ElasticNode:
+    """Make this node's connections to the lighthouse and other nodes.
+
+    Args:
+        trainer: Of the ``fit``.
+        elastic: The user's configuration.
+        topology: This node.
+        run: Its schemes and replicas.
+        checkpoints: Adds to a state what the schemes need, and restores it.
+        leaves_by: Returns the exception that ends training if this rank was told to leave, otherwise None.
+    """
+    address = elastic.address()
+    host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
+    signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
+    is_first = topology.local_rank == 0
+    store = _own_store(host) if is_first else None
+    lighthouse = TorchftLighthouse(address, elastic.dead_after) if is_first else None
+
+    def before_change() -> Callable[[], None]:
+        return _in_turn([scheme.before_nodes_change() for scheme in run.schemes])
+
+    me = Request(
+        node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
+        replica_id="",
+        run=f"{os.environ.get('HIERCOMM_RUN', '')}:{run.fingerprint()}",
+        ranks=topology.ranks_on_node,
+        store=f"{host}:{store.port if store is not None else 0}",
+        checkpoint_step=int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
+        expects_state=_was_restarted(),
+    )
+    transport = GlooTransport(host, elastic.dead_after, signer)
+    around = Surroundings(elastic, topology, lighthouse, transport, before_change, store, leaves_by, signer)
+    return ElasticNode(trainer, run, Membership(me, around, run.replicas.device), checkpoints)
 
 
 class BoundaryCallback(pl.Callback):
-    """Tells a node when training is between two batches; it comes before the user's callbacks."""
+    """Calls a node between two batches; comes before the user's callbacks."""
 
     def __init__(self, node: ElasticNode) -> None:
         self._node = node
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """An epoch starts."""
-        self._node.at_boundary(trainer, "epoch")
+        """Send states before an epoch."""
+        self._node.at_boundary("epoch")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A batch starts."""
-        self._node.at_boundary(trainer, "batch" if batch_idx else "epoch")
+        """Send states before a batch."""
+        self._node.at_boundary("batch" if batch_idx else "epoch")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch ends; checkpoints may come."""
-        self._node.check_monitors(trainer)
+        """Check monitored metrics before checkpoints are saved."""
+        check_monitors(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """An epoch ends."""
-        self._node.check_monitors(trainer)
+        """Check monitored metrics, and end the epoch."""
+        check_monitors(trainer)
         self._node.end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The run is over, and all nodes are equal."""
-        self._node.end_training(trainer)
+        """Send states after the last synchronization."""
+        self._node.at_boundary("end")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The run fails, or stops."""
+        """Stop synchronizing."""
         self._node.note_exception(exception)
 
 
-def _refused(callback: pl.Callback) -> str | None:
-    """Why nodes that come and go cannot have this callback, and what to take."""
-    name = type(callback).__name__
-    averages = any(each.__name__ == "WeightAveraging" for each in type(callback).__mro__)  # not in all versions
-    if averages or isinstance(callback, StochasticWeightAveraging):
-        return f"{name} averages on each node by itself, and nobody agrees on that: leave it out"
-    if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:
-        return (
-            f"{name}(train_time_interval=...) saves at another step on every node: take every_n_train_steps or"
-            " every_n_epochs"
-        )
-    if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
-        return f"{name}(save_last='link') links on every node, and only one writes: take save_last=True"
-    if isinstance(callback, Timer):
-        return (
-            f"{name}, or Trainer(max_time=...), ends training at another batch on every node: take max_steps or"
-            " max_epochs"
-        )
-    if isinstance(callback, LearningRateFinder):
-        return (
-            f"{name}, and Tuner.lr_find, which uses it, try rates out on one node, and restore a file that one node"
-            " writes: find a rate without elastic=, and give that"
-        )
-    return None
+def _in_turn(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    def call_all() -> None:
+        for function in functions:
+            function()
 
-
-def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
-    """Who decides by which metric."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor is not None:
-            yield type(callback).__name__, callback.monitor
-    for config in trainer.lr_scheduler_configs:
-        if config.reduce_on_plateau and config.monitor is not None:
-            yield type(config.scheduler).__name__, config.monitor
+    return call_all
 
 
 def _address_towards(lighthouse: str) -> str:
@@ -410,8 +307,8 @@ def _address_towards(lighthouse: str) -> str:
         return own_address(lighthouse)
     except OSError as error:
         raise ValueError(
-            f"elastic nodes: this machine knows no way to the lighthouse at {lighthouse!r} ({error}): see what"
-            " HIERCOMM_LIGHTHOUSE, or elastic=, names"
+            f"elastic nodes: there is no way to the lighthouse at {lighthouse!r} ({error}): check HIERCOMM_LIGHTHOUSE"
+            " or elastic="
         ) from error
 
 
@@ -421,14 +318,10 @@ def _own_store(host: str) -> TCPStore:
     except RuntimeError as error:
         raise RuntimeError(
             f"elastic nodes: this node does not reach itself at {host} ({str(error).splitlines()[0]}): set"
-            " HIERCOMM_ADDRESS to the address of one of its interfaces that other nodes reach"
+            " HIERCOMM_ADDRESS to the address of an interface of this machine that other nodes reach"
         ) from error
 
 
-def _steps_of_checkpoint(trainer: pl.Trainer) -> int:
-    return int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
-
-
-def _restarts() -> int:
-    """How often torchrun has started this node again, in the run that it comes to; a program may fit once more."""
-    return 0 if has_ended_here() else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+def _was_restarted() -> bool:
+    """Whether torchrun has restarted this node in this run; a program may fit again after the run's end."""
+    return not has_ended_here() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

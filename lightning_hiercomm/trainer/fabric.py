@@ -270,7 +270,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         self._loop.begin_if_needed()
         step, run, closure = super().optimizer_step, self._loop.run_of(optimizer), kwargs.get("closure")
-        last = run.scheme_of(optimizer).step_in_epoch + 1 == self._loop.steps_of_epoch
+        last = run.scheme_of(optimizer).state.step_in_epoch + 1 == self._loop.steps_of_epoch
         if closure is None:
             self._watch_losses(run)
             return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)

@@ -210,7 +210,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def _configure(self) -> None:
         super()._configure()
-        if reason := self.scheme.profile.needs_whole_parameters:
+        if reason := self.scheme.requirements.needs_whole_parameters:
             raise ValueError(reason)
         self._gradients: ShardedGradients | None = None
         self._averages_in_step = False

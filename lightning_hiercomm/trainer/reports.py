@@ -61,7 +61,7 @@ class Reports(StrategyState):
             ``agreements``, ``steps``, and the scheme's own scalars.
         """
         values = traffic.communication(self.meter, self.schemes, self.batches)
-        return values if self._elastic_node is None else values | self._elastic_node.scalars()
+        return values if self._elastic_node is None else values | self._elastic_node.membership.history.scalars()
 
     def node_communication(self) -> dict[str, float]:
         """:meth:`communication` with the meter's counters summed over this node's ranks. Collective over the node."""
@@ -75,7 +75,7 @@ class Reports(StrategyState):
 
     def history(self) -> list[str]:
         """Who came and went in this run, and what it has cost, in words; empty where nodes stay."""
-        return [] if self._elastic_node is None else self._elastic_node.history()
+        return [] if self._elastic_node is None else self._elastic_node.membership.history.lines()
 
     def ddp_inter_bytes(self, steps: float) -> float:
         """Bytes that ring DDP would have sent in ``steps`` steps out of all nodes, with ``elastic`` out of this one."""

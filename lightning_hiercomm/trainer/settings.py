@@ -22,13 +22,14 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.elastic.configuration import Elastic, check_supported
+from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.trainer.elastic_refusals import check_arguments
 from lightning_hiercomm.trainer.options import Health, Transport
 
 ARGUMENTS_OF_SCHEMES = {
@@ -91,13 +92,22 @@ class Settings:
                 f"wire_raw=True sends parameters themselves, of which wire_dtype={self.wire_dtype!r} would drop most:"
                 " leave wire_raw out, or use 'bfloat16'"
             )
-        if self.average_optimizer_state and not scheme.profile.can_average_optimizer_state:
+        if self.average_optimizer_state and not scheme.requirements.can_average_optimizer_state:
             raise ValueError(
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, which never synchronizes all"
                 " parameters at once: leave it out, or use PeriodicAveraging"
             )
         if self.elastic is not None:
-            check_supported(scheme, self.changed(), self.transport.inter_node, self.health.on_nonfinite)
+            check_arguments(
+                scheme,
+                batches=self.batches,
+                ranks_per_node=sizes,
+                inter_node=self.transport.inter_node,
+                average_optimizer_state=self.average_optimizer_state,
+                checkpoint_replicas=self.checkpoint_replicas,
+                on_nonfinite=self.health.on_nonfinite,
+                evaluate=self.evaluate,
+            )
 
     @property
     def wire(self) -> Wire:

@@ -23,7 +23,7 @@ from lightning_hiercomm._lightning.healing import (
     tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again, put_callback_first
-from lightning_hiercomm.elastic.groups import packed, unpacked
+from lightning_hiercomm.elastic.transport import packed, unpacked
 
 
 class Net(pl.LightningModule):

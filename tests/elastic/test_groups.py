@@ -17,16 +17,17 @@ from torch.distributed import TCPStore
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.elastic.groups import CircuitBreaker, GlooTransport, InterNodeGroup, NodesWorld
-from lightning_hiercomm.elastic.quorum import Member, Quorum
+from lightning_hiercomm.elastic.groups import CircuitBreaker, InterNodeGroup, NodesWorld
+from lightning_hiercomm.elastic.quorum import Quorum, Request
 from lightning_hiercomm.elastic.topology import ElasticTopology
+from lightning_hiercomm.elastic.transport import GlooTransport
 from lightning_hiercomm.schemes import DiLoCo
 
 
 def quorum_of_two() -> tuple[TCPStore, Quorum]:
     """With the store at which its members find each other."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    members = (Member(name, replica_id=name, run="run", ranks=1, store=f"127.0.0.1:{store.port}") for name in "ab")
+    members = (Request(name, replica_id=name, run="run", ranks=1, store=f"127.0.0.1:{store.port}") for name in "ab")
     return store, Quorum(tuple(members))
 
 
@@ -49,7 +50,7 @@ def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gp
 def test_what_a_lane_moves_is_counted_once():
     def member(rank: int, world: ThreadWorld) -> tuple[float, float]:
         meter, tensor, buffer = Meter(), torch.ones(3), torch.zeros(3)
-        lane = InterNodeGroup(meter, CircuitBreaker(), is_beside=True)
+        lane = InterNodeGroup(meter, CircuitBreaker(), is_overlapped=True)
         lane.connect(world.connect(rank, meter)([[0, 1]], "inter"))
         lane.all_reduce(tensor).wait()
         lane.exchange([(tensor, 1 - rank)], [(buffer, 1 - rank)]).wait()  # as what is encoded travels
@@ -110,16 +111,15 @@ def test_who_is_lost_while_nodes_connect_is_waited_for_no_longer_than_between_ag
     waited = []
 
     class Transport(GlooTransport):
-        def ask(self, address, work, patience=None):
+        def ask(self, address, query, timeout=None):
             is_here = not keeps_the_group and not waited
-            waited.append(0.0 if is_here else self._set_up.total_seconds() if patience is None else patience)
+            waited.append(0.0 if is_here else self._set_up.total_seconds() if timeout is None else timeout)
             if not is_here:
                 raise RuntimeError("does not answer")
 
     transport = Transport("127.0.0.1", dead_after)
     with pytest.raises(RuntimeError):
         transport.connect_group(quorum_of_two()[1], 1, "0", Meter())
-    assert transport.unreachable(["127.0.0.1:1"])
     assert 0 < sum(waited) <= dead_after + 1.0
 
 
@@ -150,14 +150,12 @@ def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
     process, address = node
     transport = GlooTransport("127.0.0.1", dead_after=10.0)
     assert transport.ask(address, read) == b"value"
-    assert not transport.unreachable([address])
-    assert transport.glance([address, address], "key") == [b"value", b"value"]
-    assert transport.glance([address], "other") == [b""]
-    assert GlooTransport("127.0.0.1", dead_after=0.5).glance(["127.0.0.1:9"], "key") == []
+    assert transport.ask_all([address], read) == {address: b"value"}
+    assert GlooTransport("127.0.0.1", dead_after=0.5).ask_all(["127.0.0.1:9"], read) == {}
     os.kill(process, signal.SIGKILL)
     with pytest.raises(RuntimeError):
         transport.ask(address, lambda store: store.wait(["other"], timedelta(seconds=1)))
-    assert transport.unreachable([address]) == [address]
+    assert not transport.ask_all([address], read)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -171,7 +169,7 @@ def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(
     os.waitpid(process, os.WUNTRACED)  # the signal is sent: its threads may still answer until they are all stopped
     with pytest.raises(RuntimeError, match="does not answer"):
         transport.ask(address, read, 0.2)
-    assert transport.unreachable([address]) == [address]
+    assert not transport.ask_all([address], read)
     os.kill(process, signal.SIGCONT)
     assert transport.ask(address, read, 30.0) == b"value"
 
@@ -182,7 +180,7 @@ def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(fake_device):
     def work(own) -> list[str]:
         done: list[str] = []
         with attached(ElasticTopology(own), DiLoCo(4, staleness=2)) as rank:
-            job = rank.scheme.background().submit(lambda: done.append("arrived"))
+            job = rank.scheme._new_background().submit(lambda: done.append("arrived"))
             done.append("trains on")
             job.wait()
         return done

@@ -1,4 +1,4 @@
-"""The lighthouse of torchft, as nodes ask it: on this machine, in this process."""
+"""torchft's lighthouse with this package's observer, on this machine, in this process."""
 
 from __future__ import annotations
 
@@ -8,49 +8,46 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
+from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, lighthouse, own_address
+from lightning_hiercomm.elastic.memory import RunMemory
+from lightning_hiercomm.elastic.quorum import Request
 
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
-from torchft.coordination import LighthouseServer
 
 
 @pytest.fixture
 def address():
-    settings = {"join_timeout_ms": 60_000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, **settings)
-    yield f"127.0.0.1:{server.address().rpartition(':')[2]}"
-    server.shutdown()
+    with lighthouse("127.0.0.1:0", min_nodes=1, dead_after=0.5) as address:
+        yield address
 
 
 def all_meet(**nodes: TorchftLighthouse) -> None:
-    """Let nodes ask until all of them, and nobody else, have heard of each other."""
-    heard: dict[str, bool] = {}
+    """Let nodes ask until they are a quorum, without any other one."""
+    is_done: dict[str, bool] = {}
 
-    def ask(replica_id: str, lighthouse: TorchftLighthouse) -> None:
+    def ask(name: str, node: TorchftLighthouse) -> None:
         deadline = time.monotonic() + 30
-        while not heard.get(replica_id) and time.monotonic() < deadline:
-            present = lighthouse.ask(replica_id, {"replica_id": replica_id, "number": 1}, 0.2)
-            if present is not None:
-                assert all(each["number"] == 1 for each in present)
-                heard[replica_id] = {each["replica_id"] for each in present} == nodes.keys()
+        while not is_done.get(name) and time.monotonic() < deadline:
+            answer = node.ask(name, {"name": name}, 0.2)
+            if answer is not None:
+                is_done[name] = {each["name"] for each in answer if "name" in each} == nodes.keys()
 
     threads = [threading.Thread(target=ask, args=node) for node in nodes.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == dict.fromkeys(nodes, True)
+    assert is_done == dict.fromkeys(nodes, True)
 
 
-def test_all_who_ask_learn_the_same_and_one_alone_waits(address):
+def test_all_nodes_that_ask_get_the_same_answer(address):
     a, b = (TorchftLighthouse(address, 0.5) for _ in "ab")
-    assert a.ask("a", {"replica_id": "a", "number": 1}, 0.2) is None
     all_meet(a=a, b=b)
     a.leave()
     b.leave()
 
 
-def test_one_that_leaves_is_missed_no_longer_than_its_silence(address):
+def test_node_that_leaves_is_waited_for_no_longer_than_dead_after(address):
     a, b, c = (TorchftLighthouse(address, 0.5) for _ in "abc")
     all_meet(a=a, b=b, c=c)
     c.leave()
@@ -59,39 +56,36 @@ def test_one_that_leaves_is_missed_no_longer_than_its_silence(address):
     b.leave()
 
 
-def test_what_it_was_told_it_tells_all_who_come_when_the_teller_is_gone(address):
-    a, b = (TorchftLighthouse(address, 0.5) for _ in "ab")
-    assert b.notes() == []
-    assert a.take_note("trained-1f-2e")
-    a.leave()
-    assert b.notes() == ["trained-1f-2e"]
-    assert TorchftLighthouse("127.0.0.1:9", 0.5).notes() is None
+def record(address: str, *requests: Request):
+    """What a node reads of the run's record when these nodes ask, one after the other, and leave."""
+    for request in requests:
+        node = TorchftLighthouse(address, 0.5)
+        while (answer := node.ask(request.node, request.to_json(), 0.2)) is None:
+            pass
+        node.leave()
+    memory = RunMemory.find(answer)
+    assert memory is not None
+    assert memory.min_nodes == 1
+    return memory.record("run")
 
 
-def test_a_lighthouse_that_was_started_again_is_told_once_more(monkeypatch):
-    heard: list[str] = []
-    is_there = threading.Event()
+def test_observer_remembers_a_run_when_all_its_nodes_are_gone(address):
+    """Nodes that restart must not begin at step 0 again, or wait for a run that has finished."""
+    trains, ends = (Request(name, name, "run", 1, "", fit="fit", syncs=3) for name in ("trains", "ends"))
+    ends = Request(**{**ends.to_json(), "unreachable": (), "is_finished": True, "finished_at": 3})
+    asks, asks_again = (Request(name, name, "run", 1, "", expects_state=True) for name in ("asks", "again"))
+    lost = record(address, trains, asks)
+    assert lost.has_trained
+    assert not lost.is_finished
+    assert record(address, ends, asks_again).is_finished
 
-    class Client:
-        def heartbeat(self, name, timeout):
-            if not is_there.is_set():
-                raise RuntimeError("is not there")
-            heard.append(name)
 
-        def quorum(self, *args, **kwargs):
-            raise RuntimeError("is not there")
-
-    a = TorchftLighthouse("127.0.0.1:9", 0.5)
-    monkeypatch.setattr(a, "_client", Client)
-    assert not a.take_note("trained-1f-2e")
-    a.ask("a", {"replica_id": "a"}, 0.1)
-    assert not heard
-    is_there.set()
-    deadline = time.monotonic() + 30
-    while "hiercomm-note-trained-1f-2e" not in heard and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert {*heard} == {"a", "hiercomm-note-trained-1f-2e"}
-    a.leave()
+def test_lighthouse_that_is_restarted_learns_from_the_nodes(address):
+    trains, asks = (Request(name, name, "run", 1, "", fit="fit", syncs=3) for name in ("trains", "asks"))
+    assert record(address, trains, asks).has_trained
+    with lighthouse("127.0.0.1:0", min_nodes=1, dead_after=0.5) as another:
+        assert not record(another, trains).has_trained
+        assert record(another, asks).has_trained
 
 
 class Played:
@@ -133,7 +127,7 @@ class Played:
         return self.beats
 
 
-def test_who_stood_still_for_so_long_that_it_counts_as_gone_is_silent_until_it_asks(monkeypatch):
+def test_node_that_was_suspended_is_silent_until_it_asks(monkeypatch):
     """Others would wait for it, at their agreement, as long as it stood still."""
     played = Played([0.2, 0.2, 1.0, 3.0, 0.2, 0.2, 0.2, 0.2])
 
@@ -145,7 +139,7 @@ def test_who_stood_still_for_so_long_that_it_counts_as_gone_is_silent_until_it_a
     assert played.play(monkeypatch) == [0.0, 0.2, 0.4, 1.4, 5.0]
 
 
-def test_who_asks_breaks_its_silence(monkeypatch):
+def test_node_that_asks_sends_heartbeats_again(monkeypatch):
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     a._is_silent = True
     a.ask("a", {"replica_id": "a"}, 0.1)
@@ -153,16 +147,16 @@ def test_who_asks_breaks_its_silence(monkeypatch):
     a.leave()
 
 
-def test_who_stood_still_while_it_asked_is_not_behind_and_is_heard(monkeypatch):
+def test_node_that_was_suspended_while_it_asked_sends_heartbeats(monkeypatch):
     played = Played([0.2, 3.0, 0.2])
-    played.lighthouse._asking = object()
+    played.lighthouse._answer = object()
     assert played.play(monkeypatch) == [0.0, 0.2, 3.2]
 
 
 @pytest.mark.parametrize(
     ("found", "beats"), [(True, [0.0, 0.2]), (False, [0.0, 0.2, 5.8, 6.0]), (None, [0.0, 0.2, 5.8, 6.0])], ids=str
 )
-def test_who_was_cut_off_looks_whether_others_agreed_without_it_before_it_is_heard_again(found, beats, monkeypatch):
+def test_node_that_was_cut_off_checks_whether_it_is_stale_first(found, beats, monkeypatch):
     """It may be that the lighthouse was away, and that all were."""
     played = Played([0.2] * 7, is_cut=lambda now: 0.3 < now < 5.0)
     looks = []
@@ -176,7 +170,7 @@ def test_who_was_cut_off_looks_whether_others_agreed_without_it_before_it_is_hea
     assert looks == [2.2, 4.0, 5.8, *([] if found is False else [6.0])], "and not before it was missed"
 
 
-def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
+def test_absent_lighthouse_is_waited_for(caplog):
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     assert [a.ask("a", {"replica_id": "a"}, 1.5) for _ in range(2)] == [None, None]
     a.leave()
@@ -184,7 +178,7 @@ def test_a_lighthouse_that_is_not_there_is_waited_for(caplog):
 
 
 @pytest.mark.parametrize("message", ["", "deadline exceeded"])
-def test_a_question_that_has_ended_without_an_answer_is_asked_again(message):
+def test_request_that_has_failed_is_repeated(message):
     """Torchft's ends after a day with a TimeoutError; for ever after it was taken for one that is still open."""
 
     class Client:
@@ -204,7 +198,7 @@ def test_a_question_that_has_ended_without_an_answer_is_asked_again(message):
     a.leave()
 
 
-def test_nothing_comes_back_from_torchft_after_a_node_has_left():
+def test_no_thread_is_left_in_torchft_after_a_node_has_left():
     """While the interpreter ends that would abort the process, whatever its exit code was to be."""
     a = TorchftLighthouse("127.0.0.1:9", 0.5)
     assert a.ask("a", {"replica_id": "a"}, 0.1) is None
@@ -212,6 +206,6 @@ def test_nothing_comes_back_from_torchft_after_a_node_has_left():
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("lighthouse")]
 
 
-def test_the_address_that_others_reach_is_that_of_the_way_to_them():
+def test_own_address_is_that_of_the_way_to_the_others():
     assert own_address("127.0.0.1:29510") == "127.0.0.1"
     assert own_address("[::1]:29510") == "::1"

@@ -92,11 +92,11 @@ def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, 
         assert heals_to_the_bit(nodes) >= 1
         heals = {nodes.result(node)["communication"]["heals"] for node in range(3)}
         assert heals in ({1}, {2}), "with the third node, if it came when the others had begun"
-        assert "node 1 is gone" in nodes.log(0) + nodes.log(2)
-        assert "node 1 has come" in nodes.log(0)
+        assert "node 1 has left" in nodes.log(0) + nodes.log(2)
+        assert "node 1 joins" in nodes.log(0)
         table = nodes.log(1, 1).partition("Communication of")[2]
-        assert "healed; waited" in table
-        assert "node 1 is gone" in table, "a healed node knows the history"
+        assert "recovered; waited" in table
+        assert "node 1 has left" in table, "a healed node knows the history"
 
 
 def test_a_node_that_comes_inside_an_epoch_takes_up_the_share_that_was_lost_where_the_others_are(cluster):
@@ -154,7 +154,7 @@ def test_a_node_that_is_told_to_leave_leaves_and_the_others_go_on(cluster):
         os.kill(nodes._nodes["2"].pid, signal.SIGTERM)
         nodes.watch(restarts=False)
         ends_equal(nodes, [0, 1])
-        assert "node 2 is gone" in nodes.log(0)
+        assert "node 2 has left" in nodes.log(0)
 
 
 @pytest.mark.nightly
@@ -202,7 +202,7 @@ def test_when_all_have_died_and_there_is_no_checkpoint_the_run_ends_with_a_sente
     with cluster(min_nodes=2, scheme="diloco", **LASTING) as nodes:
         two_train_and_die(nodes)
         nodes.watch(until=lambda: min(nodes.incarnations.values()) >= 2)
-        assert "would begin at step 0 once more. Give fit(ckpt_path='last')" in nodes.log(0, 1)
+        assert "would begin at step 0 again. Give fit(ckpt_path='last')" in nodes.log(0, 1)
 
 
 @pytest.mark.nightly
@@ -213,7 +213,7 @@ def test_when_all_have_died_a_node_that_was_never_there_does_not_begin_anew(clus
         nodes.watch(restarts=False)
         nodes.start(2)
         nodes.watch(restarts=False)
-        assert "would begin at step 0 once more" in nodes.log(2)
+        assert "would begin at step 0 again" in nodes.log(2)
         assert not nodes.steps(2)
 
 
@@ -266,7 +266,7 @@ def test_a_node_that_is_there_twice_goes_on_as_the_later_one(cluster, scheme):
         nodes.start(1)
         nodes.watch(restarts=False)
         assert first.poll() == 1
-        assert "node '1' was started once more, and this life of it is over" in nodes.log(1, 0)
+        assert "node '1' was started again, which replaces this incarnation" in nodes.log(1, 0)
         ends_equal(nodes, [0, 1])
 
 
@@ -281,7 +281,7 @@ def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme):
         nodes.watch(restarts=False)
         first = ends_equal(nodes, [0, 1, 2])
         assert first["communication"]["heals"] == 1
-        assert "node 2 has come" in nodes.log(0)
+        assert "node 2 joins" in nodes.log(0)
 
 
 @pytest.mark.nightly
@@ -337,7 +337,7 @@ def test_a_node_that_comes_too_late_for_the_last_agreement_says_that_the_run_is_
         nodes.watch()
         ends_equal(nodes, [0, 1])
         assert ("2", 69) in [(node, code) for node, code, _ in nodes.ended], nodes.said()
-        assert "node 2 ends: this run is over" in nodes.log(2)
+        assert "node 2 ends: this run has finished" in nodes.log(2)
         assert "Traceback" not in nodes.log(2)
         assert not nodes.steps(2)
         assert nodes.incarnations["2"] == 0, "nobody starts it again"

@@ -1,4 +1,4 @@
-"""A token that the nodes of a run share: what others say is not heard, and what they put in its place is not taken."""
+"""A token of the run: requests and states of programs that do not know it are ignored."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch.distributed import HashStore
 
 from lightning_hiercomm import PeriodicAveraging
 from lightning_hiercomm.elastic.healing import Healing
-from lightning_hiercomm.elastic.quorum import Member
+from lightning_hiercomm.elastic.quorum import Request
 from lightning_hiercomm.elastic.signature import Signer
 
-SAID = {"node": "a", "shards": [1, 2], "is_lost": None}
+MESSAGE = {"node": "a", "unreachable": ["b", "c"], "admits": None}
 
 
-def test_what_was_said_with_a_token_holds_for_those_who_know_it_and_for_nobody_else():
+def test_signature_is_valid_for_the_same_token_only():
     knows, other, none = Signer("token"), Signer("another"), Signer()
-    signed = knows.signed(SAID)
+    signed = knows.signed(MESSAGE)
     assert knows.verifies(signed)
     assert Signer("token").verifies(signed)
     assert not other.verifies(signed)
     assert not none.verifies(signed)
-    assert not knows.verifies(SAID)
-    assert not knows.verifies({**signed, "shards": [1, 2, 3]})
-    assert none.signed(SAID) == SAID
-    assert none.verifies(SAID)
+    assert not knows.verifies(MESSAGE)
+    assert not knows.verifies({**signed, "unreachable": ["b"]})
+    assert none.signed(MESSAGE) == MESSAGE
+    assert none.verifies(MESSAGE)
 
 
-def test_only_those_who_know_the_token_find_what_is_kept():
+def test_keys_of_stores_need_the_token():
     assert Signer().key("vote") == "vote"
     assert Signer("token").key("vote") not in ("vote", Signer("another").key("vote"))
     assert Signer("token").key("vote") != Signer("token").key("lane")
@@ -45,20 +45,20 @@ def test_only_those_who_know_the_token_find_what_is_kept():
         {"replica_id": "x", "signature": "\ud800"},
         {"replica_id": "x", "signature": 5},
         {"replica_id": "x"},
-        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "shards": 5},
+        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "unreachable": 5},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("token", ["", "token"])
-def test_what_no_node_says_ends_nobody(said, token):
-    """Whoever reaches the lighthouse may say anything there."""
+def test_data_of_other_programs_is_ignored(said, token):
+    """Any program that reaches the lighthouse may send data there."""
     threads = Threads(PeriodicAveraging(sync_every=2), tokens={"0": token, "1": token})
     threads.lights.min_nodes = 2
     ask = threads.lights.ask
 
     def ask_among_strangers(replica_id, says, patience):
         present = ask(replica_id, says, patience)
-        has_begun = says["syncs"] >= 0  # which strangers may hold up
+        has_begun = says["fit"]  # which strangers may hold up
         return [said, *present] if present is not None and has_begun else present
 
     threads.lights.ask = ask_among_strangers
@@ -75,12 +75,12 @@ def test_what_no_node_says_ends_nobody(said, token):
     assert threads.end() == {("0", 0): 2, ("1", 0): 2}
 
 
-def test_a_node_with_another_token_is_not_heard_and_does_not_begin_beside_the_others():
+def test_node_with_another_token_does_not_begin_a_run_of_its_own():
     threads = Threads(PeriodicAveraging(sync_every=2), tokens={"0": "token", "1": "token", "2": "another"})
     threads.lights.min_nodes = 3
 
     def stranger(own: ElasticRank):
-        waits = own.membership._ask(time.monotonic()).waits
+        waits = own.membership.rendezvous._ask(time.monotonic()).waits
         threads.results["2", 0] = waits
         own.die()
 
@@ -99,7 +99,7 @@ def test_a_node_with_another_token_is_not_heard_and_does_not_begin_beside_the_ot
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_a_state_that_somebody_else_has_changed_is_not_taken(is_changed, caplog):
+def test_changed_state_is_rejected(is_changed, caplog):
     caplog.set_level(logging.WARNING)
     store = HashStore()
 
@@ -107,15 +107,15 @@ def test_a_state_that_somebody_else_has_changed_is_not_taken(is_changed, caplog)
         def ask(self, address, work, patience=None):
             return work(store)
 
-    source, recovering_node = (Member(name, name, "run", 1, "address") for name in "ab")
+    source, recovering_node = (Request(name, name, "run", 1, "address") for name in "ab")
 
     def heal(topology):
         member = Healing(topology.intra, Transport(), store, 1.0, Signer("token"))
-        member.expect(recovering_node)
-        member.give(lambda: {"values": torch.arange(5.0)}, {})
-        member._giving[0].join()
+        member.commit([recovering_node])
+        member.send(lambda: {"values": torch.arange(5.0)}, {})
+        member._threads[0].join()
         if is_changed:
-            key = Signer("token").key(f"heal/{recovering_node.replica_id}/{recovering_node.requests}") + "/0"
+            key = Signer("token").key(f"heal/{recovering_node.replica_id}/{recovering_node.number}") + "/0"
             data = bytearray(store.get(key))
             data[len(data) // 2] ^= 1
             store.set(key, bytes(data))
@@ -125,6 +125,6 @@ def test_a_state_that_somebody_else_has_changed_is_not_taken(is_changed, caplog)
     (state,) = on_ranks(heal, ((0,),))
     if is_changed:
         assert state is None
-        assert "bears no seal of HIERCOMM_TOKEN" in caplog.text
+        assert "failed HMAC verification" in caplog.text
     else:
         assert state["values"].tolist() == [0, 1, 2, 3, 4]

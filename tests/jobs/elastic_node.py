@@ -37,9 +37,9 @@ from lightning_hiercomm import (
     PeriodicAveraging,
 )
 from lightning_hiercomm._lightning.healing import state_of
-from lightning_hiercomm.checkpoints.companion import random_state
+from lightning_hiercomm.checkpoints.sidecar import random_state
 from lightning_hiercomm.comm.base import finished
-from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, transaction
+from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous, transaction
 from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Scheme
 from lightning_hiercomm.trainer.elastic import ElasticNode
@@ -228,7 +228,7 @@ class Fault:
             move = launch(own, start)
             if self("in the exchange") and self.what == "close":
                 move.wait()
-                own._carrier.close()
+                own._group.close()
             return move
 
         def fetches(own: Any, *args: Any) -> Any:
@@ -273,9 +273,9 @@ def timed(function: Any, taken: list[float]) -> Any:
 def note_waits(path: Path) -> None:
     """Write down which parts of agreements have taken long, when, and at what."""
     for holder, method in (
-        (membership.Membership, "_ask"),
-        (membership.Membership, "_connect"),
-        (membership.Membership, "_miss"),
+        (rendezvous.Rendezvous, "_ask"),
+        (rendezvous.Rendezvous, "_connect"),
+        (rendezvous.Rendezvous, "_check"),
         (membership.Membership, "vote"),
         (membership.Membership, "commit"),
         (membership.Membership, "give_state"),
@@ -319,7 +319,7 @@ def incarnation() -> str:
 
 def note_asking(path: Path) -> None:
     """Leave a file when this life of the node looks for the others, and one when the lighthouse has heard it."""
-    ask, told = membership.Membership._ask, lighthouse.TorchftLighthouse.ask
+    ask, told = rendezvous.Rendezvous._ask, lighthouse.TorchftLighthouse.ask
 
     def tells(own: Any, *args: Any) -> Any:
         answer = told(own, *args)  # or has waited for one, for a second
@@ -333,7 +333,7 @@ def note_asking(path: Path) -> None:
             path.touch()
         return ask(own, began)
 
-    membership.Membership._ask = asks
+    rendezvous.Rendezvous._ask = asks
 
 
 def note_given(path: Path) -> None:
@@ -428,7 +428,12 @@ class Looks(pl.Callback):
             "parameters": hashlib.sha256(values).hexdigest()[:16],
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "scheme": [scheme.steps, scheme.synchronizations, scheme.epoch, scheme.step_in_epoch],
+            "scheme": [
+                scheme.state.steps,
+                scheme.state.synchronizations,
+                scheme.state.epoch,
+                scheme.state.step_in_epoch,
+            ],
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "batches": [progress.total.ready, progress.total.completed],
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,

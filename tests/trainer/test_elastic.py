@@ -19,10 +19,16 @@ from torch.distributed import DistNetworkError
 
 from lightning_hiercomm import DiLoCo, HierarchicalStrategy
 from lightning_hiercomm.checkpoints.plain import Checkpoints
-from lightning_hiercomm.elastic import Elastic, membership
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.elastic import Elastic, rendezvous
+from lightning_hiercomm.elastic.lighthouse import lighthouse
+from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.trainer import elastic
 from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
+from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
 
 class Logging(Quadratic):
@@ -46,6 +52,14 @@ class Logging(Quadratic):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.plateau}}
 
 
+def node(trainer=None, leads: bool = True, nodes: int = 1, **membership) -> ElasticNode:
+    """A node without a lighthouse."""
+    own = ElasticTopology(Topology([[0]], 0, ThreadWorld(1).connect(0, Meter()), Meter()))
+    run = SimpleNamespace(topology=own, schemes=[])
+    history = SimpleNamespace(nodes=nodes)
+    return ElasticNode(trainer, run, SimpleNamespace(leads=leads, history=history, **membership), Checkpoints())
+
+
 class Checks(BoundaryCallback):
     def on_train_epoch_start(self, trainer, pl_module):
         pass
@@ -58,7 +72,7 @@ class Checks(BoundaryCallback):
 
 
 def fit(folder, *callbacks: pl.Callback, plateau: str | None = None) -> None:
-    checks = Checks(ElasticNode(Elastic(), Checkpoints()))
+    checks = Checks(node())
     run = one_trainer(folder, callbacks=[checks, *callbacks], enable_checkpointing=True, max_epochs=2)
     run.fit(Logging(plateau))
 
@@ -90,9 +104,9 @@ class Averages(EMAWeightAveraging):
     ("callback", "said"),
     [
         (Timer(timedelta(hours=1)), r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"),
-        (Averages(), "Averages averages on each node by itself"),
-        (ModelCheckpoint(save_last="link"), r"ModelCheckpoint\(save_last='link'\).*take save_last=True"),
-        (ModelCheckpoint(train_time_interval=timedelta(hours=1)), "take every_n_train_steps"),
+        (Averages(), "Averages averages on each node separately"),
+        (ModelCheckpoint(save_last="link"), r"ModelCheckpoint\(save_last='link'\).*use save_last=True"),
+        (ModelCheckpoint(train_time_interval=timedelta(hours=1)), "use every_n_train_steps"),
         (LearningRateFinder(), "LearningRateFinder, and Tuner.lr_find, .*: find a rate without elastic="),
     ],
     ids=lambda value: type(value).__name__,
@@ -101,14 +115,14 @@ def test_callbacks_that_decide_per_node_are_refused(tmp_path, callback, said):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
     with pytest.raises(ValueError, match=said):
-        ElasticNode(Elastic(), Checkpoints())._check(run)
+        check_trainer(run)
 
 
 def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
     run = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
     with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
-        ElasticNode(Elastic(), Checkpoints())._check(run)
+        check_trainer(run)
 
 
 @pytest.mark.parametrize(
@@ -120,58 +134,51 @@ def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):
         (True, 1, True, True),
     ],
 )
-def test_the_first_node_writes_and_not_when_it_leaves_the_others(leads, nodes, gives_up, writes):
-    """Nobody agrees with it any more: it would write what it alone has trained over what all have agreed on."""
-    node = ElasticNode(Elastic(), Checkpoints())
-    node._membership, node._history = SimpleNamespace(leads=leads), SimpleNamespace(nodes=nodes)
+def test_first_node_writes_unless_it_leaves_others(leads, nodes, gives_up, writes):
+    """It would overwrite the averaged model with its own parameters."""
+    own = node(leads=leads, nodes=nodes)
     if gives_up:
-        node.give_up()
-    assert node.writes == writes
+        own.give_up()
+    assert own.writes == writes
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
-    node = ElasticNode(Elastic(), Checkpoints())
-    node._membership, node._history = SimpleNamespace(leads=True), SimpleNamespace(nodes=nodes)
-    node.leave_others()
-    assert node.writes == (nodes == 1)
+def test_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
+    own = node(nodes=nodes)
+    own.leave_others()
+    assert own.writes == (nodes == 1)
 
 
-def test_a_node_that_trains_other_parameters_is_at_another_place():
-    """Its tensors would not fit theirs, and the exchange be taken back again and again."""
-    node, scheme = ElasticNode(Elastic(), Checkpoints()), SimpleNamespace(steps=5)
-    node._run = SimpleNamespace(schemes=[scheme])
-    places = []
+def test_node_that_trains_other_parameters_is_at_another_position():
+    """Its tensors would not fit theirs, and each exchange would fail."""
+    own, scheme = node(), SimpleNamespace(steps=5)
+    own._run.schemes = [scheme]
+    positions = []
     for sizes in ((3, 4), (3,)):
         scheme.replica = Replica([torch.zeros(size) for size in sizes])
-        places.append(node._position())
-    assert places == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
+        positions.append(own._position())
+    assert positions == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
 
 
 @pytest.mark.parametrize(("moment", "done", "gives"), [("batch", 6, False), ("batch", 8, True), ("epoch", 6, True)])
-def test_a_newcomer_gets_no_state_while_gradients_are_accumulated(moment, done, gives):
-    """Its first step would have those of the rest only."""
-    node, given = ElasticNode(Elastic(), Checkpoints()), []
-    node._run = SimpleNamespace(topology=SimpleNamespace(ranks_on_node=2))
-    node._membership = SimpleNamespace(healing=SimpleNamespace(is_expected=True), give_state=given.append)
+def test_no_state_is_sent_while_gradients_are_accumulated(moment, done, gives):
+    """The first step of a recovered node would lack them."""
     progress = SimpleNamespace(current=SimpleNamespace(completed=done))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
-    node.at_boundary(SimpleNamespace(fit_loop=loop, accumulate_grad_batches=4), moment)
+    trainer, given = SimpleNamespace(fit_loop=loop, accumulate_grad_batches=4), []
+    healing, rendezvous = SimpleNamespace(is_expected=True), SimpleNamespace(end_if_behind=lambda: None)
+    node(trainer, healing=healing, give_state=given.append, rendezvous=rendezvous).at_boundary(moment)
     assert bool(given) == gives
 
 
 @pytest.fixture
-def lighthouse(monkeypatch):
-    """One, to which this process comes as the only node."""
+def address(monkeypatch):
+    """The address of a lighthouse, at which this process is the only node."""
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
-    from torchft.coordination import LighthouseServer
-
-    settings = {"join_timeout_ms": 60_000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 500}
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **settings)
-    monkeypatch.setenv("HIERCOMM_LIGHTHOUSE", f"127.0.0.1:{server.address().rpartition(':')[2]}")
-    monkeypatch.setenv("HIERCOMM_ADDRESS", "127.0.0.1")
-    yield
-    server.shutdown()
+    with lighthouse("127.0.0.1:0", min_nodes=1, dead_after=0.5) as address:
+        monkeypatch.setenv("HIERCOMM_LIGHTHOUSE", address)
+        monkeypatch.setenv("HIERCOMM_ADDRESS", "127.0.0.1")
+        yield address
 
 
 def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=None) -> pl.Trainer:
@@ -193,7 +200,7 @@ def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=
     ],
 )
 def test_a_node_that_finds_no_lighthouse_or_not_itself_says_by_which_name(
-    tmp_path, lighthouse, monkeypatch, name, error, said
+    tmp_path, address, monkeypatch, name, error, said
 ):
     def fails(*args, **kwargs):
         raise error
@@ -215,7 +222,7 @@ class WithTeacher(BoringModel):
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
-def test_parameters_changed_after_a_sync_are_refused_except_a_teacher(tmp_path, lighthouse, hook):
+def test_parameters_changed_after_a_sync_are_refused_except_a_teacher(tmp_path, address, hook):
     with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Do that in configure_model"):
         fit_alone(tmp_path, WithTeacher(hook, "layer.weight"))
     run = fit_alone(tmp_path, WithTeacher(hook, "teacher"))
@@ -224,22 +231,22 @@ def test_parameters_changed_after_a_sync_are_refused_except_a_teacher(tmp_path, 
         fit_alone(tmp_path, WithTeacher(hook, "layer.weight"), path=tmp_path / "saved.ckpt")
 
 
-def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, lighthouse):
+def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, address):
     """It listened as long as the strategy lived, with the last state that it gave in memory."""
     ports = []
 
     class Looks(pl.Callback):
         def on_train_start(self, trainer, pl_module):
-            ports.append(trainer.strategy._elastic_node._store.port)
+            ports.append(trainer.strategy._elastic_node.membership.votes._store.port)
             socket.create_connection(("127.0.0.1", ports[0]), 5.0).close()
 
     run = fit_alone(tmp_path, Quadratic(), Looks())
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", ports[0]), 5.0)
-    assert run.strategy.schemes[0].steps > 0
+    assert run.strategy.schemes[0].state.steps > 0
 
 
-def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, lighthouse):
+def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, address):
     """It ended with 0, as after the last step, and the shell went on with what comes after a training."""
 
     class IsTold(pl.Callback):
@@ -258,18 +265,19 @@ def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, lighthouse):
 )
 def test_a_leaving_node_stays_until_others_have_read_its_vote(error, at_once, is_over):
     """They would be left behind, and start again; only one that fails cannot wait."""
-    node, told = ElasticNode(Elastic(), Checkpoints()), []
-    node._membership = SimpleNamespace(leave=lambda **how: told.append(how))
+    left = []
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(), _data_connector=SimpleNamespace(), callbacks=[])
+    own = node(trainer, leave=lambda **how: left.append(how))
     if error is not None:
-        BoundaryCallback(node).on_exception(None, None, error)
-    node.leave(None, at_once=error is not None)
-    assert told == [{"at_once": at_once, "is_over": is_over}]
+        BoundaryCallback(own).on_exception(None, None, error)
+    own.leave(at_once=error is not None)
+    assert left == [{"at_once": at_once, "is_over": is_over}]
 
 
 def test_a_program_that_fits_once_more_was_not_started_again_in_that_run(monkeypatch):
     """Every node would take the second run for the first one, which is over."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    monkeypatch.setattr(membership, "_ended_here", set())
-    assert elastic._restarts() == 2
-    membership._ended_here.add("the first")
-    assert elastic._restarts() == 0
+    monkeypatch.setattr(rendezvous, "_ended_here", set())
+    assert elastic._was_restarted()
+    rendezvous._ended_here.add("the first")
+    assert not elastic._was_restarted()

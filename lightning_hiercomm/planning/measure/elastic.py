@@ -6,12 +6,15 @@ import os
 import re
 import socket
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from http.client import HTTPException
 from importlib import metadata
 
 from lightning_hiercomm.elastic.configuration import Elastic, check_torchft
-from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
+from lightning_hiercomm.elastic.lighthouse import own_address
 from lightning_hiercomm.planning.measure.doctor import Finding, interfaces
 
 _KNOCKS = 5
@@ -45,10 +48,9 @@ def _findings(given: str | None, dead_after: float | None, environment: Mapping[
         yield Finding("FAIL", str(error))
         return
     yield Finding("ok", f"torchft {metadata.version('torchft')}")
-    lighthouse = TorchftLighthouse(address, elastic.dead_after)
     try:
         seconds = _round_trip(address)
-        page = lighthouse.page()
+        page = _status_page(address)
     except OSError as error:
         yield Finding("FAIL", f"no lighthouse answers at {address} ({error})", _START)
         return
@@ -60,7 +62,7 @@ def _findings(given: str | None, dead_after: float | None, environment: Mapping[
     name = environment.get("HIERCOMM_NODE")
     yield Finding("ok", f"this node is called {name or socket.gethostname()!r}" + ("" if name else ", as its host is"))
     if dead_after is not None:
-        yield silence(dead_after, _silence_of(lighthouse, 3 * dead_after + 2.0))
+        yield silence(dead_after, _silence_of(address, 3 * dead_after + 2.0))
 
 
 def _round_trip(address: str) -> float:
@@ -121,13 +123,25 @@ def silence(dead_after: float, found: float | None) -> Finding:
     return Finding("ok", f"the lighthouse counts a node as gone after {found:.1f} s, as dead_after={dead_after:g} says")
 
 
-def _silence_of(lighthouse: TorchftLighthouse, patience: float) -> float | None:
-    """After how many seconds the lighthouse counts a node as gone: it shows those as old."""
+def _status_page(address: str) -> str:
+    """Return torchft's page for people, which is the only way to its list of nodes; raises an ``OSError``."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/status", timeout=5.0) as page:
+            text: str = page.read().decode()
+    except (HTTPException, UnicodeDecodeError) as error:  # it is another program's port
+        raise OSError(f"it answers {str(error).strip()!r}") from error
+    return text
+
+
+def _silence_of(address: str, timeout: float) -> float | None:
+    """Measure after how many seconds of silence the lighthouse lists a node as lost."""
+    from torchft.coordination import LighthouseClient
+
     name = f"doctor-{uuid.uuid4().hex[:8]}"
-    lighthouse.take_note(name)
+    LighthouseClient(f"http://{address}", timedelta(seconds=5)).heartbeat(name)
     began = time.monotonic()
-    while time.monotonic() - began < patience:
-        if re.search(rf"heartbeat\s+old[^>]*>\s*\S*{name}", lighthouse.page()):
+    while time.monotonic() - began < timeout:
+        if re.search(rf"heartbeat\s+old[^>]*>\s*\S*{name}", _status_page(address)):
             return time.monotonic() - began
         time.sleep(0.05)
     return None

@@ -1,0 +1,59 @@
+"""What became of the nodes of a run, for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ElasticHistory:
+    """What a user can monitor of an elastic run; a recovered node takes it over, except its own lost seconds.
+
+    Attributes:
+        nodes: How many nodes took part in the last synchronization.
+        heals: How many nodes have recovered since the run began.
+        lost_seconds: How long this node waited for lost nodes and for repeated synchronizations.
+        lost_batches: Batches, of one rank each, that the averaged model has not learned from.
+        joining: Replicas that were admitted, and have not synchronized yet: they may have to ask again.
+        events: Which nodes left and joined; the last hundred lines.
+    """
+
+    nodes: int = 0
+    heals: int = 0
+    lost_seconds: float = 0.0
+    lost_batches: int = 0
+    joining: frozenset[str] = frozenset()
+    events: list[str] = field(default_factory=list)
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers for loggers."""
+        return {name: float(getattr(self, name)) for name in ("nodes", "heals", "lost_seconds", "lost_batches")}
+
+    def admit(self, joining: Collection[str], members: Collection[str]) -> None:
+        """Count replicas that recover after a synchronization of these members; each once, even if it asks again."""
+        self.heals += len(set(joining) - self.joining)
+        self.joining = self.joining.union(joining).difference(members)
+
+    def note(self, event: str) -> None:
+        """Add an event with the present time."""
+        self.events = [*self.events[-99:], f"{time.strftime('%H:%M:%S')} {event}"]
+
+    def lines(self) -> list[str]:
+        """Return a summary and the events."""
+        summary = (
+            f"nodes that left and joined: {self.heals} recovered; waited {self.lost_seconds:.1f} s for lost nodes;"
+            f" {self.lost_batches} batches were lost with them"
+        )
+        return [summary, *(f"  {event}" for event in self.events)]
+
+    def common(self) -> dict[str, Any]:
+        """Return what is the same on all nodes."""
+        common = {name: getattr(self, name) for name in ("heals", "lost_batches", "events")}
+        return {**common, "joining": sorted(self.joining)}
+
+    def load(self, common: Mapping[str, Any]) -> None:
+        """Take over :meth:`common` of another node."""
+        vars(self).update({**common, "joining": frozenset(common["joining"])})

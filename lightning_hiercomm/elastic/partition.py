@@ -1,0 +1,110 @@
+"""How the training data are partitioned among the ranks of nodes that leave and join."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_hiercomm.elastic.quorum import Quorum, in_order, random_index
+
+
+@dataclass(frozen=True)
+class DataPartition:
+    """Which shards of the data each replica's ranks train on.
+
+    Attributes:
+        total: The number of shards.
+        shards: By replica id, one for each rank.
+    """
+
+    total: int = 0
+    shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def unused(self, replica_ids: Collection[str]) -> int:
+        """Count the shards that none of these replicas trains on."""
+        return self.total - len({shard for each in replica_ids for shard in self.shards.get(each, ())})
+
+    def to_json(self) -> list[Any]:
+        """Return primitives only."""
+        return [self.total, {replica_id: list(shards) for replica_id, shards in self.shards.items()}]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Any]) -> DataPartition:
+        """Undo :meth:`to_json`."""
+        return cls(value[0], {replica_id: tuple(shards) for replica_id, shards in value[1].items()})
+
+
+def partition_for_epoch(quorum: Quorum) -> DataPartition:
+    """Give every rank a shard of its own, in the order of the nodes' names."""
+    shards: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for each in sorted((*quorum.members, *quorum.joining), key=in_order):
+        shards[each.replica_id] = tuple(range(total, total + each.ranks))
+        total += each.ranks
+    return DataPartition(total, shards)
+
+
+def partition_within_epoch(quorum: Quorum, current: DataPartition) -> DataPartition:
+    """Give joining nodes the shards that lost nodes leave; the number of shards stays until the epoch ends.
+
+    A joining node shares other nodes' shards if none are left. A fit begins with a shard for each rank of its first
+    members.
+    """
+    if quorum.begins:
+        current = partition_for_epoch(replace(quorum, joining=()))
+    shards = {each.replica_id: current.shards[each.replica_id] for each in quorum.members}
+    used = {shard for of_replica in shards.values() for shard in of_replica}
+    left = [shard for shard in range(current.total) if shard not in used]
+    for each in quorum.joining:
+        any_shard = random_index(each.replica_id)
+        shards[each.replica_id] = tuple(
+            left.pop(0) if left else (any_shard + rank) % current.total for rank in range(each.ranks)
+        )
+    return replace(current, shards=shards)
+
+
+class DataShards:
+    """The shards of one node over time, and the batches that the averaged model has not learned from."""
+
+    def __init__(self) -> None:
+        self.current = self._for_epoch = DataPartition()
+        self._batches = 0
+        self._trained: list[tuple[DataPartition, int]] = []
+
+    def commit(self, quorum: Quorum, batches: int, exchanges_steps: bool) -> int:
+        """Follow a synchronization, and return how many batches are lost, one of each rank counting as one.
+
+        Args:
+            quorum: Its nodes.
+            batches: How many batches each rank has trained on so far.
+            exchanges_steps: Whether the synchronization averages what the nodes have trained so far.
+        """
+        self._note(batches)
+        lost = 0
+        if exchanges_steps:
+            ids = [member.replica_id for member in quorum.members]
+            lost = sum(partition.unused(ids) * trained for partition, trained in self._trained)
+            self._trained = []
+        self._for_epoch = partition_for_epoch(quorum)
+        self.current = partition_within_epoch(quorum, self.current)
+        return lost
+
+    def begin_epoch(self, batches: int) -> None:
+        """Partition the data among all nodes of the last quorum."""
+        self._note(batches)
+        self.current = self._for_epoch
+
+    def _note(self, batches: int) -> None:
+        self._trained.append((self.current, batches - self._batches))
+        self._batches = batches
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a joining node needs of it."""
+        partitions = {"current": self.current.to_json(), "for_epoch": self._for_epoch.to_json()}
+        return {**partitions, "batches": self._batches}
+
+    def load(self, value: Mapping[str, Any]) -> None:
+        """Take over from another node."""
+        self.current = DataPartition.from_json(value["current"])
+        self._for_epoch, self._batches = DataPartition.from_json(value["for_epoch"]), value["batches"]

@@ -1,0 +1,186 @@
+"""How nodes reach each other: values in their stores, and process groups over gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from lightning_hiercomm.comm.base import CommunicationError, Communicator, Reduction
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.staged import StagedCommunicator
+from lightning_hiercomm.comm.torch import REDUCE_OPS, TorchCommunicator, pieces
+from lightning_hiercomm.elastic.quorum import Quorum
+from lightning_hiercomm.elastic.signature import Signer
+
+T = TypeVar("T")
+
+
+class GlooTransport:
+    """Reaches other nodes' stores, and connects gloo groups, whose members find each other at the first one's store.
+
+    Args:
+        address: Of this machine, as other nodes reach it.
+        dead_after: Seconds after which a message counts as lost.
+        signer: Makes keys of the stores.
+    """
+
+    def __init__(self, address: str, dead_after: float, signer: Signer | None = None) -> None:
+        self.address = address
+        self._signer = signer or Signer()
+        self._dead_after = timedelta(seconds=dead_after)
+        self._set_up = timedelta(seconds=max(0.5, dead_after / 2))
+        self._stores: dict[str, Store] = {}
+
+    def ask(self, address: str, query: Callable[[Store], T], timeout: float | None = None) -> T:
+        """Return ``query`` of a node's store, which raises a ``RuntimeError`` if the node does not answer in time."""
+        # a store's client waits forever for a process that is stopped: in a thread, which may be abandoned
+        answer: Future[T] = Future()
+        store = self._stores.get(address)
+
+        def ask() -> None:
+            nonlocal store
+            try:
+                if store is None:
+                    host, _, port = address.rpartition(":")
+                    store = TCPStore(
+                        host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._set_up
+                    )
+                answer.set_result(query(store))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True, name="ask-node").start()
+        try:
+            result = answer.result(self._set_up.total_seconds() if timeout is None else timeout)
+        except BaseException as error:
+            self._stores.pop(address, None)
+            if isinstance(error, TimeoutError):
+                raise RuntimeError(f"the node at {address} does not answer") from None
+            raise
+        if store is not None:
+            self._stores[address] = store
+        return result
+
+    def ask_all(self, addresses: Sequence[str], query: Callable[[Store], T]) -> Mapping[str, T]:
+        """Return ``query`` of the stores of those nodes that answer; in any thread."""
+        other, answers = GlooTransport(self.address, self._dead_after.total_seconds()), {}  # for clients of its own
+
+        def ask(address: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                answers[address] = other.ask(address, query)
+
+        threads = [threading.Thread(target=ask, args=(address,), daemon=True) for address in addresses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return answers
+
+    def connect_group(self, quorum: Quorum, index: int, name: str, meter: Meter) -> Communicator:
+        """Connect this rank with the same local rank of all members, or raise a ``RuntimeError``.
+
+        Args:
+            quorum: Its members.
+            index: This node's among them.
+            name: Of the group, which has the local rank in it.
+            meter: Counts the traffic.
+        """
+        size, first = len(quorum.members), quorum.members[0].store
+        prefix = self._signer.key(f"{quorum.token}/{name}")
+
+        def all_are_there(whole: Store) -> None:
+            # finds an absent member in half of the time that a message may take
+            store = PrefixStore(prefix, whole)
+            store.set(f"here/{index}", "")
+            store.wait([f"here/{member}" for member in range(size)], self._set_up)
+
+        def connect(whole: Store) -> Any:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
+            options._timeout = self._dead_after
+            return dist.ProcessGroupGloo(PrefixStore(prefix, whole), index, size, options)
+
+        seconds = self._set_up.total_seconds()
+        self.ask(first, all_are_there, seconds + min(0.5, seconds / 4))  # longer, in case the first does not answer
+        group = self.ask(first, connect, max(1.0, seconds))
+        if torch.cuda.is_available():
+            return StagedCommunicator(_GlooGroup(group, index, size, Meter()), meter)
+        return _GlooGroup(group, index, size, meter)
+
+
+class _GlooGroup(TorchCommunicator):
+    """A gloo group that is not in torch's registry of groups."""
+
+    def __init__(self, group: Any, rank: int, size: int, meter: Meter) -> None:
+        super().__init__(None, range(size), rank, "inter", meter)
+        self._gloo = group
+
+    def _is_nccl(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._gloo = None  # its connections close with the last reference
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return gather_values(self, value)
+
+    def _start_all_reduce(self, tensor: Tensor, op: Reduction) -> Sequence[dist.Work | None]:
+        options = dist.AllreduceOptions()
+        options.reduceOp = REDUCE_OPS[op]
+        return [self._required.allreduce([tensor], options)]
+
+    def _start_broadcast(self, tensor: Tensor, source: int) -> Sequence[dist.Work | None]:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return [self._required.broadcast([tensor], options)]
+
+    def _post(
+        self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], tag: int
+    ) -> Sequence[dist.Work | None]:
+        group = self._required
+        return [
+            *(group.recv([piece], peer, tag) for tensor, peer in receive for piece in pieces(tensor)),
+            *(group.send([piece], peer, tag) for tensor, peer in send for piece in pieces(tensor)),
+        ]
+
+    @property
+    def _required(self) -> Any:
+        if self._gloo is None:
+            raise CommunicationError("the connections of this group are closed")
+        return self._gloo
+
+
+def gather_values(group: Communicator, value: Any) -> list[Any]:
+    """Gather tensors and primitives from all members, without unpickling what another node sends."""
+    own = packed(value)
+    length = torch.tensor([own.numel()])
+    lengths = torch.zeros(group.size, dtype=torch.int64)
+    group.all_gather(lengths, length).wait()
+    longest = int(lengths.max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: own.numel()] = own
+    gathered = torch.zeros(group.size * longest, dtype=torch.uint8)
+    group.all_gather(gathered, padded).wait()
+    return [unpacked(data[:n]) for data, n in zip(gathered.chunk(group.size), lengths.tolist(), strict=True)]
+
+
+def packed(value: Any) -> Tensor:
+    """Return tensors and primitives as a 1-D tensor of bytes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    """Undo :func:`packed`, with ``weights_only`` loading."""
+    return torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")

@@ -1,0 +1,127 @@
+"""What elastic runs cannot do: one table of checks for each kind of object, each with what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
+
+from lightning_hiercomm._lightning.trainer import names_logged_in_training, validates_by_the_clock
+from lightning_hiercomm.elastic.configuration import check_torchft
+from lightning_hiercomm.schemes import Scheme
+
+Check = tuple[Callable[[Any], bool], str]
+
+_ARGUMENTS: dict[str, Check] = {
+    "batches": (
+        lambda value: value is not None,
+        "HeterogeneousBatches divides a batch among ranks that stay: leave batches out",
+    ),
+    "ranks_per_node": (lambda value: value is not None, "every node is a world of its own: leave ranks_per_node out"),
+    "inter_node": (
+        lambda value: value == "mpi",
+        "MPI ends the run with the first rank that dies: use inter_node='torch'",
+    ),
+    "average_optimizer_state": (bool, "the optimizer's state is not rolled back: leave average_optimizer_state out"),
+    "checkpoint_replicas": (bool, "no later run has the same replicas: leave checkpoint_replicas out"),
+    "evaluate": (
+        lambda value: value == "replica",
+        "each node would save and stop by its own model's metrics: leave evaluate out",
+    ),
+    "on_nonfinite": (
+        lambda value: value == "skip",
+        "a non-finite node does not recover: use on_nonfinite='raise' or 'ignore'",
+    ),
+}
+"""By the strategy's argument, its value being checked."""
+
+_CALLBACKS: tuple[Check, ...] = (
+    (
+        lambda callback: (
+            isinstance(callback, StochasticWeightAveraging)
+            or any(each.__name__ == "WeightAveraging" for each in type(callback).__mro__)  # not in all versions
+        ),
+        "{name} averages on each node separately: leave it out",
+    ),
+    (
+        lambda callback: isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None,
+        "{name}(train_time_interval=...) saves at another step on every node: use every_n_train_steps or"
+        " every_n_epochs",
+    ),
+    (
+        lambda callback: isinstance(callback, ModelCheckpoint) and callback.save_last == "link",
+        "{name}(save_last='link') links on every node, and only one writes: use save_last=True",
+    ),
+    (
+        lambda callback: isinstance(callback, Timer),
+        "{name}, or Trainer(max_time=...), ends training at another batch on every node: use max_steps or max_epochs",
+    ),
+    (
+        lambda callback: isinstance(callback, LearningRateFinder),
+        "{name}, and Tuner.lr_find, which uses it, try rates on one node, and restore a file that one node writes: find"
+        " a rate without elastic=",
+    ),
+)
+
+_TRAINER: tuple[Check, ...] = (
+    (
+        validates_by_the_clock,
+        "Trainer(val_check_interval=...) of a time validates at another step on every node: give a number of batches,"
+        " or a fraction of the epoch",
+    ),
+)
+
+
+def check_arguments(scheme: Scheme, **arguments: object) -> None:
+    """Raise a ``ValueError`` for the first argument of the strategy that elastic runs do not support."""
+    if (reason := scheme.requirements.needs_fixed_nodes) is not None:
+        raise ValueError(f"elastic nodes: {reason}")
+    for name, value in arguments.items():
+        _refuse((_ARGUMENTS[name],), value)
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Raise a ``ValueError`` for the first setting or callback of the Trainer that elastic runs do not support."""
+    check_torchft()
+    _refuse(_TRAINER, trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _refuse(_CALLBACKS, callback)
+
+
+def check_monitors(trainer: pl.Trainer) -> None:
+    """Raise a ``ValueError`` if a callback or scheduler monitors what training logs, which is different on every node.
+
+    Whole numbers pass: programs log steps and epochs to keep the last checkpoints.
+    """
+    logged = names_logged_in_training(trainer)
+    for user, monitor in _monitors(trainer):
+        value = trainer.callback_metrics.get(monitor) if monitor in logged else None
+        if value is not None and not float(value).is_integer():
+            raise ValueError(
+                f"elastic nodes: {user} monitors {monitor!r}, which is logged in training, where sync_dist=True gives"
+                " every node the mean over its own ranks, and nodes would decide differently: monitor what validation"
+                " logs"
+            )
+
+
+def _refuse(checks: tuple[Check, ...], value: Any) -> None:
+    for applies, message in checks:
+        if applies(value):
+            raise ValueError(f"elastic nodes: {message.format(name=type(value).__name__)}")
+
+
+def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor is not None:
+            yield type(callback).__name__, callback.monitor
+    for config in trainer.lr_scheduler_configs:
+        if config.reduce_on_plateau and config.monitor is not None:
+            yield type(config.scheduler).__name__, config.monitor
