@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks import prediction, report
-from benchmarks.contenders import BOUNDS, ROWS
+from benchmarks.contenders import ROWS
 from benchmarks.measure import Cell, first_to_reach
 from benchmarks.papers import front, tuned
 from benchmarks.papers.paired import difference
@@ -239,19 +239,6 @@ def _accuracy(setting: str) -> str:
     return "\n".join(lines)
 
 
-@cache
-def _scaling(what: str, *only: str) -> str:
-    """How far bytes are from their formula, of some rows or of all others; or how busy processors are with 8 nodes."""
-    settings = report.load(RESULTS, "scaling-")
-    cells = [cell for cells in settings for cell in cells if cell.row not in BOUNDS]
-    if what == "processors":
-        shares = [cell.processor_share for cell in cells if cell.nodes == 8 and cell.processor_share is not None]
-        return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
-    sent = [(cell.bytes_per_step, cell.bytes_needed) for cell in cells if (cell.title in only) == (what == "bytes of")]
-    above = [abs(bytes_sent / needed - 1) for bytes_sent, needed in sent if bytes_sent and needed]
-    return f"{math.ceil(100 * max(above))} %"
-
-
 def _memory(*only: str) -> str:
     """How many models more than DDP a scheme takes at a peak; without either, all of them as a table."""
     stored = json.loads((RESULTS / "memory.json").read_text())
@@ -439,9 +426,6 @@ MEASURED = {
     "ratio_lightning_postlocal": (
         "speed / mlp11m-2x2-500mbit / Lightning post-local SGD(16), hook registered by hand / PeriodicAveraging(16)"
     ),
-    "scaling_bytes": "scaling / bytes except / StepsDelay(4)",
-    "scaling_bytes_steps": "scaling / bytes of / StepsDelay(4)",
-    "scaling_processors": "scaling / processors",
     "predictions_first_10": "predictions / first / 10",
     "predictions_first_20": "predictions / first / 20",
     "predictions_all_10": "predictions / all / 10",
@@ -466,7 +450,6 @@ _KINDS: dict[str, Callable[..., str]] = {
     "quote": _quote,
     "sooner": _sooner,
     "accuracy": _accuracy,
-    "scaling": _scaling,
     "memory": _memory,
     "once": _once,
     "predictions": _predictions,

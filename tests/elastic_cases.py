@@ -72,14 +72,14 @@ def assert_equal(values: torch.Tensor, expected: torch.Tensor) -> None:
 
 def train_stay(rank: Rank, node: int, steps: int, local: int = 0) -> tuple[torch.Tensor, list[Any]]:
     """Train a rank that stays, by the gradients of `ElasticRank.step`; its values and their trace."""
-    while rank.scheme.steps < steps:
+    while rank.scheme.state.steps < steps:
         step_stay(rank, node, local)
     rank.scheme.finish()
     return rank.values, rank.trace
 
 
 def step_stay(rank: Rank, node: int, local: int = 0) -> None:
-    generator = torch.Generator().manual_seed(1000 * rank.scheme.steps + 10 * node + local)
+    generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 10 * node + local)
     rank.train(lambda values: torch.randn(values.shape, generator=generator) + 0.1 * values)
 
 
@@ -92,8 +92,10 @@ def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = No
     nodes = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
     def work(rank: Rank) -> tuple[torch.Tensor, list[Any]]:
-        while rank.scheme.steps < steps:
-            for residuals in rank.scheme._reducer._feedback if rank.scheme.steps == reconnects_at else ():
+        while rank.scheme.state.steps < steps:
+            for residuals in (
+                rank.scheme.exchanger.reducer._feedback if rank.scheme.state.steps == reconnects_at else ()
+            ):
                 residuals.clear()
             step_stay(rank, rank.topology.node, rank.topology.local_rank)
         rank.scheme.finish()
@@ -113,12 +115,13 @@ def put(rank: Rank, state: Mapping[str, Any]) -> None:
     rank.scheme.load_state_dict(state["schedule"])
     reference = state["schedule"].get("last_agreed")
     if reference is not None:
-        rank.scheme._keep_values(dict(zip(map(id, rank.scheme._carried), reference, strict=True)))
+        tensors = rank.scheme.reference._tensors(rank.scheme.replica)
+        rank.scheme.reference.set_values(dict(zip(map(id, tensors), reference, strict=True)))
 
 
 def put_weights(rank: Rank, of_nodes: Sequence[Sequence[float]]) -> None:
     """Give push-sum weights to all nodes, by segment."""
-    rank.scheme._weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+    rank.scheme.state.weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
 
 
 def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:

@@ -146,7 +146,7 @@ class ElasticRank:
 
     def step(self, gradient: float | None = None) -> None:
         """One step, by a gradient that is this rank's and this step's own."""
-        at = self.scheme.steps
+        at = self.scheme.state.steps
         generator = torch.Generator().manual_seed(1000 * at + 10 * int(self.node) + self.local)
 
         def drawn(values: torch.Tensor) -> torch.Tensor:
@@ -157,21 +157,21 @@ class ElasticRank:
 
     def train(self, steps: int, at: Mapping[int, Callable[[], object]] | None = None) -> torch.Tensor:
         """Train until after so many steps, calling what ``at`` has for a number of steps, and finish."""
-        while self.scheme.steps < steps:
-            if at is not None and self.scheme.steps in at:
-                at[self.scheme.steps]()
+        while self.scheme.state.steps < steps:
+            if at is not None and self.scheme.state.steps in at:
+                at[self.scheme.state.steps]()
             self.step()
         self.scheme.finish()
         return self.rank.values
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_synchronized or self.scheme.config.profile.begins_with_copy):
+        if not (self.scheme.is_synchronized or self.scheme.config.requirements.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.unsynchronized_steps},
+            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.state.unsynchronized_steps},
         }
 
     def join(self) -> bool:
@@ -301,8 +301,8 @@ class Threads:
             membership,
             topology,
             lambda: rank.scheme.undo_point(),
-            lambda: f"after {rank.scheme.steps} steps",
-            lambda: rank.scheme.steps,
+            lambda: f"after {rank.scheme.state.steps} steps",
+            lambda: rank.scheme.state.steps,
             lambda: rank.scheme.settle(),
         )
         elastic = ElasticRank(rank, name, local, membership, transaction, self)

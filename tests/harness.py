@@ -222,7 +222,7 @@ class Rank:
         return self.replicas.of(self.optimizer)
 
     def state(self) -> dict[str, Any]:
-        """What a companion of a checkpoint holds, through a file."""
+        """What a sidecar of a checkpoint holds, through a file."""
         self.scheme.settle()
         return reloaded(
             {

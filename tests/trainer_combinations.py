@@ -77,7 +77,7 @@ class Fit(Combination):
         averages: Whose callback keeps an average: ``"swa"``, ``"ema"``, or ``"swap"``, which validates it.
         finetuning: Whether a BaseFinetuning unfreezes.
         module: What is unusual about it.
-        replicas: Whether companions of checkpoints are written.
+        replicas: Whether sidecars of checkpoints are written.
         evaluate: What validations run on.
         after: What follows ``fit``.
     """

@@ -60,7 +60,7 @@ class Case:
         launcher: How ranks start.
         ranks: On each of the two nodes.
         victim: The rank.
-        replicas: Whether checkpoints have companions.
+        replicas: Whether checkpoints have sidecars.
         workers: Whether batches come from a process of their own.
     """
 
@@ -76,7 +76,7 @@ class Case:
 
     def __str__(self) -> str:
         whom = f"rank {self.victim} of {2 * self.ranks}"
-        more = [name for name, has in (("companions", self.replicas), ("workers", self.workers)) if has]
+        more = [name for name, has in (("sidecars", self.replicas), ("workers", self.workers)) if has]
         how = " with ".join([self.scheme, *filter(None, [" and ".join(more)])])
         return f"{self.fault:13} | {self.moment} ({self.time}), {whom} | {how} | {self.launcher}"
 

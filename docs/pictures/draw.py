@@ -144,40 +144,44 @@ def timelines() -> str:
 def elastic() -> str:
     """Draw the states of an elastic node."""
     places = {
-        "waiting": (20, 60, "asks the lighthouse for a place"),
-        "healing": (20, 230, "receives the state of the run"),
-        "training": (330, 230, "steps alone, with its own ranks"),
-        "quorum": (640, 230, "which nodes take part?"),
-        "exchange": (640, 60, "parameters, over the network"),
-        "vote": (330, 60, "did all nodes finish?"),
-        "ended": (330, 400, "and its supervisor starts it again"),
+        "joining": (30, 60, "asks the lighthouse for a quorum"),
+        "recovering": (30, 230, "receives the state of the run"),
+        "training": (340, 230, "steps by itself"),
+        "quorum": (650, 230, "which nodes take part?"),
+        "exchange": (650, 60, "parameters, over the network"),
+        "vote": (340, 60, "have all members succeeded?"),
+        "lost": (340, 400, "killed, suspended or cut off"),
+        "finished": (650, 400, "exit code 0"),
     }
-    parts = []
+    parts = [
+        text(610, 40, "a synchronization: quorum, exchange and vote, on all members or on none", "small", "middle"),
+    ]
     for name, (x, y, note) in places.items():
         parts += [box(x, y, 220, 66), text(x + 110, y + 28, name, "name", "middle")]
         parts.append(text(x + 110, y + 49, note, "small", "middle"))
     parts += [
-        arrow("M130 126V230"),
-        text(138, 170, "accepted, after"),
-        text(138, 187, "a synchronization"),
-        arrow("M240 263H330"),
-        arrow("M550 263H640"),
-        text(595, 252, "due", "", "middle"),
-        arrow("M750 230V126"),
-        arrow("M640 93H550"),
-        arrow("M440 126V230"),
-        text(448, 170, "yes: keep the result"),
-        arrow("M520 126L680 230"),
-        text(610, 168, "no: roll back"),
-        arrow("M440 296V400"),
-        text(448, 340, "died, left behind (75),"),
-        text(448, 357, "or told to stop (143)"),
-        arrow("M330 433H10V93H20", is_dashed=True),
-        text(20, 425, "a new replica with no state"),
-        text(130, 40, "a node starts", "small", "middle"),
-        text(750, 40, "a node is lost: the others roll back too", "small", "middle"),
+        arrow("M140 126V230"),
+        text(148, 182, "admitted"),
+        arrow("M250 263H340"),
+        text(295, 252, "restored", "small", "middle"),
+        arrow("M560 263H650"),
+        text(605, 252, "period over", "small", "middle"),
+        arrow("M760 230V126"),
+        text(768, 182, "connected"),
+        arrow("M650 93H560"),
+        arrow("M450 126V230"),
+        text(458, 182, "yes: commit"),
+        arrow("M530 126L690 230"),
+        text(622, 172, "no: roll back"),
+        arrow("M450 296V400"),
+        text(458, 350, "at any time"),
+        arrow("M340 433H14V93H30", is_dashed=True),
+        text(24, 425, "restarted by its supervisor (exit code 75 or a signal)", "small"),
+        arrow("M540 296L680 400"),
+        text(632, 350, "last step"),
+        text(140, 46, "a node starts", "small", "middle"),
     ]
-    return picture(880, 490, parts, "the states of an elastic node")
+    return picture(900, 490, parts, "the states of an elastic node")
 
 
 PICTURES = {"nodes": nodes, "timelines": timelines, "elastic": elastic}

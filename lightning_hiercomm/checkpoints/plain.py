@@ -1,4 +1,4 @@
-"""What goes into a checkpoint besides the agreed model, and what comes back out of it."""
+"""The entries and sidecars that this package adds to a checkpoint, and restores."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torch import Tensor
 from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weights, take_entries, wait_for_saves
 from lightning_hiercomm._lightning.trainer import is_of_tuner
 from lightning_hiercomm.batches import HeterogeneousBatches
-from lightning_hiercomm.checkpoints.companion import (
-    check_companion,
-    companion_path,
-    companion_prefix,
-    companion_state,
-    load_companion,
-    restore_companion,
-    set_random_state,
-)
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
+from lightning_hiercomm.checkpoints.sidecar import (
+    check_sidecar,
+    load_sidecar,
+    restore_sidecar,
+    set_random_state,
+    sidecar_path,
+    sidecar_prefix,
+    sidecar_state,
+)
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -37,28 +37,28 @@ _WEIGHTS_ONLY = "Load only its weights, with LightningModule.load_from_checkpoin
 
 
 def per_rank_names(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Names of tensors whose shapes differed between ranks when a checkpoint was saved; it holds rank 0's."""
+    """Return the names of tensors whose shapes differed between ranks; the checkpoint holds those of rank 0."""
     names: list[str] = checkpoint.get(_KEY, {}).get("per_rank", [])
     return names
 
 
 class Checkpoints:
-    """Adds the schemes' schedules to a plain Lightning checkpoint, writes companions beside it, and restores from both.
+    """Adds the schemes' schedules to a Lightning checkpoint, writes its sidecars, and restores both.
 
     Loading has two halves: :meth:`take` when the file is read, :meth:`restore` when there are schemes to restore.
 
     Args:
-        with_replicas: Whether every rank also stores what it alone knows in a companion, for a bit-exact resume.
+        with_replicas: Whether every rank also writes a sidecar, for a bit-exact resume.
     """
 
     def __init__(self, with_replicas: bool = False) -> None:
         self.with_replicas = with_replicas
         self._loaded: Mapping[str, Any] = {}
         self._resumed_from: tuple[str, str | None] | None = None
-        self._companion: dict[str, Any] | None = None
+        self._sidecar: dict[str, Any] | None = None
         self._random_state: Mapping[str, Any] | None = None
-        self._paths: dict[str, str] = {}  # of checkpoints that rank 0 calls otherwise, by what they are called here
-        self._written: dict[str, str] = {}  # the identity of this rank's newest companion, by the checkpoint's path
+        self._paths: dict[str, str] = {}  # rank 0's paths of checkpoints, by the paths on this rank
+        self._written: dict[str, str] = {}  # the identity of this rank's newest sidecar, by the checkpoint's path
 
     def add_to(
         self,
@@ -71,12 +71,12 @@ class Checkpoints:
         """Add the state that all ranks share.
 
         Args:
-            checkpoint: Gets it.
-            run: Of it.
+            checkpoint: Is changed.
+            run: Is saved.
             batches: Of the run.
-            together: Whether the ranks can be asked for it.
-            is_own: Whether the checkpoint's parameters are this rank's own, not the agreed ones; then those of its node
-                can be asked.
+            together: Whether all ranks take part.
+            is_own: Whether the checkpoint has this rank's own parameters, not the averaged ones; then the ranks of its
+                node take part.
         """
         state: dict[str, Any] = {
             "format": FORMAT,
@@ -86,7 +86,7 @@ class Checkpoints:
             "per_rank": sorted(run.replicas.per_rank),
         }
         if is_own:
-            unagreed = [{"unsynchronized_steps": scheme.unsynchronized_steps} for scheme in run.schemes]
+            unagreed = [{"unsynchronized_steps": scheme.state.unsynchronized_steps} for scheme in run.schemes]
             state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
         state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
         if batches is not None:
@@ -94,9 +94,9 @@ class Checkpoints:
         checkpoint[_KEY] = state
 
     def average_foreign_weights(self, checkpoint: dict[str, Any], run: TrainingRun) -> None:
-        """Average what ``WeightAveraging`` put in the place of the agreed model, each rank its own; collective.
+        """Average the weights of Lightning's ``WeightAveraging``, which differ between ranks; collective.
 
-        When the run is over, the module holds that average already.
+        After the run, the module already holds that average.
         """
         if not holds_averaged_weights(checkpoint):
             return
@@ -113,7 +113,7 @@ class Checkpoints:
         checkpoint["state_dict"] = state_dict
 
     @contextmanager
-    def companions(
+    def sidecars(
         self,
         checkpoint: dict[str, Any],
         run: TrainingRun,
@@ -125,25 +125,24 @@ class Checkpoints:
         precision: Mapping[str, Any] | None = None,
         entries: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
-        """Write what each rank alone knows beside a checkpoint that is written inside; after :meth:`add_to`.
+        """Write the sidecars of a checkpoint that is written inside; collective, after :meth:`add_to`.
 
-        Collective. The companions carry an identity in their names, and the checkpoint says which one is its own. So
-        all become valid together, when the checkpoint's file gets its name; until then, what was there before is
-        complete, and after an error it stays so.
+        An identity in the checkpoint and in the names of its sidecars makes them valid together, when the checkpoint's
+        file gets its name. Until then, and after an error, the previous checkpoint stays complete.
 
         Args:
             checkpoint: Not yet written.
-            run: What to save.
+            run: Is saved.
             mid_epoch: Whether more batches of the epoch follow.
-            share: Broadcasts rank 0's word.
+            share: Broadcasts rank 0's value.
             io: Writes the files.
-            filepath: Of the checkpoint. A name may hold a number that each rank logs its own; only rank 0 writes there.
+            filepath: Of the checkpoint. Its name may hold a number that differs between ranks; rank 0's counts.
             storage_options: For ``io``.
             precision: State of this rank's precision plugin.
-            entries: What callbacks and the module say on this rank.
+            entries: Of callbacks and the module, on this rank.
 
         Raises:
-            OSError: On every rank, if one could not write its companion.
+            OSError: On every rank, if one could not write its sidecar.
         """
         identity, path = share((secrets.token_hex(8), str(filepath)))
         checkpoint[_KEY]["identity"] = identity
@@ -151,7 +150,7 @@ class Checkpoints:
             scheme.settle()
         run.has_saved_own_values = True
         state = partial(
-            companion_state,
+            sidecar_state,
             identity,
             run.topology,
             run.module,
@@ -167,15 +166,15 @@ class Checkpoints:
         rank, replaced = run.topology.rank, _version_at(path)
         are_written = False
         try:
-            self._write_together(run.topology, io, state, companion_path(path, rank, identity), storage_options)
+            self._write_together(run.topology, io, state, sidecar_path(path, rank, identity), storage_options)
             are_written = True
             self._remove_replaced(io, rank, identity)
             yield
         except BaseException:
             if are_written and rank != 0:
-                raise  # alone, perhaps, and rank 0 writes the checkpoint that this rank's companion is a part of
-            if _version_at(path) == replaced:  # else the checkpoint has got its name, before a Ctrl-C came
-                self._remove_companions(io, path, lambda other: other == identity, rank)
+                raise  # rank 0 may still write the checkpoint of this sidecar
+            if _version_at(path) == replaced:  # otherwise the checkpoint was complete before a Ctrl-C
+                self._remove_sidecars(io, path, lambda other: other == identity, rank)
             raise
         self._written[path] = identity
         self._paths.pop(str(filepath), None)
@@ -190,82 +189,78 @@ class Checkpoints:
         path: str,
         storage_options: Any | None,
     ) -> None:
-        """Write a companion, and return when all ranks have written theirs."""
+        """Write this rank's sidecar and wait for those of all ranks."""
         failure: Exception | None = None
         try:
             io.save_checkpoint(state(), path, storage_options)
             wait_for_saves(io)
         except Exception as error:
             failure = error
-        hint = ". Make room there, or set" if isinstance(failure, OSError) else ". Or set"
+        hint = ". Make room there, or set" if isinstance(failure, OSError) else ". Set"
         what = None if failure is None else f"{type(failure).__name__}: {failure}{hint}"
         failures = topology.world.all_gather_object(what)
         for rank, what in enumerate(failures):
             if what is not None:
                 raise OSError(
-                    f"rank {rank} could not write its part of the checkpoint next to {path} (the checkpoints that were"
-                    f" there are complete): {what} checkpoint_replicas=False."
+                    f"rank {rank} could not write its sidecar next to {path} (existing checkpoints are complete):"
+                    f" {what} checkpoint_replicas=False."
                 ) from failure
 
     def settle(self, topology: Topology, io: CheckpointIO) -> None:
-        """Delete what saves have replaced, once all that was told to be written is written; collective."""
+        """Delete replaced sidecars after all pending writes; collective."""
         if self.with_replicas and self._written:
             wait_for_saves(io)
             topology.world.barrier()
             self._remove_replaced(io, topology.rank)
 
     def _remove_replaced(self, io: CheckpointIO, rank: int, new: str | None = None) -> None:
-        """Delete this rank's companions of what earlier saves have replaced, on a disk that rank 0 does not see.
+        """Delete this rank's replaced sidecars, if rank 0 does not share its disk, except those with identity ``new``.
 
-        Args:
-            io: Has written what it was told to, on all ranks.
-            rank: This one.
-            new: Identity of a checkpoint that is being written.
+        No writes are pending on any rank.
         """
         written, self._written = self._written, {}
         if rank != 0:
             for filepath, own in written.items():
                 kept = (own, new)
-                self._remove_companions(io, filepath, lambda other, kept=kept: other not in kept, rank)  # type: ignore[misc]
+                self._remove_sidecars(io, filepath, lambda other, kept=kept: other not in kept, rank)  # type: ignore[misc]
 
-    def remove_stale_companions(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
-        """Delete the companions of what a checkpoint has replaced; on rank 0, once the checkpoint is written."""
+    def remove_stale_sidecars(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Delete the sidecars of the replaced checkpoint, after the new one is written; on rank 0."""
         own = checkpoint[_KEY].get("identity")
-        # those that lie there now: beside training, the next checkpoint's may come before this one is written
-        replaced = [path for identity, path in self._companions(filepath, rank=0) if identity != own]
+        # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
+        replaced = [path for identity, path in self._sidecars(filepath, rank=0) if identity != own]
         after_saves(io, lambda: _delete(io, replaced))
 
     def remove(self, io: CheckpointIO, filepath: Any, rank: int) -> None:
-        """Delete a checkpoint and its companions, after all that was told to be written is written.
+        """Delete a checkpoint and its sidecars after all pending writes.
 
-        Rank 0 deletes what it sees. What others have written to a disk of their own node, they delete there.
+        Rank 0 deletes all that it sees; other ranks delete theirs if it is on a disk of their node.
         """
         path = self._paths.pop(str(filepath), filepath)
 
         def remove() -> None:
             if rank == 0:
                 io.remove_checkpoint(filepath)
-            self._remove_companions(io, path, lambda _: True, rank)
+            self._remove_sidecars(io, path, lambda _: True, rank)
 
         after_saves(io, remove)
 
-    def _remove_companions(self, io: CheckpointIO, filepath: Any, condemned: Callable[[str], bool], rank: int) -> None:
-        """Delete companions at a checkpoint's place whose identity is condemned: see :meth:`_companions`."""
-        _delete(io, [path for identity, path in self._companions(filepath, rank) if condemned(identity)])
+    def _remove_sidecars(self, io: CheckpointIO, filepath: Any, is_obsolete: Callable[[str], bool], rank: int) -> None:
+        _delete(io, [path for identity, path in self._sidecars(filepath, rank) if is_obsolete(identity)])
 
-    def _companions(self, filepath: Any, rank: int) -> list[tuple[str, str]]:
-        """Identity and path of companions at a checkpoint's place: on rank 0 those of all ranks.
+    def _sidecars(self, filepath: Any, rank: int) -> list[tuple[str, str]]:
+        """Return identities and paths of a checkpoint's sidecars: on rank 0 those of all ranks.
 
-        On others their own, and only where the checkpoint itself is not there, so that rank 0 does not see them.
+        Other ranks return their own, if the checkpoint is not on the same disk, which rank 0 then does not see.
         """
         try:
-            file_system, prefix = url_to_fs(companion_prefix(filepath))
+            file_system, prefix = url_to_fs(sidecar_prefix(filepath))
             if rank != 0 and file_system.exists(url_to_fs(str(filepath))[1]):
                 return []
             folder = os.path.dirname(prefix)
             file_system.invalidate_cache(folder)
-            beside = file_system.ls(folder, detail=False)
-        except (FileNotFoundError, ImportError, ValueError):  # nothing there, or no file system at all
+            siblings = file_system.ls(folder, detail=False)
+        except (FileNotFoundError, ImportError, ValueError):  # no folder, or no file system
             return []
         own = prefix if rank == 0 else f"{prefix}{rank:04d}."
         return [
@@ -273,7 +268,7 @@ class Checkpoints:
                 path.removesuffix(".part").rpartition(".")[2],
                 file_system.unstrip_protocol(path) if "://" in str(filepath) else path,
             )
-            for path in beside
+            for path in siblings
             if path.startswith(own)
         ]
 
@@ -286,64 +281,62 @@ class Checkpoints:
         topology: Topology | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Remember what was read, until there are schemes to restore; ``batches``, and what callbacks get, now.
+        """Keep a loaded checkpoint until :meth:`restore`; restore ``batches`` and entries of callbacks now.
 
         Args:
-            checkpoint: As it was read; gets this rank's own entries where they were kept.
+            checkpoint: Gets this rank's own entries of its sidecar.
             filepath: Of the checkpoint.
-            batches: Restored.
-            io: Reads the companion.
-            topology: The nodes. Without them, or ``io``, there is no companion.
+            batches: Are restored.
+            io: Reads the sidecar.
+            topology: The nodes. Without them or ``io``, no sidecar is read.
             weights_only: With which the checkpoint was read.
 
         Raises:
-            ValueError: If the checkpoint holds state of another format, or the companion does not belong to it.
+            ValueError: If the checkpoint has another format, or the sidecar does not belong to it.
         """
-        if _KEY in checkpoint:  # Lightning's own strategies have written others
+        if _KEY in checkpoint:  # not in checkpoints of Lightning's strategies
             check_format(checkpoint[_KEY].get("format"), filepath, _WEIGHTS_ONLY)
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
-        self._companion = None
+        self._sidecar = None
         if batches is not None:
             batches.load_state_dict(self._loaded.get("batches", {}))
-        # a tuner has looked, and no rank is to know it afterwards
-        has_companions = self.with_replicas or (is_of_tuner(filepath) and self._loaded.get("identity") is not None)
-        if has_companions and io is not None and topology is not None:
-            self._companion = load_companion(io, filepath, self._loaded.get("identity"), topology, weights_only)
-            take_entries(checkpoint, self._companion.pop("entries"))
+        # a tuner restores the state of every rank after its trial
+        has_sidecars = self.with_replicas or (is_of_tuner(filepath) and self._loaded.get("identity") is not None)
+        if has_sidecars and io is not None and topology is not None:
+            self._sidecar = load_sidecar(io, filepath, self._loaded.get("identity"), topology, weights_only)
+            take_entries(checkpoint, self._sidecar.pop("entries"))
 
     @property
     def trained(self) -> list[str] | None:
-        """Names of the parameters that were trained when what was read was saved; None if Lightning wrote it."""
+        """Names of the parameters that were trained at the save; None in a checkpoint of Lightning's strategies."""
         return self._loaded.get("trained")
 
     def restore(self, run: TrainingRun, precision: Precision | None = None) -> None:
-        """Put back what was taken: this rank's own state, or else the schemes' schedules.
+        """Restore this rank's sidecar, or else the schemes' schedules.
 
         Args:
-            run: Gets it.
-            precision: Has got rank 0's state from the checkpoint, and gets this rank's own where that was kept.
+            run: Is restored.
+            precision: Has rank 0's state from the checkpoint, and gets this rank's own from the sidecar.
 
         Raises:
-            ValueError: If what was saved does not fit this run.
+            ValueError: If the checkpoint does not fit this run.
         """
         run.leave_to_ranks(self._loaded.get("per_rank", []))
         run.exclude_without_mean(self._loaded.get("without_mean"))
         with run.training(self.trained):
-            companion, self._companion = self._companion, None
-            if companion is not None:
-                check_companion(companion, run.module, run.schemes, run.replicas.per_rank)
-                restore_companion(
-                    companion, run.module, run.optimizers, run.schemes, run.gradients, run.replicas.per_rank
-                )
-                run.load_loss(companion["loss"])
-                if precision is not None and companion["precision"]:
-                    precision.load_state_dict(companion["precision"])
-                # the epoch's loader draws a seed when it starts: in mid-epoch that has been drawn, at its end not yet
-                if companion["mid_epoch"]:
-                    self._random_state = companion["random"]
+            sidecar, self._sidecar = self._sidecar, None
+            if sidecar is not None:
+                check_sidecar(sidecar, run.module, run.schemes, run.replicas.per_rank)
+                restore_sidecar(sidecar, run.module, run.optimizers, run.schemes, run.gradients, run.replicas.per_rank)
+                run.load_loss(sidecar["loss"])
+                if precision is not None and sidecar["precision"]:
+                    precision.load_state_dict(sidecar["precision"])
+                # the epoch's loader takes a seed when it starts: before a state of mid-epoch, after a state of its end
+                if sidecar["mid_epoch"]:
+                    self._random_state = sidecar["random"]
                 else:
-                    set_random_state(companion["random"])
+                    set_random_state(sidecar["random"])
             elif self._loaded:
                 run.load_schedules(self._loaded["schemes"])
                 run.load_loss(self._loaded["loss"])
@@ -351,12 +344,12 @@ class Checkpoints:
         run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:
-        """See that all ranks have resumed from the same checkpoint, or none; collective.
+        """Check that all ranks resumed from the same checkpoint, or none; collective.
 
-        Each looks for itself which one is ``"last"``, and a shared folder may show one rank what it hides from another.
+        Each rank searches ``"last"`` by itself, and a shared folder may be visible to one before another.
 
         Raises:
-            ValueError: If they have not.
+            ValueError: If they did not.
         """
         resumed, self._resumed_from = self._resumed_from, None
         everyone = topology.world.all_gather_object(resumed)
@@ -364,28 +357,28 @@ class Checkpoints:
             if other != everyone[0]:
                 said = ["from none" if one is None else f"from one of step {one[0]}" for one in (everyone[0], other)]
                 raise ValueError(
-                    f"rank 0 resumed {said[0]}, but rank {rank} {said[1]}: they have not found the same checkpoint."
+                    f"rank 0 resumed {said[0]}, but rank {rank} {said[1]}: they found different checkpoints."
                     " Give fit(ckpt_path=...) the path of a checkpoint in a folder that all nodes share."
                 )
 
     @property
     def has_random_state(self) -> bool:
-        """Whether there are random streams that were saved in mid-epoch, and are not put back yet."""
+        """Whether random states that were saved in mid-epoch are not restored yet."""
         return self._random_state is not None
 
     def restore_random_state(self) -> None:
-        """Put them back, once that epoch's loader and sampler have drawn their seeds, and before a batch is loaded."""
+        """Restore random states, after the epoch's loader and sampler took seeds, and before a batch is loaded."""
         assert self._random_state is not None
         set_random_state(self._random_state)
         self.forget_random_state()
 
     def forget_random_state(self) -> None:
-        """The run is over, perhaps before it has trained."""
+        """Drop random states that were not restored."""
         self._random_state = None
 
 
 def _version_at(filepath: Any) -> str | None:
-    """Equal as long as the same file lies at a checkpoint's place; None if there is none, or no file system."""
+    """Return a value that changes with the file at a path; None if there is no file, or no file system."""
     try:
         file_system, path = url_to_fs(str(filepath))
         file_system.invalidate_cache(os.path.dirname(path))
@@ -394,7 +387,7 @@ def _version_at(filepath: Any) -> str | None:
         return None
 
 
-def _delete(io: CheckpointIO, companions: Iterable[str]) -> None:
-    for path in companions:
-        with suppress(FileNotFoundError):  # where a folder is shared, rank 0 may have been faster
+def _delete(io: CheckpointIO, sidecars: Iterable[str]) -> None:
+    for path in sidecars:
+        with suppress(FileNotFoundError):  # rank 0 may have deleted it in a shared folder
             io.remove_checkpoint(path)

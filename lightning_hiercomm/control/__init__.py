@@ -1,1 +1,1 @@
-"""A control plane beside the collectives: who is there, who failed, who should stop."""
+"""A control plane in parallel with the collectives: membership, failures, hangs and common stops."""

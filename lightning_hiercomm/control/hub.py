@@ -1,11 +1,11 @@
-"""The middle of the control plane's star, as a program: ``python hub.py`` with its settings on standard input.
+"""The control plane's hub, as a program: ``python hub.py`` with its settings on standard input.
 
-A process of its own, because it must outlive the ranks: where a launcher kills all of them as soon as one dies (MPICH's
-``mpiexec`` does, and names an innocent one), it is the only one left to say which. It imports nothing but the standard
-library, so it is there in a few hundredths of a second.
+It is a separate process because it must outlive the ranks: some launchers kill all ranks as soon as one dies (MPICH's
+``mpiexec`` does, and names another one), and then only the hub can report which rank died first. It imports only the
+standard library, so that it starts in a few hundredths of a second.
 
-Anybody can connect to a port. Until a connection has shown that it knows the token it is a stranger: it gets a few
-kilobytes, a few seconds and one of a few dozen places, and nothing that it sends does more than end itself.
+Anybody can connect to a port. Until a connection has proved that it knows the token, it is a stranger, with limits on
+its memory, its time and the number of such connections.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, Literal
 Message = dict[str, Any]
 
 MAX_MESSAGE = 16 * 1024  # bytes
-MAX_STRANGERS = 64  # and as many as there are ranks that have not come yet
+MAX_STRANGERS = 64  # plus one per rank that has not connected yet
 STRANGER_BYTES = 4 * 1024
 STRANGER_SECONDS = 5.0
 UNREACHABLE_SECONDS = 30
@@ -51,25 +51,25 @@ _PURPOSES: dict[Purpose, tuple[str, str]] = {
     "epoch": ("ended an epoch", _EQUAL_BATCHES),
     "average": ("asked for the averaged model", "All ranks must do that after equally many steps"),
 }
-"""Why ranks wait at a barrier: what a rank did, and what is to be done if others did not."""
+"""Why ranks wait at a barrier: what a rank did, and the remedy if others did not."""
 
 
 def seconds_between_beats(size: int, hang_timeout: float) -> float:
-    """How often each of ``size`` ranks says that it lives: the more there are, the more seldom."""
+    """Return the interval between reports of each rank, which grows with the number of ranks."""
     return min(max(1.0, size / BEATS_PER_SECOND), hang_timeout / 10)
 
 
 def proof(token: str, nonce: str, rank: int) -> str:
-    """What shows that ``rank`` knows the token, without saying it."""
+    """Return an HMAC that proves that ``rank`` knows the token."""
     return hmac.new(token.encode(), f"{nonce} {rank}".encode(), hashlib.sha256).hexdigest()
 
 
 class Channel:
-    """Messages over a connection: one JSON object a line.
+    """Sends and receives messages, each a JSON object on one line.
 
     Args:
         connection: A connected socket.
-        limit: How many bytes may be kept of a message whose end has not arrived.
+        limit: The maximal number of bytes of an incomplete message.
     """
 
     def __init__(self, connection: socket.socket, limit: int = MAX_MESSAGE) -> None:
@@ -78,33 +78,33 @@ class Channel:
         self._rest = b""
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the socket's file descriptor, for selectors."""
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
         """Write one message.
 
         Raises:
-            OSError: If the connection is gone, or the peer has let very much pile up.
+            OSError: If the connection is closed, or the peer does not read.
         """
         try:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:  # perhaps after half of it: nobody could read on
+        except OSError:  # half of the message may have been sent
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             raise
 
     def send_urgently(self) -> None:
-        """Have the peer's kernel tell the peer, who does not listen, that it is to end."""
+        """Send urgent data, which ends a peer that does not read."""
         with contextlib.suppress(OSError):
             self._connection.send(b"!", socket.MSG_OOB)
 
     def receive(self) -> list[Message]:
-        """What has arrived; none if the end of a message is still missing.
+        """Return the complete messages that have arrived.
 
         Raises:
-            OSError: If the connection is gone.
-            ValueError: If what has arrived is no message, or is too long for one.
+            OSError: If the connection is closed.
+            ValueError: If the data is no message, or is too long.
         """
         data = self._connection.recv(4096)
         if not data:
@@ -125,11 +125,11 @@ class Channel:
         self._connection.close()
 
 
-# (Dataclasses would take a third of the processor time that this program takes to start.)
+# No dataclasses: importing them would take a third of this program's time to start.
 
 
 class Stranger:
-    """A connection that has not shown yet who it is."""
+    """A connection that has not authenticated yet."""
 
     def __init__(self, nonce: str, deadline: float) -> None:
         self.nonce = nonce
@@ -137,7 +137,7 @@ class Stranger:
 
 
 class Member:
-    """A rank, and what it said of itself last."""
+    """A connected rank, with its last report."""
 
     def __init__(self, rank: int, place: str, heard_at: float) -> None:
         self.rank = rank
@@ -148,22 +148,22 @@ class Member:
         self.stuck: tuple[str, float] = ("", 0.0)
         self.batches = 0  # begun
         self.ended: tuple[int, int] = (0, 0)  # epochs, the last one after so many batches
-        self.wait: Message | None = None  # of its main thread, for other ranks: see waiting.Wait
+        self.wait: Message | None = None  # of its main thread for other ranks, as in waiting.Wait
         self.line = ""  # of the user's code that its main thread runs
-        self.arrival: Message | None = None  # at the last barrier that it came to
-        self.barriers = 0  # that it came to
+        self.arrival: Message | None = None  # at its last barrier
+        self.barriers = 0  # the number of barriers at which it has arrived
 
 
 class Hub:
-    """Passes messages on between the members, and tells them who died.
+    """Forwards messages between ranks, and reports failures.
 
     Args:
         listener: A listening socket.
-        size: The number of ranks that will join.
-        token: What a connection must know to be taken for a rank.
-        hang_timeout: Seconds of silence after which a rank is taken for frozen; None: it may be silent for ever.
-        gone: Ranks that have taken their leave from a hub before this one.
-        patience: Seconds after which ranks that do not come (back) are taken for dead; None: they may come at any time.
+        size: The number of ranks that will connect.
+        token: The secret by which ranks authenticate.
+        hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
+        gone: Ranks that have ended their run before this hub started.
+        patience: Seconds after which ranks that do not connect count as dead; None: they may connect at any time.
     """
 
     def __init__(
@@ -175,32 +175,32 @@ class Hub:
         gone: Sequence[int] = (),
         patience: float | None = None,
     ) -> None:
-        listener.setblocking(False)  # who knocked may be gone when we open
+        listener.setblocking(False)  # a connection may be closed before it is accepted
         self._listener = listener
         self._size = size
         self._token = token
         self._strangers: dict[Channel, Stranger] = {}  # the oldest first
         self._members: dict[Channel, Member] = {}
         self._joined: dict[int, Channel] = {}
-        self._missing = {*range(size)} - {*gone}  # who has not joined yet
+        self._missing = {*range(size)} - {*gone}  # ranks that have not connected yet
         self._hang_timeout = hang_timeout
         self._give_up_at = time.monotonic() + patience if patience is not None else math.inf
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._moved_at = time.monotonic()
         self._all_silent = False
         self._progress: dict[int, int] = {}
-        self._standstill_told = False
+        self._standstill_reported = False
         self._released = 0  # the number of the last barrier that all ranks have passed
         self._arrived: set[int] = set()  # ranks that wait at a later one
         self._left = {rank: f"rank {rank}" for rank in gone}  # ranks that have ended their run, and their names
-        self._holds: dict[int, dict[int, int]] = {}  # by round: of requeues, which count from 1, or 0, the stop
+        self._holds: dict[int, dict[int, int]] = {}  # by round: 0 is the stop, others are requeues
         self._proposals: dict[int, Message] = {}
         self._failure: Message | None = None
         self._ends_at = math.inf
         self._selector = selectors.DefaultSelector()
 
     def serve(self, parent: int) -> None:
-        """Work until rank 0 leaves, or everybody has gone.
+        """Run until rank 0 leaves, or all connections are closed.
 
         Args:
             parent: A file descriptor that rank 0's process holds open.
@@ -209,7 +209,7 @@ class Hub:
         self._selector.register(parent, selectors.EVENT_READ)
         parent_lives = True
         pause = min(1.0, (self._hang_timeout or 10.0) / 10)
-        looks_at = 0.0  # not after each word of somebody: a look goes over everybody
+        checks_at = 0.0  # not after each message, because a check goes over all ranks
         while time.monotonic() < self._ends_at and (parent_lives or self._members):
             for key, _ in self._selector.select(timeout=pause):
                 if key.fd == parent:
@@ -220,19 +220,19 @@ class Hub:
                         if not self._accept():
                             break
                 elif isinstance(key.fileobj, Channel):
-                    self._hear(key.fileobj)
-            if time.monotonic() >= looks_at:
-                self._look_around(time.monotonic())
-                looks_at = time.monotonic() + pause / 2
-        self._tell_all({"kind": "closed"})
+                    self._receive(key.fileobj)
+            if time.monotonic() >= checks_at:
+                self._check_all(time.monotonic())
+                checks_at = time.monotonic() + pause / 2
+        self._send_to_all({"kind": "closed"})
 
     def _accept(self) -> bool:
-        """Let somebody in who knocks; whether there may be more."""
+        """Accept a connection; return whether there may be more."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return False
-        except OSError:  # most likely there are no file descriptors left
+        except OSError:  # most likely too many open files
             if self._strangers:
                 self._drop_oldest_stranger()
             else:
@@ -240,18 +240,18 @@ class Hub:
             return False
         if len(self._strangers) >= MAX_STRANGERS + len(self._missing):
             self._drop_oldest_stranger()
-        connection.setblocking(False)  # nobody makes the hub wait
+        connection.setblocking(False)  # no peer may block the hub
         probe_peer(connection)
         channel = Channel(connection, limit=STRANGER_BYTES)
         stranger = Stranger(secrets.token_hex(16), time.monotonic() + STRANGER_SECONDS)
         self._strangers[channel] = stranger
         self._selector.register(channel, selectors.EVENT_READ)
-        self._tell(channel, {"kind": "challenge", "nonce": stranger.nonce})
+        self._send(channel, {"kind": "challenge", "nonce": stranger.nonce})
         return True
 
-    def _hear(self, channel: Channel) -> None:
+    def _receive(self, channel: Channel) -> None:
         if channel not in self._members and channel not in self._strangers:
-            return  # dropped since it had something to say
+            return  # dropped meanwhile
         try:
             messages = channel.receive()
         except (OSError, ValueError):
@@ -269,7 +269,7 @@ class Hub:
                     self._drop(channel)
 
     def _admit(self, channel: Channel, hello: Message) -> None:
-        """Make a stranger a member, if its first message shows that it is a rank."""
+        """Make a stranger a member, if its first message proves that it is a rank."""
         kind, rank, place, shown = (hello.get(name) for name in ("kind", "rank", "place", "proof"))
         stranger = self._strangers[channel]
         if (
@@ -285,11 +285,11 @@ class Hub:
             self._joined[rank] = channel
             self._missing.discard(rank)
             channel.limit = MAX_MESSAGE
-            self._tell(channel, {"kind": "welcome"})
+            self._send(channel, {"kind": "welcome"})
             if self._failure is not None:
-                self._tell(channel, self._failure)
+                self._send(channel, self._failure)
             for proposal in self._proposals.values():
-                self._tell(channel, proposal)
+                self._send(channel, proposal)
         else:
             self._drop(channel)
 
@@ -301,8 +301,8 @@ class Hub:
             self._left[rank] = member.place
             del self._members[channel], self._joined[rank]
             self._drop(channel)
-            if 0 in self._joined:  # which would tell a new hub; all others need not know
-                self._tell(self._joined[0], {"kind": "left", "rank": rank})
+            if 0 in self._joined:  # rank 0 would start a new hub with this information
+                self._send(self._joined[0], {"kind": "left", "rank": rank})
             if rank == 0:
                 self._ends_at = 0.0
         elif message["kind"] == "beat":
@@ -325,12 +325,12 @@ class Hub:
             holds = self._holds.setdefault(requeue, {})
             holds[rank] = message["at"]
             if len(holds) == self._size:
-                self._tell_all({"kind": "stop_at", "at": max(holds.values()), **_round(requeue)})
+                self._send_to_all({"kind": "stop_at", "at": max(holds.values()), **_round(requeue)})
                 if requeue:  # they train on from there
                     self._proposals.pop(requeue, None)
 
     def _release(self) -> None:
-        """Let the ranks pass the barrier to which all of them have come."""
+        """Release a barrier at which all ranks have arrived."""
         if self._missing or self._left or len(self._arrived) < len(self._members):
             return
         number = min(member.barriers for member in self._members.values())
@@ -341,13 +341,13 @@ class Hub:
             return
         self._released = number
         self._arrived = {member.rank for member in self._members.values() if member.barriers > number}
-        self._tell_all({"kind": "release", "number": number})
+        self._send_to_all({"kind": "release", "number": number})
 
     def _propose(self, requeue: int) -> None:
-        """Once for the stop, and for every round of requeues."""
+        """Propose a stop, or a round of requeues, once."""
         if requeue not in self._proposals and len(self._holds.get(requeue, {})) < self._size:
             self._proposals[requeue] = {"kind": "propose", **_round(requeue)}
-            self._tell_all(self._proposals[requeue])
+            self._send_to_all(self._proposals[requeue])
 
     def _drop_oldest_stranger(self) -> None:
         self._drop(next(iter(self._strangers)))
@@ -361,51 +361,51 @@ class Hub:
             return
         del self._joined[member.rank]
         message = f"{member.place} died"
-        if self._missing:  # a launcher that ends everybody because of them is quicker than their absence
+        if self._missing:  # a launcher may have ended all ranks because of these
             message += f" while {names_of_ranks(self._missing)} had not come yet"
         self._fail_of_itself(message)
 
     def _fail(self, failure: Message) -> None:
-        """Tell everybody of the first failure; those that follow, one of each rank perhaps, follow from it."""
+        """Report the first failure to all ranks; later ones are its consequences."""
         if self._failure is None:
             self._failure = failure
-            self._ends_at = time.monotonic() + AFTERMATH_SECONDS  # not with the last of them, which may be frozen
-            self._tell_all(failure)
+            self._ends_at = time.monotonic() + AFTERMATH_SECONDS  # the last rank may be frozen and never leave
+            self._send_to_all(failure)
 
     def _fail_of_itself(self, message: str, **more: object) -> None:
-        """A failure that no rank has reported; nor will one, perhaps, because a launcher ends them all at once."""
+        """Print and report a failure that no rank has reported."""
         if self._failure is None:
             print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
         self._fail({"kind": "failed", "message": message, **more})
 
-    # ---- who is silent, and who does not move --------------------------------------------------------------------
+    # ---- silent ranks, and ranks that make no progress -----------------------------------------------------------
 
-    def _look_around(self, now: float) -> None:
-        if now - self._looked_at > 5.0:  # the hub was stopped, perhaps with all others: that is no silence of theirs
-            self._begin_to_listen(now)
-        self._looked_at = now
+    def _check_all(self, now: float) -> None:
+        if now - self._checked_at > 5.0:  # the hub was stopped, perhaps together with all ranks
+            self._reset_silence(now)
+        self._checked_at = now
         for channel in [channel for channel, stranger in self._strangers.items() if stranger.deadline < now]:
             self._drop(channel)
         if self._failure is None and self._missing and now > self._give_up_at:
             self._fail_of_itself(f"{names_of_ranks(self._missing)} did not come back")
         if self._failure is None:
-            self._look_for_broken_barrier()
+            self._check_for_broken_barrier()
         if self._failure is None and self._hang_timeout is not None:
-            self._look_for_frozen(now, self._hang_timeout)
-            self._look_for_unequal_epochs()
-            self._look_for_deadlock(self._hang_timeout)
-            self._look_for_standstill(now, self._hang_timeout)
+            self._check_for_frozen(now, self._hang_timeout)
+            self._check_for_unequal_epochs()
+            self._check_for_deadlock(self._hang_timeout)
+            self._check_for_standstill(now, self._hang_timeout)
 
-    def _begin_to_listen(self, now: float) -> None:
+    def _reset_silence(self, now: float) -> None:
         for member in self._members.values():
             member.heard_at = now
         self._moved_at = now
 
-    def _look_for_frozen(self, now: float, timeout: float) -> None:
+    def _check_for_frozen(self, now: float, timeout: float) -> None:
         """End the run if ranks are silent, or stuck in the kernel.
 
-        If all are silent the whole job has been stopped, as by Ctrl-Z, and will perhaps be continued: not all of it in
-        the same moment, so what was silence until then is held against none.
+        If all are silent, the whole job was stopped, as by Ctrl-Z. Its processes may continue at different moments, so
+        the silence until then does not count.
         """
         silent = [channel for channel, member in self._members.items() if now - member.heard_at > timeout]
         stuck = [channel for channel, member in self._members.items() if member.stuck[1] > timeout]
@@ -413,7 +413,7 @@ class Hub:
         if self._all_silent or not (silent or stuck):
             return
         if all_were_silent:
-            self._begin_to_listen(now)
+            self._reset_silence(now)
             return
         reports = []
         for channel in dict.fromkeys([*silent, *stuck]):
@@ -425,10 +425,10 @@ class Hub:
         for channel in silent:
             channel.send_urgently()
 
-    def _look_for_unequal_epochs(self) -> None:
-        """End the run if a rank trains on in an epoch that another one has ended: they would wait for each other.
+    def _check_for_unequal_epochs(self) -> None:
+        """End the run if a rank continues an epoch that another one has ended, because they would deadlock.
 
-        A beat reports batches and epochs of one moment, so it does not matter that the other ranks' beats are older.
+        A report contains batches and epochs of the same moment, so reports of different age can be compared.
         """
         ahead = max(self._members.values(), key=lambda member: member.ended, default=None)
         if ahead is None:
@@ -444,8 +444,8 @@ class Hub:
                 )
                 return
 
-    def _look_for_broken_barrier(self) -> None:
-        """End the run if a rank waits at a barrier to which another one cannot come any more."""
+    def _check_for_broken_barrier(self) -> None:
+        """End the run if a rank waits at a barrier at which another one cannot arrive any more."""
         waiting = [m for m in self._members.values() if m.arrival is not None and m.barriers > self._released]
         others = (m for m in self._members.values() if m.barriers <= self._released)
         ahead = max(others, key=lambda other: other.batches, default=None)
@@ -453,7 +453,7 @@ class Hub:
             assert member.arrival is not None
             arrival = member.arrival
             if arrival["purpose"] == "epoch" and self._hang_timeout is not None:
-                continue  # _look_for_unequal_epochs finds these
+                continue  # see _check_for_unequal_epochs
             passed = next((f"{place} has ended its run" for place in self._left.values()), None)
             if ahead is not None and ahead.batches > arrival["batches"]:
                 passed = f"{ahead.place} trains on with batch {ahead.batches} of the run"
@@ -464,10 +464,10 @@ class Hub:
                 self._fail_of_itself(f"{member.place} {what}{arrival['what']} {when}, and {passed}. {remedy}")
                 return
 
-    def _look_for_deadlock(self, timeout: float) -> None:
-        """End the run if all ranks have waited for each other for so long, but not all in the same place.
+    def _check_for_deadlock(self, timeout: float) -> None:
+        """End the run if all ranks have waited for each other for ``timeout`` seconds in different places.
 
-        A long collective in which all ranks wait in the same place is slow, not stuck.
+        A collective in which all ranks wait in the same place is slow, not stuck.
         """
         members = sorted(self._members.values(), key=lambda member: member.rank)
         waits = [member.wait for member in members if member.wait is not None and member.wait["seconds"] >= timeout]
@@ -494,7 +494,9 @@ class Hub:
                 f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not."
                 f" {_SAVE_ON_ALL_RANKS}"
             )
-        if self._left or any(member.arrival is not None and member.arrival["purpose"] == "end" for member in members):
+        ends = [wait["call"].startswith("teardown") for wait in waits]
+        ends += [member.arrival is not None and member.arrival["purpose"] == "end" for member in members]
+        if self._left or any(ends):
             return f"Likely cause: training ended on some ranks only. {_STOP_ON_ALL_RANKS}"
         counts = [wait["collectives"] for wait in waits]
         more = [member.rank for member, count in zip(members, counts, strict=True) if count > min(counts)]
@@ -508,53 +510,50 @@ class Hub:
             " some ranks only, or more often. Call it on all ranks alike"
         )
 
-    def _look_for_standstill(self, now: float, timeout: float) -> None:
-        """Say so if all ranks live, but none gets on: they may wait for each other, or for something very slow."""
+    def _check_for_standstill(self, now: float, timeout: float) -> None:
+        """Report once if all ranks are alive and none makes progress."""
         progress = {member.rank: member.progress for member in self._members.values()}
         if progress != self._progress:
-            self._progress, self._moved_at, self._standstill_told = progress, now, False
+            self._progress, self._moved_at, self._standstill_reported = progress, now, False
             return
-        last_beats = 2 * seconds_between_beats(self._size, timeout)  # which may show that the ranks are deadlocked
+        last_beats = 2 * seconds_between_beats(self._size, timeout)  # these may show a deadlock
         is_short = now - self._moved_at <= timeout + last_beats
         has_begun = all(progress.values()) or any(
             m.wait and m.wait["seconds"] > timeout for m in self._members.values()
         )
-        if self._failure is not None or self._standstill_told or is_short or not has_begun:
+        if self._failure is not None or self._standstill_reported or is_short or not has_begun:
             return
         members = sorted(self._members.values(), key=lambda member: member.rank)
-        if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # nobody is frozen
-            self._standstill_told = True
+        if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # no rank is frozen
+            self._standstill_reported = True
             where = "; ".join(map(_activity, members[:20]))
             text = f"no rank made progress for {timeout:g} s (hang_timeout), and the run goes on: {where}"
             print(f"lightning_hiercomm: {text}", file=sys.stderr, flush=True)
-            self._tell_all({"kind": "dump"})
+            self._send_to_all({"kind": "dump"})
 
-    # ---- talking -------------------------------------------------------------------------------------------------
+    # ---- messages ------------------------------------------------------------------------------------------------
 
-    def _tell_all(self, message: Message) -> None:
+    def _send_to_all(self, message: Message) -> None:
         for channel in self._members:
-            self._tell(channel, message)
+            self._send(channel, message)
 
-    def _tell(self, channel: Channel, message: Message) -> None:
-        with contextlib.suppress(OSError):  # if it is gone, reading from it will say so
+    def _send(self, channel: Channel, message: Message) -> None:
+        with contextlib.suppress(OSError):  # reading from a closed connection drops it
             channel.send(message)
 
 
 def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) -> None:
-    """Have the kernel end a connection whose peer's machine has not been reachable for so long.
-
-    A machine that loses power closes nothing.
-    """
+    """Make the kernel close a connection whose peer has been unreachable for so long, as after a power failure."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 3)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, seconds // 6)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # of what we have sent
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # for unacknowledged data
 
 
 def _difference(arrivals: Sequence[tuple[Member, Message]]) -> str | None:
-    """Describe why ranks that have come to one barrier may not pass it; None if all did the same before.
+    """Return a message if ranks at a barrier have different reasons or numbers of steps; otherwise None.
 
     Args:
         arrivals: The ranks with their arrivals, in any order.
@@ -601,14 +600,14 @@ def in_line(line: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text; the first row is the head."""
+    """Format rows as a table; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def names_of_ranks(ranks: Iterable[int]) -> str:
-    """Such as "ranks 3, 5"."""
+    """Return a text such as "ranks 3, 5"."""
     names = sorted(ranks)
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}"
 
@@ -618,9 +617,9 @@ def _round(requeue: int) -> Message:
 
 
 def main() -> None:
-    """Serve, on the listening socket that is inherited."""
+    """Serve on the inherited listening socket."""
     meant_for_ranks = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-    for number in meant_for_ranks:  # who end, or save, in their own time
+    for number in meant_for_ranks:  # ranks end, or save, by themselves
         signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one handle per rank

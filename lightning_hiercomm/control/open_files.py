@@ -1,4 +1,4 @@
-"""How many files a process may open: each of its connections is one."""
+"""The limit on open files, of which every connection needs one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST_IN_MESH = 64
 
 
 def has_mesh(ranks: int) -> bool:
-    """Whether so many ranks are all connected to each other from the beginning, over gloo.
+    """Return whether gloo connects so many ranks in a full mesh at the start.
 
     What a mesh takes of sockets, of rank 0's store and of everybody's time grows with the square of the ranks. More
     connect when they first have something to say to each other, which most never have.
@@ -18,12 +18,12 @@ def has_mesh(ranks: int) -> bool:
 
 
 def needed_files(ranks: int) -> int:
-    """Of rank 0, which needs most: all come to its store, and in a mesh it is connected to all once more."""
+    """Return the number of open files of rank 0, which needs most, for its store and for a mesh."""
     return _BESIDE + ranks * (2 if has_mesh(ranks) else 1)
 
 
 def raise_limit(files: int) -> None:
-    """Let this process open so many, or as many as the hard limit allows: it is usually given 1,024."""
+    """Raise the limit on open files, usually 1,024, to a number or to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
         return

@@ -1,4 +1,4 @@
-"""A control plane beside the collectives: who failed, and when to stop together."""
+"""A control plane in parallel with the collectives, for failures and common stops."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 4096  # all ranks come at once; the kernel takes net.core.somaxconn for more
+_BACKLOG = 4096  # all ranks connect at once; the kernel limits this to net.core.somaxconn
 _JOIN_SECONDS = 20.0
 _REJOIN_SECONDS = 60.0
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
-_CANNOT_ASK = "it cannot ask the other ranks, for the control plane is lost"
+_CANNOT_ASK = "it cannot reach the other ranks, because the control plane is lost"
 _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
 
 
@@ -41,7 +41,7 @@ class RankFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where rank 0 listens; sent to every rank once, over the collectives."""
+    """The address on which rank 0 listens; sent to every rank once, over the collectives."""
 
     host: str
     port: int
@@ -52,39 +52,38 @@ class Invitation:
 
 
 class ControlPlane:
-    """A TCP star around rank 0 that carries a few bytes, once a second and when something happens.
+    """Connects all ranks to rank 0 by TCP; each sends a few bytes once a second and when something happens.
 
-    Collectives cannot report a failure: whoever waits for a dead peer waits for the backend's timeout, half an hour by
-    default, and schemes that agree rarely would not even ask. Here the kernel closes a dead process's connection at
-    once, and every other rank learns its number. The same star lets all ranks stop at one common batch after a SIGTERM
-    that only some received, without a collective per step; or come to one, save, and train on, when SLURM says that the
-    time is nearly up.
+    Collectives do not report failures: a rank that waits for a dead peer waits for the backend's timeout, by default
+    half an hour. Here the kernel closes the connection of a dead process at once, and every other rank receives its
+    number. After a SIGTERM that only some ranks received, the control plane lets all ranks stop at the same batch
+    without a collective per step. Before a SLURM time limit it lets them save at the same batch and continue.
 
-    A rank that learns of a failure raises at its next batch. If it is stuck in a collective it is ended after
-    ``grace`` seconds.
+    A rank that receives a failure raises at its next batch. If it is stuck in a collective, it is ended after ``grace``
+    seconds.
 
-    Every rank says from a thread of its own what it is doing. One that is silent for ``hang_timeout`` seconds is
-    frozen: stopped, on a machine that is lost, or in a loop that holds the interpreter's lock; or its main thread is
-    stuck in the kernel, as in a hung file system. Then all ranks dump their stacks and the run ends. The run also ends,
-    with a table of the ranks, if all of them have waited for each other for ``hang_timeout`` seconds in different
-    places. A rank that is busy is left alone; if no rank makes progress for as long, all dump their stacks.
+    Every rank reports its activity from a separate thread. If a rank sends nothing for ``hang_timeout`` seconds, it is
+    frozen: stopped, on a lost machine, or in a loop that holds the interpreter's lock. The same holds if its main
+    thread is stuck in the kernel, as in a hung file system. Then all ranks dump their stacks and the run ends. The run
+    also ends, with a table of the ranks, if all of them have waited for each other for ``hang_timeout`` seconds in
+    different places. If no rank makes progress for as long but one is busy, all dump their stacks and continue.
 
-    The middle of the star, the hub, is a process beside rank 0 that works on a socket of rank 0's. If it is lost, rank
-    0 starts another one and all ranks come back to it; they know that rank 0 lives because its socket still takes
-    connections. Ranks that find nobody there for a minute go on without a control plane.
+    The hub is a separate process on rank 0's machine that uses a socket of rank 0. If it is lost, rank 0 starts another
+    one, and all ranks connect to it. They know that rank 0 is alive because its socket still accepts connections. Ranks
+    that find no hub for a minute continue without a control plane.
 
     Args:
         rank: This rank.
         size: Number of ranks.
-        place: How to name this rank to people, such as ``"rank 3 (node 1)"``.
-        grace: Seconds from learning of a failure until this process is ended, unless it ended by itself.
-        hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
+        place: The name of this rank in messages, such as ``"rank 3 (node 1)"``.
+        grace: Seconds from receiving a failure until this process is ended, unless it ended by itself.
+        hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
         main_thread: Watches the main thread of this process. Default: by its Python stack alone.
         timeout: The longest wait of :meth:`barrier`, in seconds. Default: no limit.
 
     Attributes:
-        processes: The identities of those ranks' processes that share this rank's machine, as far as they are known:
-            it kills one that is frozen. They do not come from the hub, which could name any process.
+        processes: The known identities of the processes of ranks on this rank's machine, to kill one that is frozen.
+            They do not come from the hub, which could name any process.
     """
 
     def __init__(
@@ -137,11 +136,11 @@ class ControlPlane:
     # ---- joining -------------------------------------------------------------------------------------------------
 
     def invite(self, host: str, port: int = 0) -> Invitation:
-        """Start the middle of the star (rank 0 only).
+        """Start the hub (rank 0 only).
 
         Args:
             host: The address of rank 0 that every rank uses.
-            port: Where to listen; 0 for any free port.
+            port: The port on which to listen; 0 for any free port.
 
         Raises:
             OSError: If that port is taken.
@@ -152,7 +151,7 @@ class ControlPlane:
         return invitation
 
     def _start_hub(self, listener: socket.socket, token: str, patience: float | None = None) -> None:
-        # in a session of its own: what a launcher or a terminal sends to rank 0 and its children is not for it
+        # in a separate session, because signals for rank 0 and its children must not end it
         command = [sys.executable, "-I", "-S", hub.__file__]
         handle = listener.fileno()
         self._hub = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[handle], start_new_session=True)
@@ -166,7 +165,7 @@ class ControlPlane:
         """Connect to the hub.
 
         Raises:
-            OSError: If it cannot be reached.
+            OSError: If the hub cannot be reached.
         """
         self._waker = socket.socketpair()
         self._waker[1].setblocking(False)
@@ -176,7 +175,7 @@ class ControlPlane:
                 link = self._greet(self._call(invitation, deadline - time.monotonic()), invitation)
                 break
             except (ConnectionResetError, BrokenPipeError):
-                # in a crowd of strangers the hub sends the oldest away, which may have been us
+                # the hub drops the oldest of too many unknown connections, which may have been this one
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -187,7 +186,7 @@ class ControlPlane:
 
     def _call(self, invitation: Invitation, timeout: float) -> socket.socket:
         address = (invitation.host, invitation.port)
-        if self._listener is not None:  # rank 0 may have to call its own address differently
+        if self._listener is not None:  # rank 0 may not reach its own public address
             host, port = self._listener.getsockname()[:2]
             address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         where = _named(address[0]), address[1]
@@ -196,7 +195,7 @@ class ControlPlane:
         return connection
 
     def _greet(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
-        """Be made a member; the channel, and what the hub said after its welcome."""
+        """Authenticate; return the channel and the messages after the hub's welcome."""
         channel = hub.Channel(connection)
         messages: list[hub.Message] = []
 
@@ -215,7 +214,7 @@ class ControlPlane:
             expect("welcome")
         except ValueError as error:
             channel.close()
-            raise OSError("what answers there is not the control plane's hub") from error
+            raise OSError("the server at this address is not the control plane's hub") from error
         except OSError:
             channel.close()
             raise
@@ -231,29 +230,29 @@ class ControlPlane:
 
     @property
     def stops_together(self) -> bool:
-        """Whether all ranks come to the batch at which :meth:`should_stop` said so."""
+        """Whether all ranks stop at the batch at which :meth:`should_stop` returns True."""
         return self._stop_at is not None
 
-    # ---- what happened -------------------------------------------------------------------------------------------
+    # ---- reports -------------------------------------------------------------------------------------------------
 
     def note_progress(self, doing: str) -> None:
-        """Remember what this rank does now, for others who ask; to do something else is to get on."""
+        """Store what this rank does now; every call counts as progress."""
         self.doing = doing
         self._progress += 1
 
     def note_epoch_end(self) -> None:
-        """This rank has taken all batches of an epoch; others that go on with it could wait for it for ever."""
+        """Report that this rank has taken all batches of an epoch."""
         with self._changed:
             self._ended = self._ended[0] + 1, self._batch
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell all ranks that this one raised."""
+        """Report to all ranks that this one raised."""
         if self.failure is None and self.is_connected:
             message = self.description(error)
             self._say({"kind": "failed", "message": message[:2000]})
 
     def description(self, error: BaseException) -> str:
-        """What people read of an error that this rank raised."""
+        """Return the message about an error that this rank raised."""
         if isinstance(error, KeyboardInterrupt):
             return f"{self.place} was interrupted"
         ended = ""
@@ -262,13 +261,13 @@ class ControlPlane:
         return f"{self.place} failed{ended}: {type(error).__name__}: {error}"
 
     def wait_for_failure(self, timeout: float) -> str | None:
-        """The first failure anywhere, waiting for the news for up to ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
         if self.is_connected:
             self._failed.wait(timeout)
         return self.failure
 
     def check(self) -> None:
-        """Look for news.
+        """Raise the failure of another rank.
 
         Raises:
             RankFailure: If another rank failed.
@@ -277,35 +276,35 @@ class ControlPlane:
             raise RankFailure(self.failure)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop at one common batch. Safe in a signal handler."""
+        """Request that all ranks stop at the same batch. Safe in a signal handler."""
         self.stop_requested = True
         self._say({"kind": "stop"})
 
     def request_requeue(self) -> None:
-        """Ask all ranks to come to one common batch, to save there and be queued again. Safe in a signal handler."""
-        with self._changed:  # may be entered again by the thread that holds it
+        """Request that all ranks save at the same batch and are queued again. Safe in a signal handler."""
+        with self._changed:  # a reentrant lock
             if self._is_lost:
                 log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
             self._asked_to_requeue += 1
-            if self._asked_to_requeue > self._requeues:  # or another rank, which was asked as well, has said so
+            if self._asked_to_requeue > self._requeues:  # otherwise another rank has requested it already
                 self._say({"kind": "requeue", "round": self._requeues + 1})
 
     def go_on(self) -> None:
-        """Train on from the batch to which all ranks came, because they were to be queued again."""
+        """Continue training after all ranks have saved to be queued again."""
         with self._changed:
             if self._stop_at is None:
                 log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
             self._hold_at = self._stop_at = None
             self.requeue_requested = False
-            # a new hub is not to ask for it once more; where this rank came from it hears, for others may still ask
+            # a new hub must not repeat the request, but still receives where this rank stopped
             self._said.pop(("requeue", True), None)
             if self._stops_next:
                 self._hold(0)
 
     def should_stop(self) -> bool:
-        """Call before every batch: whether this rank stops here, together with all others if :attr:`stops_together`.
+        """Return whether this rank stops before this batch, together with all others if :attr:`stops_together`.
 
-        If :attr:`requeue_requested`, it only comes here to save, and then is to :meth:`go_on`.
+        If :attr:`requeue_requested`, the rank only saves here and then calls :meth:`go_on`.
 
         Raises:
             RankFailure: If another rank failed.
@@ -315,8 +314,8 @@ class ControlPlane:
             self._batch += 1
             if self._hold_at is None or self._batch < self._hold_at:
                 return self._is_lost and self.stop_requested
-            # a rank asked to stop: wait, a round trip long, until it is known where. One that goes on alone in the end
-            # may stop where it is; it may not train on while others wait for it in a save
+            # wait a round trip for the common batch. A rank without an answer may stop here, but must not train on
+            # while others wait for it in a save
             self._changed.wait_for(
                 lambda: self._stop_at is not None or self.failure is not None or self._is_lost,
                 timeout=None if self.requeue_requested else 30.0,
@@ -327,17 +326,17 @@ class ControlPlane:
     def barrier(self, purpose: hub.Purpose = "average", what: str = "", steps: Sequence[int] = ()) -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
-        A collective that only some ranks call is matched with the next one of the others, whatever that is: gloo mixes
-        their values, or ends the process if their sizes differ. Here such a rank waits, and the run ends with its name.
+        gloo matches a collective that only some ranks call with the next one of the others: it mixes their values, or
+        ends the process if the sizes differ. At this barrier such a rank waits, and the run ends with its name.
 
         Args:
-            purpose: Why the ranks wait. The run ends if they do not all have the same purpose.
-            what: More about it, for the message of that error; it must be the same on all ranks, too.
-            steps: How often each optimizer has stepped, the same on all ranks.
+            purpose: Why the ranks wait. The run ends if it differs between ranks.
+            what: Details, for the message of that error. The run also ends if they differ between ranks.
+            steps: How often each optimizer has stepped; must be the same on all ranks.
 
         Raises:
-            RankFailure: If another rank failed, has gone on without coming here, has taken other numbers of steps, or
-                does not come within the timeout.
+            RankFailure: If another rank failed, continued without this barrier, has taken another number of steps, or
+                does not arrive within the timeout.
         """
         if not self.is_connected:
             return
@@ -361,7 +360,7 @@ class ControlPlane:
                 raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{where} for it")
 
     def close(self) -> None:
-        """Leave; the others do not take it for a failure."""
+        """Disconnect; this does not count as a failure."""
         if self._thread is not None:
             self._closing.set()
             self._say({"kind": "bye"})
@@ -386,11 +385,11 @@ class ControlPlane:
     def _say(self, message: hub.Message) -> None:
         self._outbox.put(message)
         if self._waker is not None:
-            with contextlib.suppress(OSError):  # so many have woken it that it will come anyway
+            with contextlib.suppress(OSError):  # the thread will wake up anyway
                 self._waker[1].send(b".")
 
     def forget(self) -> None:
-        """Close what a forked child has inherited: the rank is dead when it is, not when its children are."""
+        """Close connections that a forked child has inherited, because they would hide the death of this rank."""
         inherited = [self._channel, self._listener, self._hub and self._hub.stdin, *(self._waker or ())]
         for connection in inherited:
             if connection is not None:
@@ -413,7 +412,7 @@ class ControlPlane:
             link = self._return_to_hub(invitation)
 
     def _exchange(self, channel: hub.Channel, messages: list[hub.Message]) -> None:
-        """Pass messages on, until one of both sides takes its leave."""
+        """Exchange messages until this rank or the hub leaves."""
         for message in list(self._said.values()):
             channel.send(message)
         stuck = process.Stuck()
@@ -453,8 +452,8 @@ class ControlPlane:
                 messages = channel.receive() if channel in ready else []
 
     def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
-        """A new link when the old one broke; None if rank 0 died, or starts no hub."""
-        log.warning("%s lost the control plane's hub, a process beside rank 0, and looks for a new one", self.place)
+        """Return a new connection after the old one broke; None if rank 0 died, or starts no hub."""
+        log.warning("%s lost the connection to the control plane's hub and looks for a new one", self.place)
         if self._hub is not None and self._listener is not None:
             self._hub.kill()
             self._hub.wait()
@@ -463,7 +462,7 @@ class ControlPlane:
         while not self._closing.is_set() and time.monotonic() < deadline:
             try:
                 connection = self._call(invitation, timeout=2.0)
-            except OSError:  # rank 0's socket takes connections as long as it lives
+            except OSError:  # rank 0's socket accepts connections as long as rank 0 is alive
                 self._learn_failure("rank 0 died, and the control plane's hub with it")
                 return None
             with contextlib.suppress(OSError):
@@ -475,7 +474,8 @@ class ControlPlane:
             self._is_lost = True
             self._changed.notify_all()
         log.warning(
-            "%s goes on without the control plane: nobody will say which rank died, and after a SIGTERM it stops alone",
+            "%s continues without the control plane: failures of other ranks are not reported, and after a SIGTERM it"
+            " stops alone",
             self.place,
         )
         return None
@@ -509,11 +509,11 @@ class ControlPlane:
 
     @property
     def _round(self) -> int:
-        """For which requeue this rank is on its way, counted from 1; 0: to stop."""
+        """The number of the requeue that this rank prepares, from 1; 0: a stop."""
         return self._requeues if self.requeue_requested else 0
 
     def _hold(self, requeue: int) -> None:
-        """Wait at the next batch until it is known to which one all ranks come."""
+        """Wait at the next batch for the number of the common batch."""
         if requeue:
             self.requeue_requested, self._requeues = True, requeue
         else:
@@ -538,7 +538,7 @@ class ControlPlane:
             end.start()
 
     def _end_frozen(self, ranks: Sequence[int]) -> None:
-        """Kill frozen ranks of this machine, when they have had the time to dump their stacks."""
+        """Kill frozen ranks of this machine, after they have had time to dump their stacks."""
 
         def end() -> None:
             time.sleep(self.grace / 2)
@@ -566,16 +566,16 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _named(host: str) -> str | bytes:
-    """The same for Python's sockets, which for a ``str`` import what knows all alphabets, on every rank."""
+    """Return a host name as bytes, because for a ``str`` Python's sockets import the IDNA tables on every rank."""
     return host.encode() if host.isascii() else host
 
 
 def _listen_on(host: str, port: int) -> socket.socket:
-    """Listen on the address that the ranks use; on all of this machine's, where it is not known to be one of them."""
+    """Listen on the address that the ranks use, or on all addresses if it is not one of this machine."""
     with contextlib.suppress(socket.gaierror):
         for family, _, _, _, address in socket.getaddrinfo(_named(host), port, type=socket.SOCK_STREAM):
             if ipaddress.ip_address(address[0]).is_loopback and host not in (address[0], "localhost"):
-                continue  # Debian's /etc/hosts gives a machine's own name a loopback address, where no other can call
+                continue  # Debian's /etc/hosts maps a machine's own name to a loopback address
             try:
                 return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
             except OSError as error:
@@ -599,26 +599,25 @@ def start_control_plane(
     main_thread: MainThread | None = None,
     timeout: float | None = None,
 ) -> ControlPlane | None:
-    """Start the star, or agree to do without; collective.
+    """Start the control plane on all ranks, or on none. Collective.
 
-    All ranks have it or none: with it they neither wait for each other before every batch nor broadcast whether to
-    stop, and a rank that did would wait for ever.
+    With it, ranks do not wait for each other before every batch. So all ranks must have it, or none.
 
     Args:
         rank: This rank.
         size: Number of ranks.
-        place: How to name this rank to people.
+        place: The name of this rank in messages.
         host: An address of rank 0 that every rank can reach.
-        port: Where rank 0 listens; 0 for any free port.
-        hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
-        broadcast: Gives all ranks what rank 0 says.
-        gather: Gives all ranks what all say; if it can, only what those say that name the same ``among``, or say it
-            ``aloud``. Calls ``alarm``, if it can, while it waits.
+        port: The port on which rank 0 listens; 0 for any free port.
+        hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
+        broadcast: Returns rank 0's value on all ranks.
+        gather: Returns the values of ranks with the same ``among``, and those that are sent ``aloud``. It may return
+            all values. It may call ``alarm`` while it waits.
         main_thread: Watches the main thread of this process. Default: by its Python stack alone.
         timeout: The longest wait of :meth:`ControlPlane.barrier`, in seconds. Default: no limit.
 
     Returns:
-        The plane, joined; None, and a warning on rank 0, if some rank could not join.
+        The connected plane; None, with a warning on rank 0, if some rank could not connect.
     """
     plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread, timeout=timeout)
     said, trouble = None, None
@@ -635,7 +634,7 @@ def start_control_plane(
         except OSError as error:
             trouble = f"{place} cannot reach {invitation}: {error}"
     try:
-        who = process.identity()  # of all ranks it would be too much for each
+        who = process.identity()  # gathered inside each machine only
         everyone = gather([rank, who, trouble], plane.check, among=who[0], aloud=trouble is not None)
         plane.processes = {rank: its for rank, its, _ in everyone if its[0] == who[0]}
         troubles = [its for _, _, its in everyone if its is not None]
@@ -649,9 +648,10 @@ def start_control_plane(
     if rank == 0:
         more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
         log.warning(
-            "No control plane: %s%s. Training goes on without it: all ranks wait for each other before every batch, and"
-            " when one dies the others wait for the process group's timeout. Let every rank reach that port of rank"
-            " 0's node, or choose one that they can reach with HierarchicalStrategy(health=Health(control_port=...)).",
+            "No control plane: %s%s. Training continues without it: all ranks wait for each other before every batch,"
+            " and when one dies the others wait for the process group's timeout. Make that port of rank 0's node"
+            " reachable for every rank, or choose another one with"
+            " HierarchicalStrategy(health=Health(control_port=...)).",
             troubles[0],
             more,
         )

@@ -1,4 +1,4 @@
-"""What a rank knows about its own process, and does to it when the run is over."""
+"""Functions for a rank's own process: its stacks, its identity, and its end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STANDARD_ERROR = 2
 
 
 def dump_stacks(why: str) -> None:
-    """Write the Python stacks of all threads to standard error, in one piece: other ranks may write there, too."""
+    """Write the Python stacks of all threads to standard error in one piece, because other ranks write there too."""
     head = f"lightning_hiercomm: {why}\n".encode()
     try:
         with tempfile.TemporaryFile() as file:
@@ -36,7 +36,7 @@ def dump_stacks(why: str) -> None:
 
 
 def end_on_urgent_data(connection: socket.socket) -> None:
-    """Let a peer that sends urgent data end this process, and have it dump its stacks before.
+    """End this process when a peer sends urgent data, after a dump of its stacks.
 
     It needs no cooperation of the interpreter, whose lock may be held by a loop that never lets go: the kernel makes a
     signal of the data, and two functions in C handle it. A stopped process gets it when it is continued.
@@ -56,7 +56,7 @@ def survive_urgent_data() -> None:
 
 
 def identity() -> list[str]:
-    """What tells this process from all others, of other machines and containers too, for :func:`end_process`."""
+    """Return what identifies this process across machines and containers, for :func:`end_process`."""
     spaces = Path("/proc/self/ns/pid")
     space = os.readlink(spaces) if spaces.is_symlink() else ""
     return [f"{socket.gethostname()} {space}", str(os.getpid()), _started(os.getpid())]
@@ -84,14 +84,14 @@ def end_process(who: Sequence[str], patience: float = 1.0) -> None:
 
 
 def _started(pid: int) -> str:
-    """When a process started, in ticks since the machine did: its number may belong to another one by now."""
+    """Return the start time of a process, in ticks since boot, because process ids are reused."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
 
 
 class Stuck:
-    """Looks whether the main thread, or a worker that it may wait for, is stuck.
+    """Checks whether the main thread, or a worker process that it may wait for, is stuck.
 
     A thread that waits for a hung file system does so in a state that nothing interrupts, and is not scheduled once;
     nor is one that is stopped. Other waits, for data or other ranks, are in other states. Only Linux tells.
@@ -101,7 +101,7 @@ class Stuck:
         self._seen: dict[int, tuple[tuple[str, ...], float]] = {}
 
     def look(self) -> tuple[str, float]:
-        """What is stuck and for how many seconds, as far as has been looked."""
+        """Return what is stuck, and for how many seconds since the first check."""
         workers = [child.pid for child in multiprocessing.active_children() if child.daemon]
         seen = {pid: self._look_at(pid) for pid in (os.getpid(), *workers) if pid is not None}
         self._seen = {pid: state for pid, state in seen.items() if state is not None}
@@ -111,7 +111,7 @@ class Stuck:
         return "its main thread" if pid == os.getpid() else f"its worker {pid}", time.monotonic() - since
 
     def _look_at(self, pid: int) -> tuple[tuple[str, ...], float] | None:
-        """How often the process's main thread was scheduled, and since when that has been so; None if not stuck."""
+        """Return the main thread's number of schedulings, and since when it is the same; None if it is not stuck."""
         try:
             lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
         except OSError:
@@ -123,7 +123,7 @@ class Stuck:
 
 
 def end_children() -> None:
-    """Kill what this process has started with multiprocessing, such as a dataloader's workers.
+    """Kill child processes of multiprocessing, such as a dataloader's workers.
 
     They are asked to end otherwise, which those that are stuck do not.
     """

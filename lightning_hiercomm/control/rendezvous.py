@@ -1,4 +1,4 @@
-"""Where ranks meet before there is a process group, and find out who is missing."""
+"""A rendezvous of ranks before the process group exists, which reports missing ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,21 @@ log = logging.getLogger(__name__)
 
 _WARN_SECONDS = 30.0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_generations = itertools.count()  # what earlier runs of this process wrote may still be there
+_generations = itertools.count()  # keys of earlier runs of this process may still exist
 
 
 class Rendezvous:
-    """A few words between all ranks, over the store that ``torch.distributed`` meets at.
+    """Exchanges small values between all ranks, over the store that ``torch.distributed`` uses.
 
-    ``init_process_group`` does not say who is missing, nor that somebody who was there has died meanwhile. Here both
-    are said.
+    ``init_process_group`` reports neither which ranks are missing, nor that a rank has died meanwhile. This class
+    reports both.
 
-    A store of torchrun's agent outlives the ranks, and what an earlier attempt wrote is still there after a restart;
-    which attempt this is, ranks cannot know, for every agent counts its own. So rank 0 gives each attempt a name, under
-    which all its words stand, and tells it to whoever asks with a word of his own that nobody used before.
+    The store of torchrun's agent outlives the ranks, so after a restart it still holds keys of the previous attempt.
+    Ranks cannot number the attempts, because every agent counts its own. So rank 0 gives each attempt a random name,
+    which prefixes its keys, and answers ranks that request it with random keys of their own.
 
-    Everything goes through one store, in rank 0's process or beside it. So a rank writes a word, asks for one, and
-    knows nothing of the others' words; rank 0 reads them all, and writes one answer. Ranks that each ask for
-    everybody's words give the store the square of that to do.
+    All ranks share one store. So each rank writes one key and reads one answer, and rank 0 reads all keys and writes
+    the answers. If each rank read all keys, the store would serve a quadratic number of requests.
 
     Args:
         host: Rank 0's address, the ``MASTER_ADDR`` of the process group.
@@ -44,7 +43,7 @@ class Rendezvous:
         timeout: How long to wait for missing ranks. Default: 30 minutes.
 
     Raises:
-        RuntimeError: If nobody is at that address until the timeout.
+        RuntimeError: If no store answers at that address until the timeout.
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, timeout: timedelta | None = None) -> None:
@@ -72,35 +71,35 @@ class Rendezvous:
 
     @property
     def store(self) -> Store:
-        """Where this attempt's process group can meet, over this rank's one connection. After a word."""
+        """The store for this attempt's process group, after the first :meth:`broadcast` or :meth:`gather`."""
         return PrefixStore(f"{self._attempt}/process group", self._store)
 
     def broadcast(self, own: Any) -> Any:
-        """What rank 0 says, who has to :meth:`gather` next."""
+        """Return rank 0's value. Rank 0 must call :meth:`gather` next."""
         key = self._next_word()
         if self._rank == 0:
             self._store.set(key, json.dumps(own))
-        return self._hear(key)
+        return self._receive(key)
 
     def gather(
         self, own: Any, alarm: Callable[[], None] = lambda: None, among: str = "", aloud: bool = False
     ) -> list[Any]:
-        """What those ranks say that have something to say, in the order of the ranks.
+        """Return the values of ranks that have one, in the order of the ranks.
 
         Args:
-            own: What this one says; JSON. None: nothing.
-            alarm: Called while waiting for others, to raise if that makes no sense any more.
-            among: Only what those say is of interest that give the same here.
-            aloud: Whether this is for all to hear, whatever they give.
+            own: This rank's value, as JSON; None for no value.
+            alarm: Called while waiting for other ranks; may raise to end the wait.
+            among: The key of a group of ranks: only values of ranks with the same key are returned.
+            aloud: Whether all ranks receive this value, whatever their key.
 
         Raises:
-            TimeoutError: If somebody has not come; says who.
+            TimeoutError: If ranks are missing, with their numbers.
         """
         word = self._next_word()
         answer = f"{word}/answer/{among}"
         self._store.set(f"{word}/{self._rank}", json.dumps([answer, own, aloud]))
         if self._rank != 0:
-            trouble, said = self._hear(answer, alarm)
+            trouble, said = self._receive(answer, alarm)
             if trouble:
                 raise TimeoutError(trouble)
             return list(said)
@@ -111,7 +110,7 @@ class Rendezvous:
             came = self._store.multi_get([key for key in keys.values() if self._store.check([key])])
             for asked in {json.loads(words)[0] for words in came}:
                 self._store.set(asked, json.dumps([str(error), []]))
-            time.sleep(2 * self._longest_pause)  # or others find the store gone before they hear it
+            time.sleep(2 * self._longest_pause)  # other ranks must read it before the store is closed
             raise
         heard = [json.loads(words) for words in self._store.multi_get([*keys.values()])]
         by_all = {rank: said for rank, (_, said, aloud) in enumerate(heard) if aloud}
@@ -123,14 +122,13 @@ class Rendezvous:
             self._store.set(asked, json.dumps(["", everyone]))
         return in_order[answer]
 
-    def _hear(self, key: str, alarm: Callable[[], None] = lambda: None) -> Any:
-        """What rank 0 says."""
-        self._wait({0: key}, alarm, longer=4 * self._longest_pause)  # it is to give up first, and to say on whom
+    def _receive(self, key: str, alarm: Callable[[], None] = lambda: None) -> Any:
+        self._wait({0: key}, alarm, longer=4 * self._longest_pause)  # rank 0 gives up first, and reports missing ranks
         return json.loads(self._store.get(key))
 
     @property
     def _longest_pause(self) -> float:
-        return max(0.5, self._size / 2000)  # seconds; the store answers thousands of questions a second, not more
+        return max(0.5, self._size / 2000)  # seconds; the store answers a few thousand requests per second
 
     def _next_word(self) -> str:
         if self._attempt is None:
@@ -141,21 +139,21 @@ class Rendezvous:
         return f"{self._attempt}/{next(self._words)}"
 
     def _answer(self) -> None:
-        """Tell those who ask what this attempt is called; those of earlier ones hear it no more."""
+        """Answer requests for the name of this attempt."""
         if not self._by_agent or self._rank != 0 or self._attempt is None:
             return
         asked = self._store.add("asking", 0)
         self._unanswered |= {*range(self._asked + 1, asked + 1)}
         self._asked = asked
         for number in sorted(self._unanswered):
-            if self._store.check([f"asks/{number}"]):  # or it has died before it could ask
+            if self._store.check([f"asks/{number}"]):  # otherwise the rank died before its request
                 self._store.set(f"answers/{self._store.get(f'asks/{number}').decode()}", self._attempt)
                 self._unanswered.remove(number)
 
     def _wait(self, keys: dict[int, str], alarm: Callable[[], None], longer: float = 0.0) -> None:
-        """Return when all ranks in ``keys`` have written there; asks for one at a time, ever less often.
+        """Return when all ranks in ``keys`` have written theirs; polls less often over time.
 
-        (The store's own wait cannot be broken off by an alarm, and prints a warning whenever it ends without success.)
+        The store's own wait cannot be interrupted by an alarm, and prints a warning whenever it ends without success.
         """
         warn_at, patience = _WARN_SECONDS, self._timeout.total_seconds() + longer
         for key in keys.values():
@@ -174,7 +172,7 @@ class Rendezvous:
                             " what went wrong first: a rank that ended early, or was not started."
                         )
                     if longer:
-                        who += ", which says who is missing,"
+                        who += ", which reports missing ranks,"
                     log.warning("rank %d has waited %.0f s for %s of %d", self._rank, waited, who, self._size)
                     warn_at *= 2
-                time.sleep(min(0.01 + waited / 20, self._longest_pause))  # soon for those who need not wait long
+                time.sleep(min(0.01 + waited / 20, self._longest_pause))  # short at first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import os
 import sys
@@ -9,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -62,7 +64,8 @@ class MainThread:
 
     A thread waits for other ranks if the innermost function of its stack is a collective of ``torch.distributed`` or of
     this package. It also does if that function calls collectives in C++, as DDP's backward pass and the broadcast of
-    its buffers do, and the process computes nothing meanwhile.
+    its buffers do, or if it calls ``wait`` of an object in C++ (a ``Work`` or a ``Future``), and the process computes
+    nothing meanwhile.
     Anything else that lasts long (a computation, a download, a debugger, ``time.sleep``) is no such wait.
 
     Args:
@@ -146,7 +149,7 @@ def _is_passed_over(file: str) -> bool:
 
 
 def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
-    """One of "collective", "collective if idle", "backward"; None if the innermost function is something else."""
+    """One of "collective", "collective if idle", "backward", "work"; None if the innermost function is another one."""
     for frame in frames:
         file = frame.f_code.co_filename
         if _is_passed_over(file):
@@ -155,8 +158,19 @@ def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
             return "collective"
         if file.endswith(_BACKWARD):
             return "backward"
-        return "collective if idle" if file.startswith(_CALLING) else None
+        if file.startswith(_CALLING):
+            return "collective if idle"
+        is_work = all(inner.f_code.co_filename.endswith(_THROUGH) for inner in frames[: frames.index(frame)])
+        return "work" if is_work and _calls_wait(frame.f_code, frame.f_lasti) else None
     return None
+
+
+@lru_cache(maxsize=64)
+def _calls_wait(code: CodeType, offset: int) -> bool:
+    """Return whether the call at an offset is that of a method ``wait``."""
+    before = (each for each in dis.get_instructions(code) if each.offset <= offset)
+    names = [each.argval for each in before if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
+    return names[-1:] == ["wait"]
 
 
 def _split(frames: Sequence[FrameType]) -> tuple[list[FrameType], list[FrameType]]:
@@ -177,6 +191,8 @@ def _call(frames: Sequence[FrameType], kind: str) -> str:
     """The name of the outermost of the innermost functions that belong to one library."""
     if kind == "backward":
         return "backward"
+    if kind == "work":
+        return "torch.distributed.Work.wait"
     name, owner = "", ""
     for frame in frames:
         file = frame.f_code.co_filename

@@ -28,7 +28,7 @@ class ElasticTopology(Topology):
         self.inter_group = InterNodeGroup(own.meter, self.breaker, is_overlapped=original is not None)
         if original is None:
             self.breaker.on_trip = self.disconnect
-        self._duplicates: list[ElasticTopology] = []
+        self._own_duplicates: list[ElasticTopology] = []
         self._nodes_world = NodesWorld(own.intra, self.inter_group if own.local_rank == 0 else None)
         made = {"world": self._nodes_world, "intra": own.intra, "inter": self.inter_group}
 
@@ -50,7 +50,7 @@ class ElasticTopology(Topology):
     @property
     def all_groups(self) -> list[InterNodeGroup]:
         """This rank's inter-node groups, with those of the duplicates."""
-        return [self.inter_group, *(each.inter_group for each in self._duplicates)]
+        return [self.inter_group, *(each.inter_group for each in self._own_duplicates)]
 
     def disconnect(self) -> None:
         for group in self.all_groups:
@@ -62,11 +62,11 @@ class ElasticTopology(Topology):
         self.nodes = tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         self.world_size = sum(sizes)
         self.node, self.rank = node, self.nodes[node][self.local_rank]
-        self.lanes = min(sizes)
-        self.inter = self.inter_group if self.local_rank < self.lanes else None
-        self.holders["node"] = Holders(self.intra, self.lanes)
+        self.num_shards = min(sizes)
+        self.inter = self.inter_group if self.local_rank < self.num_shards else None
+        self.holders["node"] = Holders(self.intra, self.num_shards)
         self.set_weights([1.0] * self.world_size)
-        for duplicate in self._duplicates:
+        for duplicate in self._own_duplicates:
             duplicate.reform(sizes, node)
 
     def open(self) -> None:
@@ -81,7 +81,7 @@ class ElasticTopology(Topology):
 
     def duplicate(self) -> ElasticTopology:
         duplicate = ElasticTopology(self._own.duplicate(), self)
-        self._duplicates.append(duplicate)
+        self._own_duplicates.append(duplicate)
         return duplicate
 
     def close(self) -> None:

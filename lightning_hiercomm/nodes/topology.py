@@ -1,4 +1,4 @@
-"""Which rank lives on which node, and who talks to whom."""
+"""The nodes of a run and their process groups, a 2-D mesh: inside nodes and between nodes."""
 
 from __future__ import annotations
 
@@ -12,72 +12,73 @@ from lightning_hiercomm.comm.meter import Meter
 
 
 class Holders:
-    """The ranks of a node that hold the same values, seen from one of them: each carries a part between the nodes.
+    """The ranks of a node that hold the same values; each sends one shard of them to other nodes.
 
     Args:
         group: These ranks. None: this one alone.
-        lanes: Into how many equal parts the values are cut; ranks beyond these carry none.
+        num_shards: Number of equal shards; further ranks send none.
     """
 
-    def __init__(self, group: Communicator | None = None, lanes: int = 1) -> None:
+    def __init__(self, group: Communicator | None = None, num_shards: int = 1) -> None:
         self.group = group
-        self.lanes = lanes
+        self.num_shards = num_shards
         self.size = 1 if group is None else group.size
         self.place = 0 if group is None else group.rank
 
-    def part(self, flat: Tensor, place: int | None = None) -> Tensor:
-        """What a holder carries: a view, empty if that is nothing.
+    def shard(self, flat: Tensor, place: int | None = None) -> Tensor:
+        """Return a holder's shard as a view, empty if it has none.
 
         Args:
-            flat: 1-D, a multiple of :attr:`lanes` elements.
+            flat: 1-D, a multiple of :attr:`num_shards` elements.
             place: Of the holder. Default: this rank's.
         """
         place = self.place if place is None else place
-        part = flat.numel() // self.lanes
-        return flat[place * part : (place + 1) * part] if place < self.lanes else flat[:0]
+        part = flat.numel() // self.num_shards
+        return flat[place * part : (place + 1) * part] if place < self.num_shards else flat[:0]
 
-    def share(self, flat: Tensor) -> Handle:
-        """Give every holder all parts of ``flat``, in place."""
-        if self.group is None or self.size == self.lanes == 1:
+    def gather(self, flat: Tensor) -> Handle:
+        """Gather all shards of ``flat`` on every holder, in place."""
+        if self.group is None or self.size == self.num_shards == 1:
             return finished
-        if self.size == self.lanes:
-            return self.group.all_gather(flat, self.part(flat))
-        part = flat.numel() // self.lanes
-        return _All([self.group.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.lanes)])
+        if self.size == self.num_shards:
+            return self.group.all_gather(flat, self.shard(flat))
+        part = flat.numel() // self.num_shards
+        return _All([self.group.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.num_shards)])
 
     def broadcast(self, flat: Tensor, source: int) -> Handle:
-        """Give every holder what the one in place ``source`` has, in place."""
+        """Broadcast ``flat`` of the holder in place ``source``."""
         return finished if self.group is None else self.group.broadcast(flat, source)
 
 
 class Topology:
-    """The nodes of a run, seen from one rank, with its communicators and the ranks' weights.
+    """The nodes of a run, from the view of one rank, with its communicators and the ranks' weights.
 
-    A *lane* joins the ranks with the same local index, one per node. There are as many lanes as the smallest node has
-    ranks, so ranks beyond that carry nothing between nodes. Every lane moves its own part of a tensor, so the links
-    of all ranks of a node work at once.
+    An *inter-node group* joins the ranks with the same local index, one per node. There are as many as the smallest
+    node has ranks; further ranks send nothing between nodes. Each group sends its own shard of a tensor, so the links
+    of all ranks of a node work at the same time.
 
     Args:
         nodes: World ranks of every node, ``nodes[m]`` being those of node ``m`` in local order.
         rank: This rank.
-        connect: Makes the communicators. Collective over the world.
-        meter: Counts this rank's traffic; the one ``connect`` files it in.
+        connect: Creates the communicators. Collective over the world.
+        meter: Counts this rank's traffic, as used by ``connect``.
         weights: A positive weight per world rank, in proportion to the samples it contributes; normalised to sum 1.
             Default: all equal.
-        waits_on_host: Whether the host waits where moves of CUDA tensors between nodes are waited for; the same on all
-            ranks, also on those that are in no lane.
-        world: All ranks, if somebody has them already. Default: ``connect`` makes them.
+        waits_on_host: Whether waiting for a collective of CUDA tensors between nodes blocks the host; the same on all
+            ranks.
+        world: All ranks. Default: ``connect`` creates them.
 
     Attributes:
-        world: All ranks; a twin has those of its elder, so only the training thread may use them.
+        world: All ranks; a duplicate shares them with its original, so only the training thread may use them.
         intra: The ranks of this node.
-        inter: The ranks of this rank's lane, or None if this rank is in none.
-        holders: Who holds what this rank holds: ``"node"``, all ranks of its node; ``"rank"``, it alone; and the groups
-            that ``divide`` has made.
+        inter: This rank's inter-node group, or None if it is in none.
+        num_shards: Number of inter-node groups.
+        holders: Ranks that hold the same values: ``"node"``, all ranks of the node; ``"rank"``, this rank alone; and
+            the groups of :meth:`divide`.
         waits_on_host: As above.
-        is_closed: Whether the communicators have been closed; nodes and weights can still be asked for.
-        is_left_behind: Whether a run that broke off has left them, perhaps with others stuck in them: others are made.
-        may_grow: Whether other nodes may come and go.
+        is_closed: Whether the communicators are closed.
+        is_left_behind: Whether a failed run has abandoned the communicators, perhaps while others use them.
+        may_grow: Whether nodes may join and leave.
     """
 
     may_grow = False
@@ -98,9 +99,9 @@ class Topology:
         self.world_size = sum(map(len, self.nodes))
         self.node = next(m for m, ranks in enumerate(self.nodes) if rank in ranks)
         self.local_rank = self.nodes[self.node].index(rank)
-        self.lanes = min(map(len, self.nodes))
+        self.num_shards = min(map(len, self.nodes))
         self._connect = connect
-        self._siblings: list[Topology] = []
+        self._duplicates: list[Topology] = []
         self._groups: dict[str, Sequence[Sequence[int]]] = {}
         self.is_closed = False
         self.is_left_behind = False
@@ -108,18 +109,18 @@ class Topology:
         self._owns_world = world is None
         self.world = world or self._require(connect([range(self.world_size)], "world"))
         self.intra = self._require(connect(self.nodes, "intra"))
-        self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.lanes)], "inter")
-        self.holders = {"node": Holders(self.intra, self.lanes), "rank": Holders()}
+        self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.num_shards)], "inter")
+        self.holders = {"node": Holders(self.intra, self.num_shards), "rank": Holders()}
         self.set_weights(weights or [1.0] * self.world_size)
 
     def set_weights(self, weights: Sequence[float]) -> None:
-        """Give the ranks new weights (the same on every rank); they are normalised to sum 1."""
+        """Set the ranks' weights (the same on every rank), normalized to sum 1."""
         if len(weights) != self.world_size or min(weights) <= 0:
             raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
         self._given_weights = tuple(weights)
         self.weights, self._node_weights = _shares(self._given_weights, self.nodes)
-        for sibling in self._siblings:
-            sibling.set_weights(weights)
+        for other in self._duplicates:
+            other.set_weights(weights)
 
     @property
     def num_nodes(self) -> int:
@@ -128,16 +129,16 @@ class Topology:
 
     @property
     def is_one_node(self) -> bool:
-        """Whether there is one node, and never more."""
+        """Whether there is one node, and no other can join."""
         return self.num_nodes == 1 and not self.may_grow
 
     def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
-        """Do what nodes do together: whoever lets them talk to each other does it in here, where they come and go.
+        """Run communication between nodes; elastic nodes repeat it if a node fails.
 
         Args:
-            work: Called perhaps more than once, if nodes are lost meanwhile; then all that it did is taken back before.
-            admits: Whether a node that comes may begin after it with what one of the others has.
-            brings: Whether nodes know of each other's steps after it; not if something leaves in it for a later one.
+            work: May be called again after a failure, when its effects were rolled back.
+            admits: Whether a joining node may start after it, from the state of another node.
+            brings: Whether nodes are synchronized after it; not if it starts an asynchronous exchange.
         """
         work()
 
@@ -162,11 +163,11 @@ class Topology:
         return self.node_weights[self.node]
 
     def of_nodes(self, weights: Sequence[float]) -> tuple[float, ...]:
-        """Each node's sum of what its ranks have."""
+        """Return the sums of weights over each node."""
         return _of_nodes(weights, self.nodes)
 
     def in_node(self, weights: Sequence[float]) -> tuple[float, ...]:
-        """Each rank's share of what the ranks of this node have, in local order."""
+        """Return the weights of this node's ranks, normalized, in local order."""
         own = [weights[rank] for rank in self.nodes[self.node]]
         return tuple(weight / (sum(own) or 1.0) for weight in own)
 
@@ -175,60 +176,52 @@ class Topology:
         """This rank's share of its node, w_r / W_m; over a node they sum to 1."""
         return self.rank_weight / self.node_weight
 
-    def lane_part(self, flat: Tensor) -> Tensor:
-        """The part of ``flat`` that this rank's lane carries: a view, empty for a rank in no lane.
+    def own_shard(self, flat: Tensor) -> Tensor:
+        """Return this rank's shard of ``flat`` as a view, empty for a rank in no inter-node group."""
+        return self.holders["node"].shard(flat)
 
-        Args:
-            flat: 1-D, a multiple of :attr:`lanes` elements.
-        """
-        return self.holders["node"].part(flat)
-
-    def share_lane_parts(self, flat: Tensor) -> Handle:
-        """Give every rank of the node all lanes' parts of ``flat``, in place."""
-        return self.holders["node"].share(flat)
+    def gather_shards(self, flat: Tensor) -> Handle:
+        """Gather all shards of ``flat`` on every rank of the node, in place."""
+        return self.holders["node"].gather(flat)
 
     def divide(self, groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Tell groups of ranks apart, inside the nodes, which hold values that the rest of their node does not.
+        """Divide the nodes into groups of ranks that hold the same values; collective.
 
-        Args:
-            groups: By name, disjoint groups that hold every rank once, of one size, and alike on all nodes.
-
-        Collective.
+        ``groups`` are by name; each has every rank once, in groups of one size, in the same order on all nodes.
         """
         for name, ranks in groups.items():
             self._groups[name] = ranks
             self.holders[name] = Holders(self._require(self._connect(ranks, "intra")), len(ranks[0]))
 
     def duplicate(self) -> Topology:
-        """The same nodes with communicators of their own, for moves launched beside the training thread. Collective.
+        """Duplicate the communicators, for asynchronous collectives outside of the training thread; collective.
 
-        What joins all ranks is not made anew: it is for the training thread. The twin goes by this topology's weights,
-        and is closed together with it.
+        The world's communicator is shared. The duplicate has the same weights, and is closed together with this.
         """
-        sibling = self._sibling(self.nodes)
-        sibling.divide(self._groups)
-        return sibling
+        other = self._duplicate(self.nodes)
+        other.divide(self._groups)
+        return other
 
     def ranks_as_nodes(self) -> Topology:
-        """The same ranks with the same weights, each as a node of its own. Collective; closed together with this."""
-        flat = self._sibling([[rank] for rank in range(self.world_size)])
+        """Return a topology in which each rank is a node; collective; closed together with this."""
+        flat = self._duplicate([[rank] for rank in range(self.world_size)])
         self._require(flat.inter).in_node = frozenset(self.nodes[self.node])
         return flat
 
-    def _sibling(self, nodes: Sequence[Sequence[int]]) -> Topology:
-        # what was given, for shares divided by their sum once more may have another last bit
+    def _duplicate(self, nodes: Sequence[Sequence[int]]) -> Topology:
+        # the given weights: normalizing twice may change the last bit
         given = self._given_weights
-        sibling = Topology(nodes, self.rank, self._connect, self.meter, given, self.waits_on_host, self.world)
-        self._siblings.append(sibling)
-        return sibling
+        other = Topology(nodes, self.rank, self._connect, self.meter, given, self.waits_on_host, self.world)
+        self._duplicates.append(other)
+        return other
 
     def close(self) -> None:
-        """Close all communicators, those of siblings too. Nothing may be in flight. Collective."""
+        """Close all communicators, also of duplicates. Nothing may be in flight. Collective."""
         if self.is_closed:
             return
         self.is_closed = True
-        for sibling in self._siblings:
-            sibling.close()
+        for other in self._duplicates:
+            other.close()
         divided = [self.holders[name].group for name in self._groups]
         for communicator in (self.world if self._owns_world else None, self.intra, self.inter, *divided):
             if communicator is not None:
@@ -241,7 +234,7 @@ class Topology:
         return communicator
 
 
-# Simulations have topologies for thousands of ranks in one process, which all know the same.
+# Simulations have topologies of thousands of ranks in one process.
 
 
 @lru_cache(maxsize=8)
@@ -256,7 +249,7 @@ def _checked(nodes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 def _shares(
     weights: tuple[float, ...], nodes: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each rank, and of each node; each sums to 1."""
+    """Return the normalized weights of ranks and of nodes."""
     total = float(sum(weights))
     of_ranks = tuple(weight / total for weight in weights)
     return of_ranks, _of_nodes(of_ranks, nodes)
@@ -278,7 +271,7 @@ class _All(Handle):
 
 
 def nodes_by_place(places: Sequence[tuple[Hashable, int]]) -> list[list[int]]:
-    """Group ranks by where they say they live.
+    """Group ranks by their reported places.
 
     Args:
         places: For every world rank, its node (anything hashable: a node number, a host name) and its local rank.

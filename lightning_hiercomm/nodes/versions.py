@@ -1,4 +1,4 @@
-"""The counters by which autograd finds out that somebody wrote to a tensor that a backward pass is to read."""
+"""Autograd's version counters, which detect writes to tensors that a backward pass reads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 def version_of(tensor: Tensor) -> Callable[[Tensor], None]:
-    """What gives the tensor its present count back, once it holds again, to the bit, what it holds now; no other one.
+    """Return a callback that restores the tensor's autograd version counter, after its values were restored.
 
-    A file may be saved, or a model be looked at, between a forward pass and its backward pass.
+    It is needed where a checkpoint or an evaluation comes between a forward pass and its backward pass.
     """
-    if tensor.is_inference():  # it has none
+    if tensor.is_inference():  # it has no counter
         return lambda _: None
     kept = _unsafe_preserve_version_counter(tensor)
     return lambda given: kept.__exit__(None, None, None) if given is tensor else None

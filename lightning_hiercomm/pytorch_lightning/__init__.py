@@ -1,7 +1,7 @@
-"""The package for programs that import ``pytorch_lightning`` in place of ``lightning.pytorch``.
+"""The package for programs that import ``pytorch_lightning`` instead of ``lightning.pytorch``.
 
 ``HierarchicalStrategy`` and ``CommunicationMonitor`` belong to the class tree of ``pytorch_lightning`` here, and the
-names of strategies are registered there, too. Everything else is the same object as in :mod:`lightning_hiercomm`.
+names of strategies are also registered there. Everything else is the same object as in :mod:`lightning_hiercomm`.
 """
 
 import sys
@@ -36,7 +36,7 @@ from lightning_hiercomm import (
 from lightning_hiercomm.pytorch_lightning._second_tree import SecondTreeFinder
 
 if TYPE_CHECKING:
-    # what a type checker cannot see: the classes below, made from the sources of these, with bases of the other tree
+    # for type checkers: the classes of the else branch have the same source, and bases of the other tree
     class CommunicationMonitor(  # type: ignore[misc]
         lightning_hiercomm.CommunicationMonitor, pytorch_lightning.Callback
     ):

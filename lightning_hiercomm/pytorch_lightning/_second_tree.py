@@ -48,7 +48,7 @@ class SecondTreeFinder(MetaPathFinder):
 
 class _SecondTreeLoader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        # not SourceFileLoader's own: that keeps bytecode by file name, where the first tree's lies already
+        # SourceFileLoader's own would find the first tree's bytecode, which it caches by file name
         path = self.get_filename(fullname)
         tree = _PointToSecondTree().visit(ast.parse(self.get_data(path), path))
         return compile(tree, path, "exec", dont_inherit=True)

@@ -170,7 +170,7 @@ class AveragedModel:
         self._remember_own()
         if any(own is not None for own in self._own):
             # a node admitted by the last synchronization has no state to contribute yet, and is refused here
-            self._topology.synchronize(self._synchronize, admits=all(scheme.may_be_copied for scheme in self._schemes))
+            self._topology.synchronize(self._synchronize, admits=all(map(_may_be_copied, self._schemes)))
         self._replicas.have_written()
 
     def _remember_own(self) -> None:
@@ -401,3 +401,8 @@ class AveragedModel:
                 ShardedAllReduce(whole, self._topology)()
                 self._replicas.have_written()
         self.average(self._differing_others())
+
+
+def _may_be_copied(scheme: RunningScheme[Scheme]) -> bool:
+    """Return whether a joining node may begin with a copy of this one's parameters: nothing is pending."""
+    return scheme.config.requirements.begins_with_copy and scheme.state.is_settled

@@ -1,4 +1,4 @@
-"""Watches the optimizers of a program: which steps count, and which would mix nodes that differ."""
+"""Watches the optimizers of a program: which steps count, and which communicate with nodes that differ."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ T = TypeVar("T")
 
 
 class Watch(Protocol):
-    """Looks for collectives in something that happens again and again."""
+    """Looks for collectives in a repeated part of a program, such as the forward pass."""
 
     def begin(self) -> None:
-        """It begins."""
+        """Begin a pass."""
 
     def end(self) -> None:
-        """It has ended; nothing, if it has not begun."""
+        """End the pass, if one has begun."""
 
 
 class Collectives(Protocol):
-    """The collectives that a program starts by itself, with ranks that do not share its gradients."""
+    """Counts collectives that a program starts by itself, with ranks that do not share its gradients."""
 
     def excused(self) -> AbstractContextManager[None]:
-        """Inside, none counts."""
+        """Inside, do not count collectives."""
 
     def watch(self, found: Callable[[str, str], None]) -> Watch:
-        """Call ``found``, once, with the line of the program that starts one, and its optimizer if it is in a step."""
+        """Call ``found`` once, with the line that starts a collective, and the optimizer if it is inside of a step."""
 
     def close(self) -> None:
-        """Nothing counts from now on."""
+        """Stop counting."""
 
 
 class OptimizerSteps:
-    """The steps of a run's optimizers, seen from inside.
+    """Hooks into the steps of a run's optimizers.
 
-    Optimizers that step in halves, such as SAM, hold another one, whose step is an attempt of theirs. A step that the
-    nodes do not count is refused, and so are collectives with nodes that hold other parameters.
+    The step of an optimizer inside of another one that steps in halves, such as SAM, counts as a step of the outer one.
+    Steps that are not counted raise an error, and so do collectives with nodes that hold other parameters.
 
     Args:
         schemes: One per optimizer.
-        optimizers: The user's own.
-        count: Takes an attempt of an optimizer to step, as :meth:`TrainingRun.step` does.
-        collectives: Those of the program that would mix nodes. None: none would.
+        optimizers: The user's optimizers.
+        count: Attempts a step of an optimizer, as :meth:`TrainingRun.step` does.
+        collectives: Counts the program's collectives with nodes that differ. None if nodes do not differ.
 
     Attributes:
-        before_inner_step: Called before the step of an optimizer that another one holds; returns whether it counts.
+        before_inner_step: Called before the step of an inner optimizer; returns whether it counts.
     """
 
     def __init__(
@@ -80,32 +80,32 @@ class OptimizerSteps:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """An attempt to step that counts runs inside."""
+        """Enclose an attempt to step that counts."""
         self.is_stepping, self._depth = True, 0
         try:
             yield
         finally:
             self.is_stepping = False
             if self._step is not None:
-                self._step.end()  # of a step that has failed
+                self._step.end()  # after a step that has failed
 
     def excused(self) -> AbstractContextManager[None]:
-        """Inside, collectives are not those of the program."""
+        """Inside, do not count collectives as the program's own."""
         return nullcontext() if self._collectives is None else self._collectives.excused()
 
     def begin_forward(self) -> None:
-        """A forward pass begins."""
+        """Begin a forward pass."""
         if self._forward is not None:
             self._forward.begin()
 
     def end_forward(self) -> None:
-        """It has ended, with its loss if the program says so; nothing, if none has begun."""
+        """End the forward pass, if one has begun."""
         if self._forward is not None:
             self._forward.end()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward pass runs inside; in manual optimization, a backward pass and steps, too.
+        """Enclose a forward pass, and in manual optimization also backward passes and steps.
 
         Raises:
             RuntimeError: If an optimizer that steps in halves communicates with nodes that hold other parameters.
@@ -121,7 +121,7 @@ class OptimizerSteps:
         self._refuse()
 
     def close(self) -> None:
-        """Leave the optimizers as they were."""
+        """Remove all hooks from the optimizers."""
         while self._ending:
             self._ending.pop()()
         if self._collectives is not None:
@@ -150,7 +150,7 @@ class OptimizerSteps:
         return result
 
     def _step_inner(self, optimizer: Optimizer, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Step an optimizer that ``optimizer`` holds: an attempt of ``optimizer``, unless that is stepping anyway."""
+        """Step an inner optimizer; this counts as a step of ``optimizer``, unless that is stepping already."""
         if self.is_stepping or not self.before_inner_step():
             return step(*args, **kwargs)
         undo = _replace_step(optimizer, lambda _, *args, **kwargs: step(*args, **kwargs))  # for schemes that replace it
@@ -161,7 +161,7 @@ class OptimizerSteps:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.is_stepping:
-            # torch's checkpoints step by nothing, for the optimizer to have its state
+            # torch.distributed.checkpoint steps with a learning rate of 0, to create the optimizer's state
             if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step() was called on the optimizer itself: nodes do not count it, and"
@@ -193,7 +193,7 @@ class OptimizerSteps:
         self._found = line, ""
 
     def _found_in_forward(self, line: str, optimizer: str) -> None:
-        if optimizer:  # one that steps in halves
+        if optimizer:  # an optimizer that steps in halves
             self._found = line, optimizer
         elif self._rank == 0:
             warnings.warn(
@@ -227,10 +227,10 @@ def _inside(context: Callable[[], AbstractContextManager[None]], call: Callable[
 
 
 def _replace_step(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[[], None]:
-    """Let ``step`` be called, with the optimizer's own, instead of ``optimizer.step``; return what undoes it."""
+    """Replace ``optimizer.step`` by ``step``, which gets the original as first argument; return an undo function."""
     original, held = optimizer.step, vars(optimizer).get("step")
 
-    @functools.wraps(original)  # or learning rate schedulers would miss their own wrapper
+    @functools.wraps(original)  # learning rate schedulers look for their own wrapper
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return step(original, *args, **kwargs)
 

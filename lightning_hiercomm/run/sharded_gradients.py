@@ -51,7 +51,7 @@ class ShardedGradients:
         shares = shares_of(self.parameters, node)
         self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
         # the parameters of each bucket, in the order of its pieces
-        self._owners = [[held[id(piece.tensor)] for piece in bucket.pieces] for bucket in self._buckets]
+        self._owners = [[held[id(piece.tensor)] for piece in bucket.slices] for bucket in self._buckets]
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._written) for parameter in self.parameters]
         self._leaves_early: bool | None = None  # None until the first backward pass has ended
         self._is_backward = False
@@ -134,7 +134,7 @@ class ShardedGradients:
         self._sent += 1
         for stream in {self._written_in[id(p)] for p in self._owners[index] if id(p) in self._written_in}:
             streams.current(self._device).wait_stream(stream)
-        flat = bucket.empty(multiple_of=self._topology.holders[bucket.held_by].lanes)
+        flat = bucket.empty(multiple_of=self._topology.holders[bucket.held_by].num_shards)
         for parameter, (piece, values) in zip(self._owners[index], bucket.split(flat), strict=True):
             if parameter.grad is None:
                 values.zero_()
@@ -142,7 +142,7 @@ class ShardedGradients:
                 parameter.grad = placed_as(parameter.grad, parameter)
                 values.copy_(local(parameter.grad).reshape(-1)[piece.start : piece.start + piece.length])
         if self._path.keeps_back:
-            owners = zip(self._owners[index], bucket.pieces, strict=True)
+            owners = zip(self._owners[index], bucket.slices, strict=True)
             self._path.note_contents(index, ((parameter, piece.start) for parameter, piece in owners))
         handle = self._path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
         self._in_flight.append((index, flat, handle))

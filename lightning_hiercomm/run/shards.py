@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from lightning_hiercomm.comm.dtensor import DTensor, Shard, distribute_tensor, fully_sharded_modules, local
-from lightning_hiercomm.nodes.bucket import Share
+from lightning_hiercomm.nodes.bucket import ShardSpec
 
 
-def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, Share]:
+def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, ShardSpec]:
     """Return which shard of the whole tensor each local tensor is, by its ``id``; plain tensors are left out.
 
     Args:
@@ -23,7 +23,7 @@ def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, S
     return {id(local(tensor)): _share(tensor, node) for tensor in tensors if isinstance(tensor, DTensor)}
 
 
-def _share(tensor: DTensor, node: Mapping[str, int]) -> Share:
+def _share(tensor: DTensor, node: Mapping[str, int]) -> ShardSpec:
     names = tensor.device_mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(node):
         raise ValueError(
@@ -39,7 +39,7 @@ def _share(tensor: DTensor, node: Mapping[str, int]) -> Share:
         raise ValueError(f"a parameter of shape {tuple(tensor.shape)} holds partial sums: shard or replicate it")
     others = [name for name, size in node.items() if size > 1 and name not in dict(sharded)]
     held_by = "rank" if not others else "node" if not sharded else others[0]
-    return Share(held_by, tensor.numel(), _start(tensor, [placement for _, placement in sharded]))
+    return ShardSpec(held_by, tensor.numel(), _start(tensor, [placement for _, placement in sharded]))
 
 
 def _start(tensor: DTensor, placements: Sequence[object]) -> int | None:

@@ -24,9 +24,9 @@ def communication(
         batches: Its scalars are added, if it is given.
     """
     values = meter.snapshot() if meter is not None else {}
-    values["synchronizations"] = float(sum(scheme.synchronizations for scheme in schemes))
+    values["synchronizations"] = float(sum(scheme.state.synchronizations for scheme in schemes))
     values["nonfinite"] = float(sum(scheme.guard.nonfinite for scheme in schemes))
-    values["steps"] = float(sum(scheme.steps for scheme in schemes))
+    values["steps"] = float(sum(scheme.state.steps for scheme in schemes))
     for scheme in reversed(schemes):
         values.update(scheme.scalars())
     if batches is not None:

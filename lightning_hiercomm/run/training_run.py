@@ -490,7 +490,7 @@ class TrainingRun:
             logged: Returns the metrics that the user has logged so far.
         """
         for scheme in self.schemes:
-            scheme.hear_metrics(logged)
+            scheme.record_metrics(logged)
 
     @outside_autocast()
     def finish(self) -> None:
@@ -554,13 +554,7 @@ class TrainingRun:
         """
         if self._last_schedules is not None:
             return self._last_schedules
-        schedules = []
-        for scheme in self.schemes:
-            scheme.may_ask = together
-            try:
-                schedules.append(scheme.shared_state())
-            finally:
-                scheme.may_ask = True
+        schedules = [scheme.shared_state(together) for scheme in self.schemes]
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
                 held, node = schedule["outer"]["state"], self.topology.intra

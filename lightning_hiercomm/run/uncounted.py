@@ -18,30 +18,31 @@ from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 _FIRST_BATCHES = 3
-"""In these, values are compared in any case: writing to ``parameter.data`` leaves no trace in its version."""
+"""Batches in which values are always compared, because writes to ``parameter.data`` change no version counter."""
 
 _MOST_COMPARISONS = 16
-"""A program that accumulates gradients may write the same values to its parameters in every batch."""
+"""The limit of comparisons, because a program that accumulates gradients may write equal values in every batch."""
 
 _CHANGES, _CHANGES_IN_LOOPS = 2, 8
-"""One may be an initialization from the first batch, or a clamp, in a program that accumulates gradients. In a loop
-whose batches are not known, some may be steps of an inner loop that the program takes back (MAML, Reptile)."""
+"""Changes that end the run. One may be an initialization from the first batch, or a clamp, in a program that
+accumulates gradients. In a loop whose batches are not known, some may be steps of an inner loop that the program undoes
+(MAML, Reptile)."""
 
 _version = attrgetter("_version")
 
 
 class _Watched:
-    """Parameters that are expected to change only in batches in which a step is counted.
+    """Parameters that should change only in batches with a counted step.
 
     Args:
         parameters: By name.
         schemes: They count the steps that change the parameters.
-        known: Checksums of what they held last, if they are known.
+        known: Checksums of their last values, if they are known.
 
     Attributes:
-        parameters: As above.
-        changed: The names of those that have changed last.
-        changes: How often some have changed since a step was counted.
+        parameters: The parameters.
+        changed: The names of those that changed last.
+        changes: The number of changes since a step was counted.
     """
 
     def __init__(
@@ -59,16 +60,16 @@ class _Watched:
         self.changes = 0
 
     def _steps_now(self) -> int:
-        return sum(scheme.steps for scheme in self._schemes)
+        return sum(scheme.state.steps for scheme in self._schemes)
 
     def _version_now(self) -> int:
         return sum(map(_version, self._tensors))
 
     def is_suspicious(self) -> bool:
-        """Whether, since the last call, no step was counted and the parameters may have changed."""
+        """Return whether, since the last call, no step was counted and the parameters may have changed."""
         steps = self._steps_now()
         if steps != self._steps:
-            self._steps, self._version = steps, None  # which takes a while to find out
+            self._steps, self._version = steps, None  # reading the version counters takes time
             self._first_batches, self._known, self.changes = 0, None, 0
             return False
         before, self._version = self._version, self._version_now()
@@ -80,13 +81,13 @@ class _Watched:
         return True
 
     def is_idle(self) -> bool:
-        """Whether no step was counted in the epoch that ends."""
+        """Return whether no step was counted in the epoch that ends."""
         steps = self._steps_now()
         before, self._steps_of_epochs = self._steps_of_epochs, steps
         return steps == before
 
     def compare(self, now: Checksums) -> None:
-        """Count a change, if there is one since the last comparison."""
+        """Count a change since the last comparison, if there is one."""
         known, self._known = self._known, now
         if known is not None and (changed := now.changed_since(known, self._names)):
             self.changed = changed
@@ -94,11 +95,11 @@ class _Watched:
 
 
 class UncountedChanges:
-    """Watches the parameters of a run, batch by batch. Nothing is collective.
+    """Compares the parameters of a run before and after each batch. Not collective.
 
-    It compares version counters after every batch, and values only where these differ though no step was counted.
-    Parameters that no scheme trains count if an optimizer steps them by the gradients of the run's own backward passes;
-    a teacher that follows its student does not.
+    It compares version counters after every batch, and values only if these differ and no step was counted. Parameters
+    that no scheme trains count if an optimizer steps them with gradients of the run's own backward passes. A teacher
+    that follows its student does not count.
 
     Args:
         schemes: They count steps, one per optimizer.
@@ -116,13 +117,13 @@ class UncountedChanges:
         self._hook: RemovableHandle | None = None
 
     def begin(self, known: Checksums) -> None:
-        """Training begins with parameters of these checksums."""
+        """Begin training with parameters of these checksums."""
         self._seen = None
         self._follow(known)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass of the run's own runs inside."""
+        """Enclose a backward pass of the run."""
         untrained = [] if self._untrained is None else self._untrained.parameters
         before = [(p.grad, p.grad._version) if p.grad is not None else (None, 0) for p in untrained]
         yield
@@ -134,24 +135,24 @@ class UncountedChanges:
             self._see_all_steps()
 
     def after_batch(self, is_known: bool) -> None:
-        """A batch has ended in which a step was to be expected.
+        """End a batch in which a step was expected.
 
         Args:
-            is_known: Whether that is so, or only a forward pass comes.
+            is_known: Whether a batch has ended. Otherwise a forward pass begins, which may belong to the same batch.
 
         Raises:
-            RuntimeError: If parameters change again and again, and no step is counted.
+            RuntimeError: If parameters have changed in several batches without a counted step.
         """
         self._follow()
         suspected = [(kind, watched) for kind, watched in self._all() if watched.is_suspicious()]
         self._compare(suspected, _CHANGES if is_known else _CHANGES_IN_LOOPS)
 
     def end_epoch(self) -> None:
-        """An epoch has ended, or the run; raises as :meth:`after_batch`."""
+        """End an epoch or the run. Raises like :meth:`after_batch`."""
         self._compare([(kind, watched) for kind, watched in self._all() if watched.is_idle()], _CHANGES)
 
     def close(self) -> None:
-        """Training is over."""
+        """End training."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -173,7 +174,7 @@ class UncountedChanges:
         return [*self._watched, (self._stepped_by, untrained)] if self._stepped_by else self._watched
 
     def _follow(self, known: Checksums | None = None) -> None:
-        """Watch what is trained now, if that has changed."""
+        """Watch the parameters that are trained now, if others were before."""
         replicas = [scheme.replica for scheme in self._schemes]
         if self._seen is not None and all(map(is_, replicas, self._seen)):
             return

@@ -1,4 +1,4 @@
-"""Finds gradients that ranks should have averaged, and did not, in the first steps of an optimizer."""
+"""Finds gradients that ranks should have averaged and did not, in the first steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FIRST_STEPS = 3
 class GradientCheck:
     """Compares the gradients of ranks that share them, in the first steps of an optimizer and one step of each epoch.
 
-    It warns if they differ and no reduction has written them; gradients that a program averages by itself do not
+    It warns if they differ and no reduction has written them. Gradients that a program averages by itself do not
     differ.
 
     Args:
-        module: What trains. Parameters that are not its own share no gradients.
+        module: The module that trains. Ranks share the gradients of its parameters only.
         group: The ranks that share gradients.
-        remedy: What to do about gradients that were not averaged.
+        remedy: The last sentence of the warning.
     """
 
     def __init__(self, module: nn.Module, group: Communicator, remedy: str) -> None:
@@ -39,18 +39,18 @@ class GradientCheck:
         self._reduced: dict[int, tuple[ReferenceType[Tensor], int]] = {}
 
     def begin_epoch(self) -> None:
-        """Look at one more step of each optimizer."""
+        """Compare one more step of each optimizer."""
         self._left = {optimizer: max(1, left) for optimizer, left in self._left.items()}
         self._is_noting = not self._has_warned
 
     def note_reduction(self) -> None:
-        """A backward pass has ended in which gradients were averaged."""
+        """Note that a backward pass has averaged the present gradients."""
         if self._is_noting:
             held = ((id(p), p.grad) for p in self._module.parameters())
             self._reduced = {key: (ref(grad), grad._version) for key, grad in held if grad is not None}
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped, and its gradients are still there. Collective in the steps that are looked at."""
+        """Compare gradients after a step, before they are set to zero. Collective in the steps that it compares."""
         left = self._left.get(id(optimizer), _FIRST_STEPS)
         if left == 0 or self._has_warned:
             return
@@ -80,7 +80,7 @@ class GradientCheck:
         return reduced is not None and reduced[0]() is grad and reduced[1] == grad._version
 
     def _print(self, grads: list[Tensor | None]) -> Tensor:
-        """A checksum of gradients, in which absent ones have a place, too."""
+        """Return a checksum of gradients, which counts absent ones as 0."""
         prints = [0 if g is None else print_of(g.coalesce().values() if g.is_sparse else local(g)) for g in grads]
         device = next((local(p).device for p in self._module.parameters()), torch.device("cpu"))
         return print_of(torch.stack([torch.as_tensor(each, dtype=torch.int64, device=device) for each in prints]))

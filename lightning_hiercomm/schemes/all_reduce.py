@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.requirements import Requirements
 
 
 class AllReduce(Scheme):
@@ -34,10 +34,10 @@ class AllReduce(Scheme):
         return RunningAllReduce(self, context)
 
     @property
-    def profile(self) -> Profile:
+    def requirements(self) -> Requirements:
         return replace(
-            super().profile,
-            needs_nodes_that_stay="AllReduce lets all nodes wait for each other at every step, so none may leave: take"
+            super().requirements,
+            needs_fixed_nodes="AllReduce lets all nodes wait for each other at every step, so none may leave: take"
             " PeriodicAveraging or DiLoCo",
         )
 
@@ -46,10 +46,11 @@ class RunningAllReduce(RunningScheme[AllReduce]):
     """Checks parameters every now and then, and averages float buffers."""
 
     def after_step(self, last: bool) -> None:
-        self.after_synchronous_step()
+        self._after_synchronous_step()
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        self.end_synchronous_epoch()
+        self.guard.verify(self.state.steps)
+        self._check_parameters()
 
-    def exact_mean(self) -> bool:
-        return self.synchronous_mean()
+    def _write_mean(self) -> bool:
+        return self._write_mean_of_buffers()

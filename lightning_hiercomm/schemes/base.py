@@ -19,7 +19,8 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.guard import NonFiniteGuard, Policy
 from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
-from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.requirements import Requirements
+from lightning_hiercomm.schemes.state import SchemeState, Scope
 
 _CHECK_EVERY = 10
 """Steps between two checks for non-finite parameters, where every step synchronizes gradients."""
@@ -88,16 +89,16 @@ class Scheme(Value):
         return RunningScheme(self, context)
 
     @property
-    def profile(self) -> Profile:
-        """What it needs of a run, and costs; another scheme says what differs, by :func:`dataclasses.replace`."""
+    def requirements(self) -> Requirements:
+        """What it requires of a run; another scheme changes this by :func:`dataclasses.replace`."""
         kind = type(self).__name__
         alone = (
             f"{kind}(gradients='none') lets every rank train a whole model by itself, but the ranks of a node hold"
             " parts of one: use gradients='node'"
         )
-        return Profile(
+        return Requirements(
             needs_whole_parameters=alone if self.gradients == "none" else None,
-            needs_nodes_that_stay=f"{kind} is not made for nodes that come and go: take PeriodicAveraging or DiLoCo",
+            needs_fixed_nodes=f"{kind} is not made for nodes that come and go: take PeriodicAveraging or DiLoCo",
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -116,53 +117,40 @@ class Scheme(Value):
         """
         return iter(())
 
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        """A scheme that takes nothing but steps as the first of this one's, for whoever asks what that costs.
-
-        Args:
-            steps_of_epoch: Optimizer steps of an epoch.
-        """
-        return self
-
 
 class RunningScheme(Generic[S]):
     """A scheme at work on the replica of one optimizer, from the first step of a run to its end.
 
-    The constructor opens the links, and is called by :meth:`Scheme.build`. Then, on every rank and in the same order,
-    since all of it is collective:
+    :meth:`Scheme.build` calls the constructor, which opens process groups. Everything else is collective, except
+    :meth:`close`, and happens on all ranks in the same order:
 
     1. :meth:`begin_run`; for every epoch :meth:`begin_epoch`, :meth:`step` for every attempt of the optimizer to step,
        :meth:`end_epoch`; and :meth:`finish`.
-    2. Between any two of these: :meth:`synchronize`, and :meth:`follow` when other parameters are to be trained, which
-       opens links only for parameters of a type that needs more of them.
-    3. :meth:`close`, once, the only call that is not collective.
+    2. Between any two of these: :meth:`synchronize`, and :meth:`follow` when other parameters are to be trained.
+    3. :meth:`close`, once.
 
-    A new scheme overrides :meth:`after_step` and, where it needs more, the other hooks named below "for schemes". What
-    changes while it runs is its own; what the user has chosen stays in :attr:`config`.
+    A new scheme overrides :meth:`after_step`, or another hook that is named below "for schemes". What changes while it
+    runs is in :attr:`state`; what the user has chosen stays in :attr:`config`.
 
     Args:
-        config: What the user has written.
-        context: What is trained, and by whom.
+        config: The configuration.
+        context: What is trained, and by which ranks.
 
     Attributes:
         config: As above.
-        gradients: Over whom gradients are averaged in the present phase.
-        phase: The name of what the scheme is doing, for progress bars.
-        replica: The parameters (and float buffers) that agree.
+        state: All that changes: counters, phases, pending exchanges.
+        gradients: The ranks over which gradients are averaged in the present phase.
+        phase: The name of the present phase, for progress bars.
+        replica: The parameters (and float buffers) that are synchronized.
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.
         wire: What parameters look like between nodes.
-        is_alone: Whether there is nobody to agree with: one node, of one rank or of ranks that share their gradients.
-        care: Averages; finds what is not finite, or differs inside a node, and heals it or says so.
-        steps: Optimizer-step attempts in this run, resumed runs included.
-        step_in_epoch: The same, since the epoch began.
-        epoch: Epochs begun before this one.
-        unsynchronized_steps: Steps since the nodes last held the same parameters.
-        agreements: How often they came to do so.
-        may_ask: Whether :meth:`shared_state` may ask other ranks.
+        is_alone: Whether there is no other replica: one node, of one rank or of ranks that share their gradients.
+        guard: Averages, and finds and repairs values that are non-finite or differ inside a node.
     """
 
     phase: str = "training"
+    state: SchemeState
 
     def __init__(self, config: S, context: Context) -> None:
         topology = context.topology
@@ -178,28 +166,23 @@ class RunningScheme(Generic[S]):
             self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone, self.wire
         )
         self.guard.follow(self.replica)
-        self.steps = 0
-        self.step_in_epoch = 0
-        self.epoch = 0
-        self.unsynchronized_steps = 0
-        self.synchronizations = 0
-        self.may_ask = True
+        self.state = self._new_state()
         self._backgrounds: list[Background] = []
 
-    # ---- life of a run -------------------------------------------------------------------------------------------
+    # ---- a run ---------------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
-        """From now on other parameters are trained (some were unfrozen), or the same from other values.
+        """Train other parameters from now on (some were unfrozen), or the same from other values.
 
         Args:
-            replica: All of them; their values are equal on all ranks, so the nodes begin anew from them.
+            replica: All of them; their values are equal on all ranks.
         """
         self.replica = _held_by_ranks(replica, self.config)
-        self.unsynchronized_steps = 0
+        self.state.unsynchronized_steps = 0
         self.guard.follow(self.replica)
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
-        """Training starts or resumes.
+        """Start or resume training.
 
         Args:
             epochs: The number of epochs the run will have, or None if that is not known.
@@ -207,19 +190,19 @@ class RunningScheme(Generic[S]):
         """
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        """An epoch starts.
+        """Start an epoch.
 
         Args:
             epoch: Its number, from 0.
             metrics: What the user logged so far.
         """
-        self.epoch = epoch
-        self.step_in_epoch = 0
+        self.state.epoch = epoch
+        self.state.step_in_epoch = 0
 
     def step(self, run: Callable[[], T], last: bool = False) -> T:
-        """One attempt of the optimizer to step.
+        """Run one attempt of the optimizer to step.
 
-        It counts also if a gradient scaler skips the optimizer, so that ranks cannot fall out of step.
+        It counts also if a gradient scaler skips the optimizer, so all ranks count the same.
 
         Args:
             run: The user's own step: forward, backward, clipping, ``optimizer.step()``.
@@ -228,39 +211,39 @@ class RunningScheme(Generic[S]):
         Returns:
             What ``run`` returns.
         """
-        is_synchronous = self.in_first_phase
+        state, is_synchronous = self.state, self.in_first_phase
         update = None if is_synchronous else self.before_step(last)
-        with nullcontext() if update is None else in_place_of_step(self.required_optimizer, update):
+        with nullcontext() if update is None else in_place_of_step(self._required_optimizer, update):
             result = run()
-        self.steps += 1
-        self.step_in_epoch += 1
-        self.unsynchronized_steps += 1
+        state.steps += 1
+        state.step_in_epoch += 1
+        state.unsynchronized_steps += 1
         if is_synchronous:
-            self.after_synchronous_step()
+            self._after_synchronous_step()
         else:
             self.after_step(last)
         return result
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        """The epoch's last batch is done; validation and checkpoints come next.
+        """End an epoch, before its validation and checkpoints.
 
         Args:
             loss: This rank's mean training loss of the epoch (scalar), if :attr:`Scheme.watches_loss`.
         """
 
-    def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """A file is about to be saved, or the run to end, and nobody will know of the metrics later. Collective.
+    def record_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Take what the scheme needs of the logged metrics, which will be lost after a save. Collective.
 
         Args:
-            logged: What the user has logged so far.
+            logged: Returns what the user has logged so far.
         """
 
     def finish(self) -> None:
-        """The run is over: nothing stays in flight, and every rank holds the agreed parameters."""
+        """End the run: nothing stays pending, and every rank holds the averaged parameters."""
         self.synchronize()
-        if not (self.is_alone or self.topology.may_grow):  # outside of an agreement elastic nodes do not communicate
-            Preflight(self.topology, self.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
-        self.unsynchronized_steps = 0
+        if not (self.is_alone or self.topology.may_grow):  # elastic nodes communicate in synchronizations only
+            Preflight(self.topology, self.state.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
+        self.state.unsynchronized_steps = 0
         self.guard.follow(self.replica)
         self.close()
 
@@ -268,107 +251,78 @@ class RunningScheme(Generic[S]):
         """End background threads, also after an error; the only call that is not collective.
 
         Args:
-            timeout: Seconds to wait for each; a thread that is stuck in a move is left behind.
+            timeout: Seconds to wait for each; a thread that is stuck in a collective is left behind.
         """
         for background in self._backgrounds:
             background.close(timeout)
 
-    # ---- the agreed model ----------------------------------------------------------------------------------------
+    # ---- the averaged model --------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for what is in flight, keeping what arrived for its scheduled merge."""
+        """Wait for pending exchanges, and keep what they bring for its scheduled merge."""
 
     def synchronize(self) -> None:
-        """Write the agreed parameters to the replica: here, the weighted mean over all ranks.
+        """Write the averaged parameters to the replica: the weighted mean over all ranks.
 
-        The caller keeps a snapshot if training is to go on from where it was.
+        The caller keeps a snapshot if training is to continue from each rank's own values.
         """
         self.settle()
-        if self.unsynchronized_steps:
-            self.topology.synchronize(self.exact_mean)
+        if self.state.unsynchronized_steps:
+            self.topology.synchronize(self._write_mean)
 
     @property
     def is_synchronized(self) -> bool:
         """Whether :meth:`synchronize` would change nothing."""
-        return self.unsynchronized_steps == 0
+        return self.state.unsynchronized_steps == 0
 
-    @property
-    def may_be_copied(self) -> bool:
-        """Whether another node may begin with a copy of what this one has become, whatever its own steps."""
-        return self.config.profile.begins_with_copy
-
-    # ---- state and what a person may watch -----------------------------------------------------------------------
-
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        """As :meth:`Scheme.next_step`, of the step that comes next."""
-        return self.config.next_step(steps_of_epoch)
+    # ---- state ---------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """Current values to log, such as ``sync_every`` and ``staleness``."""
+        """Return current values to log, such as ``sync_every`` and ``staleness``."""
         return {}
 
-    def shared_state(self) -> dict[str, Any]:
-        """The state that all replicas share, as primitives and tensors: what a plain checkpoint holds. Collective.
+    def shared_state(self, can_communicate: bool = True) -> dict[str, Any]:
+        """Return the state that all replicas share, as primitives and tensors: what a plain checkpoint holds.
 
-        Not :attr:`may_ask`: without what only others know; a rank that is alone with an error saves the rest.
+        Args:
+            can_communicate: Whether all ranks call this. Otherwise what only other ranks hold is left out.
         """
-        return {
-            "scheme": type(self.config).__name__,
-            "steps": self.steps,
-            "step_in_epoch": self.step_in_epoch,
-            "epoch": self.epoch,
-            "synchronizations": self.synchronizations,
-        }
+        return {"scheme": type(self.config).__name__, **self.state.saved(Scope.SHARED)}
 
     def state_dict(self) -> dict[str, Any]:
-        """All state: :meth:`shared_state`, and this rank's own. The replica's values are not part of it. Collective."""
-        state = {**self.shared_state(), "unsynchronized_steps": self.unsynchronized_steps}
+        """Return all state, except for the replica's values. Collective; call :meth:`settle` first."""
+        state = {**self.shared_state(), **self.state.saved(Scope.LOCAL)}
         of_optimizer = self.guard.state_dict()
         return {**state, "optimizer_average": of_optimizer} if of_optimizer else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, or :meth:`shared_state`.
-
-        A plain checkpoint has no ``"unsynchronized_steps"``: its parameters are the averaged ones.
-        """
-        self.steps = state["steps"]
-        self.step_in_epoch = state["step_in_epoch"]
-        self.epoch = state["epoch"]
-        self.synchronizations = state["synchronizations"]
-        self.unsynchronized_steps = state.get("unsynchronized_steps", 0)
+        """Restore :meth:`state_dict`, or :meth:`shared_state`: then all ranks resume from the averaged parameters."""
+        self.state.load(state)
         self.guard.load_state_dict(state.get("optimizer_average", {}))
 
     def undo_point(self) -> Callable[[], None]:
-        """Remember all that an agreement changes; what is returned takes it back, to the bit. Not collective."""
-        undo_values = self.replica.undo_point()
-        unsynchronized_steps, agreements, nonfinite = (
-            self.unsynchronized_steps,
-            self.synchronizations,
-            self.guard.nonfinite,
-        )
+        """Remember all that a synchronization changes; return a callback that restores it. Not collective."""
+        undo_values, undo_state, nonfinite = self.replica.undo_point(), self.state.undo_point(), self.guard.nonfinite
 
         def undo() -> None:
             undo_values()
-            self.unsynchronized_steps, self.synchronizations, self.guard.nonfinite = (
-                unsynchronized_steps,
-                agreements,
-                nonfinite,
-            )
+            undo_state()
+            self.guard.nonfinite = nonfinite
 
         return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
-        """The topology is about to hold other nodes; call what is returned when it does. Collective over the node."""
-        unagreed = self.unsynchronized_steps
+        """Prepare for a change of nodes; return what to call after it. Collective over the node."""
+        unsynchronized_steps = self.state.unsynchronized_steps
 
-        def go_on() -> None:
+        def resume() -> None:
             self.follow(self.replica)
-            self.unsynchronized_steps = unagreed
+            self.state.unsynchronized_steps = unsynchronized_steps
 
-        return go_on
+        return resume
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
-        """The optimizer's state for a checkpoint, as ``Optimizer.state_dict`` lays it out. Collective.
+        """Return the optimizer's state for a checkpoint, as ``Optimizer.state_dict`` lays it out. Collective.
 
         A scheme that keeps the state elsewhere gathers it here; what a checkpoint put into the optimizer it collects
         in :meth:`begin_run`.
@@ -377,59 +331,70 @@ class RunningScheme(Generic[S]):
             only_on: The one rank that will use it: where it has to be gathered, the others' ``"state"`` is empty.
                 None: all of them.
         """
-        return self.required_optimizer.state_dict()
+        return self._required_optimizer.state_dict()
 
     # ---- for schemes ---------------------------------------------------------------------------------------------
 
+    def _new_state(self) -> SchemeState:
+        return SchemeState()
+
     def before_step(self, last: bool) -> Update | None:
-        """Called before the user's step.
+        """Prepare the user's step.
 
         Args:
             last: As :meth:`step` gets it.
 
         Returns:
-            What takes the place of the optimizer's step in this attempt, called once, when the gradients are there;
-            None if nothing does.
+            What replaces the optimizer's step in this attempt, called once, when the gradients are there; or None.
         """
         return None
 
     def after_step(self, last: bool) -> None:
-        """Called after the user's step was counted: launch, collect or merge, as the schedule says."""
+        """Launch, collect or merge, as the schedule says; called after the user's step was counted."""
+
+    def average(self) -> None:
+        """Replace the replica by the weighted mean over all ranks, and train on from there; blocks."""
+        if self._write_mean():
+            self.guard.begin_optimizer_anew()
+        self.guard.average_optimizer_state()
+        self.state.unsynchronized_steps = 0
+        self.state.synchronizations += 1
+
+    def _write_mean(self) -> bool:
+        """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
+
+        Returns:
+            Whether this rank was non-finite, and has got the others' mean: see :meth:`NonFiniteGuard.repair`.
+        """
+        if self.in_first_phase:
+            return self._write_mean_of_buffers()
+        return self.guard.average(self.replica.buckets, self.state.steps)
 
     @property
     def in_first_phase(self) -> bool:
         """Whether gradients are averaged over more ranks than later."""
         return self.gradients != self.config.gradients
 
-    def after_synchronous_step(self) -> None:
-        """Count a step whose gradients were averaged over all ranks, so that only float buffers differ.
-
-        In a first phase it is called instead of :meth:`after_step`.
-        """
-        self.synchronizations += 1
+    def _after_synchronous_step(self) -> None:
+        """Count a step whose gradients were averaged over all ranks, so that only float buffers differ."""
+        self.state.synchronizations += 1
         if not self.replica.buffers:
-            self.unsynchronized_steps = 0
-        if self.steps % _CHECK_EVERY == 0:
+            self.state.unsynchronized_steps = 0
+        if self.state.steps % _CHECK_EVERY == 0:
             self._check_parameters()
 
-    def end_synchronous_epoch(self) -> None:
-        """Check parameters at the end of an epoch in which gradients were averaged over all ranks."""
-        self.guard.verify(self.steps)
-        self._check_parameters()
-
-    def synchronous_mean(self) -> bool:
-        """Write the weighted mean of the float buffers over all ranks, where parameters are equal; blocks."""
-        return self.guard.average(self.replica.buckets_of_buffers, self.steps)
+    def _write_mean_of_buffers(self) -> bool:
+        return self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
 
     def _check_parameters(self) -> None:
         if not self.is_alone:
-            self.guard.look(self.replica.buckets_of_parameters, self.steps)
+            self.guard.look(self.replica.buckets_of_parameters, self.state.steps)
 
-    def background(self, waits_for_nodes: bool = True) -> Background:
-        """A new thread (or stream) beside training, which :meth:`close` ends; for constructors.
+    def _new_background(self, waits_for_nodes: bool = True) -> Background:
+        """Make a thread (or stream) that overlaps with training, which :meth:`close` ends; for constructors.
 
         Args:
-            waits_for_nodes: Whether its jobs wait for moves between nodes.
+            waits_for_nodes: Whether its jobs wait for collectives between nodes.
         """
         puts_off = waits_for_nodes and self.topology.waits_on_host
         background = Background(self.replica.device, self.topology.meter, puts_off=puts_off)
@@ -437,29 +402,10 @@ class RunningScheme(Generic[S]):
         return background
 
     @property
-    def required_optimizer(self) -> Optimizer:
-        """The user's optimizer, for a scheme that cannot do without."""
+    def _required_optimizer(self) -> Optimizer:
         if self.optimizer is None:
             raise ValueError(f"{type(self.config).__name__} needs the optimizer that trains the replica")
         return self.optimizer
-
-    def average(self) -> None:
-        """Replace the replica by the weighted mean over all ranks, and go on from there; blocks."""
-        if self.exact_mean():
-            self.guard.begin_optimizer_anew()
-        self.guard.average_optimizer_state()
-        self.unsynchronized_steps = 0
-        self.synchronizations += 1
-
-    def exact_mean(self) -> bool:
-        """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
-
-        Returns:
-            Whether this rank was sick, and has got the others' mean: see :meth:`NonFiniteGuard.repair`.
-        """
-        if self.in_first_phase:
-            return self.synchronous_mean()
-        return self.guard.average(self.replica.buckets, self.steps)
 
 
 def _held_by_ranks(replica: Replica, config: Scheme) -> Replica:

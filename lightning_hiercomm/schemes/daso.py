@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.base import Context, Scheme
-from lightning_hiercomm.schemes.components.schedules import Every
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
-from lightning_hiercomm.schemes.periodic import PeriodicAveraging
+from lightning_hiercomm.schemes.base import Context
+from lightning_hiercomm.schemes.components.schedules import Auto, Every, Schedule
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.phases import Moment
 from lightning_hiercomm.schemes.plateau import Plateau
-from lightning_hiercomm.schemes.profile import Profile
-from lightning_hiercomm.schemes.reducers.base import Reducer
+from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
 log = logging.getLogger(__name__)
@@ -143,19 +139,19 @@ class DASO(ParameterSync):
             raise ValueError(f"merge={merge!r} must be 'eq1' or 'delta'")
         if reducer not in ("leader", "sharded"):
             raise ValueError(f"reducer={reducer!r} must be 'leader' or 'sharded'")
+        every = Every(period, of="epoch")
         super().__init__(
-            schedule=Every(period, of="epoch"),
+            schedule=every if auto is None else Auto(every, auto),
             reducer=reducer,
             merge=merge,
             staleness=staleness,
             gradients=gradients,
         )
         self.sync_every = sync_every
-        self.auto = auto
         self.overhead_target = overhead_target
         self.adapt = adapt
         self.narrow_phases: Literal["all", "blocking"] = narrow_phases
-        self.is_exact_beside_training = narrow_phases == "blocking" and staleness > 0
+        self.is_exact_overlapped = narrow_phases == "blocking" and staleness > 0
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
         self.monitor = monitor
@@ -166,37 +162,44 @@ class DASO(ParameterSync):
     def build(self, context: Context) -> RunningDASO:
         return RunningDASO(self, context)
 
-    _ends_epochs_in_agreement = True
+    _synchronizes_at_epoch_end = True
 
     @property
-    def profile(self) -> Profile:
-        stay = super().profile.needs_nodes_that_stay
+    def requirements(self) -> Requirements:
+        stay = super().requirements.needs_fixed_nodes
         if self.adapt and self.monitor is not None:
             stay = (
                 f"monitor={self.monitor!r} is judged between an agreement and the next epoch, where no node could come:"
                 " leave it out, which watches the training loss, or take adapt=False"
             )
         return replace(
-            super().profile,
-            needs_nodes_that_stay=stay,
+            super().requirements,
+            needs_fixed_nodes=stay,
             can_average_optimizer_state=True,  # in the phases in which nodes wait for each other
-            first_phase="In warm-up and cool-down a step takes {seconds}: nodes average and wait"
-            " (warmup_epochs and cooldown_epochs: 4 each, or a quarter of a shorter run, unless you set them).",
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         self._check_epoch(nodes, steps_of_epoch)
         return iter(())  # it counts from the start of an epoch
 
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        return PeriodicAveraging(1, gradients=self._alone_or_not)  # of warm-up
 
-    @property
-    def _alone_or_not(self) -> Literal["node", "none"]:
-        return "none" if self.gradients == "none" else "node"
+@dataclass
+class DASOState(SyncState):
+    """The state of DASO.
 
-    def leaving(self, step: int, parts: int) -> Sequence[int]:
-        return range(parts) if (step - 1) % (self.period or 1) == 0 else ()
+    Attributes:
+        given: ``sync_every`` and ``staleness`` as the user gave them.
+        cycle: B and S by now; None: as given.
+        plateau: Whether the loss still falls.
+        awaits_metric: Whether the last epoch is judged when its metric is logged.
+        recorded_metric: The weighted sum of that metric, and of the weights, if it was logged before a save.
+    """
+
+    given: list[Any] = field(default_factory=list)
+    cycle: list[int] | None = None
+    plateau: Plateau = field(default_factory=Plateau)
+    awaits_metric: bool = False
+    recorded_metric: tuple[float, float] | None = None
 
 
 class RunningDASO(RunningParameterSync[DASO]):
@@ -204,54 +207,33 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     Attributes:
         phase: ``"warm-up"``, ``"cycling"`` or ``"cool-down"``; empty before the first epoch.
-        initial_sync_every: B at first, and whenever it returns to that.
-        plateau: Whether the loss still falls.
     """
+
+    state: DASOState
 
     def __init__(self, config: DASO, context: Context) -> None:
         super().__init__(config, context)
         self.phase = ""
-        self.initial_sync_every = self._period
-        self.plateau = config.make_plateau()
-        self._exact_reducer = self._cut_exact()
         self._warmup_ends = Moment(epoch=0)
         self._cooldown_begins: Moment | None = None
-        self._awaits_metric = False
-        self._last_metric: Tensor | None = None  # as it was known when the epoch began
-        self._heard_metric: tuple[float, float] | None = None  # of the epoch to be judged, when a file was saved
+        self._last_metric: Tensor | None = None  # as it was logged when the epoch began
         self._has_resumed = False
         self._has_missed_a_loss = False
 
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        config = self.config
-        if self.phase != "cycling":
-            return config.next_step(steps_of_epoch)
-        return DASO(
-            self._period,
-            self.staleness,
-            merge="delta" if config.merging.needs_sent else "eq1",
-            reducer="sharded" if config.reducer == "sharded" else "leader",
-            gradients=config._alone_or_not,
-            narrow_phases=config.narrow_phases,
-        )
-
-    # ---- life of a run -------------------------------------------------------------------------------------------
-
-    def follow(self, replica: Replica) -> None:
-        super().follow(replica)
-        self._exact_reducer = self._cut_exact()
-
-    def _cut_exact(self) -> Reducer:
-        """Who carries what training does not wait for."""
-        if self.is_alone or self.config.narrow_phases == "all":
-            return self._reducer
-        reducer = self._reducer_of(self.replica.buckets_of_parameters, Wire())
-        reducer.disagreement = self._reducer.disagreement  # a person watches whoever has carried last
-        return reducer
+    def _new_state(self) -> DASOState:
+        given = [self.config.sync_every, self.config.staleness]
+        return DASOState(given=given, plateau=self.config.make_plateau())
 
     @property
-    def _overlapped_reducer(self) -> Reducer:
-        return self._exact_reducer
+    def schedule(self) -> Schedule:
+        initial = super().schedule
+        return initial if self.state.cycle is None else initial.with_period(self.state.cycle[0])
+
+    @property
+    def staleness(self) -> int:
+        return self.config.staleness if self.state.cycle is None else self.state.cycle[1]
+
+    # ---- a run ---------------------------------------------------------------------------------------------------
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
@@ -292,12 +274,12 @@ class RunningDASO(RunningParameterSync[DASO]):
         super().begin_epoch(epoch, metrics)
         self._enter(self._phase_of_next_step())
         monitor = self.config.monitor
-        if self._awaits_metric and monitor is not None:
-            self._awaits_metric = False
+        if self.state.awaits_metric and monitor is not None:
+            self.state.awaits_metric = False
             if (metric := self._new_metric(metrics)) is not None:
                 self._judge(*self._summed(metric))
-            elif self._heard_metric is not None:  # Lightning forgets its metrics between runs
-                self._judge(*self._heard_metric)
+            elif self.state.recorded_metric is not None:  # Lightning forgets its metrics between runs
+                self._judge(*self.state.recorded_metric)
             elif monitor not in metrics and not self._has_resumed:
                 logged = ", ".join(metrics) or "nothing"
                 raise ValueError(
@@ -305,7 +287,7 @@ class RunningDASO(RunningParameterSync[DASO]):
                     " Log it in every epoch with self.log, or leave monitor out to watch the training loss."
                 )
         self._last_metric = metrics.get(monitor or "")
-        self._heard_metric = None
+        self.state.recorded_metric = None
         self._has_resumed = False
 
     def _new_metric(self, metrics: Mapping[str, Tensor]) -> Tensor | None:
@@ -313,10 +295,10 @@ class RunningDASO(RunningParameterSync[DASO]):
         metric = metrics.get(self.config.monitor or "")
         return None if metric is self._last_metric else metric
 
-    def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        if self._awaits_metric:
+    def record_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        if self.state.awaits_metric:
             weighted, total = self._summed(self._new_metric(logged()))
-            self._heard_metric = (weighted, total) if total else None
+            self.state.recorded_metric = (weighted, total) if total else None
 
     def before_step(self, last: bool) -> None:
         self._enter(self._phase_of_next_step())
@@ -327,36 +309,36 @@ class RunningDASO(RunningParameterSync[DASO]):
             return
         if last or self.is_alone:
             return
-        arrived = self._in_flight.take(self.steps)
-        leaves = (self.step_in_epoch - 1) % self._period == 0
+        arrived = self.state.pending.take(self.state.steps)
+        leaves = (self.state.step_in_epoch - 1) % self._period == 0
         if leaves and self.staleness == 0:
             self.average()
         elif leaves or arrived is not None:
-            self._turn(arrived, self.all_parts if leaves else ())
+            self._overlap(arrived, self.exchanger.all_fragments if leaves else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
         adapts, losses = self.phase == "cycling" and self.config.adapt, list[tuple[float, float]]()
         judges = adapts and self.config.monitor is None
 
         def agree() -> None:
-            if self.unsynchronized_steps:
+            if self.state.unsynchronized_steps:
                 self.average()
             if judges:
                 losses.append(self._summed(loss))
 
-        if self.unsynchronized_steps or judges:
+        if self.state.unsynchronized_steps or judges:
             self.topology.synchronize(agree, admits=True)
         if judges:
             self._judge(*losses[-1])
         elif adapts:
-            self._awaits_metric = True  # it is logged by the validation that comes next
+            self.state.awaits_metric = True  # it is logged by the validation that comes next
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
     def _phase_of_next_step(self) -> str:
-        if not self._warmup_ends.has_come(self.epoch, self.steps):
+        if not self._warmup_ends.has_come(self.state.epoch, self.state.steps):
             return "warm-up"
-        if self._cooldown_begins is not None and self._cooldown_begins.has_come(self.epoch, self.steps):
+        if self._cooldown_begins is not None and self._cooldown_begins.has_come(self.state.epoch, self.state.steps):
             return "cool-down"
         return "cycling"
 
@@ -365,7 +347,7 @@ class RunningDASO(RunningParameterSync[DASO]):
             return
         self.phase = phase
         how = self._cycle if phase == "cycling" else "nodes average after every step and wait for it"
-        self._announce(logging.INFO, f"{phase} from epoch {self.epoch}, step {self.steps}: {how}")
+        self._announce(logging.INFO, f"{phase} from epoch {self.state.epoch}, step {self.state.steps}: {how}")
 
     @property
     def _cycle(self) -> str:
@@ -375,13 +357,6 @@ class RunningDASO(RunningParameterSync[DASO]):
     def _period(self) -> int:
         """B: the number that ``sync_every`` says, or stands for."""
         return self.period or 1
-
-    def _set_period(self, period: int) -> None:
-        super()._set_period(period)
-        self.initial_sync_every = period
-
-    def _set_cycle(self, period: int, staleness: int) -> None:
-        self.schedule, self.staleness = Every(period, of="epoch"), staleness
 
     def _announce(self, level: int, message: str) -> None:
         if self.topology.rank == 0:
@@ -413,21 +388,21 @@ class RunningDASO(RunningParameterSync[DASO]):
         if total == 0.0:
             if not self._has_missed_a_loss:
                 self._has_missed_a_loss = True
-                self._announce(logging.WARNING, f"epoch {self.epoch} had no training loss: {_NO_LOSS}")
+                self._announce(logging.WARNING, f"epoch {self.state.epoch} had no training loss: {_NO_LOSS}")
             return
-        if not self.plateau.reached(weighted / total):
+        if not self.state.plateau.reached(weighted / total):
             return
         before = self._period, self.staleness
         least = min(1, self.config.staleness)  # a scheme that waits goes on waiting
         if before == (1, least):
-            self._set_cycle(self.initial_sync_every, self.config.staleness)
+            self.state.cycle = None
         else:
-            self._set_cycle(max(1, self._period // 2), max(least, self.staleness // 2))
+            self.state.cycle = [max(1, self._period // 2), max(least, self.staleness // 2)]
         if (self._period, self.staleness) != before:
             watched = self.config.monitor or "the training loss"
             self._announce(logging.INFO, f"{watched} stopped falling: {self._cycle}")
 
-    # ---- state and what a person may watch -----------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
         """``phase`` (0 warm-up, 1 cycling, 2 cool-down), ``sync_every`` and ``staleness`` in it, ``disagreement``."""
@@ -441,27 +416,12 @@ class RunningDASO(RunningParameterSync[DASO]):
             "staleness": float(self.staleness) if cycles else 0.0,
         }
 
-    def shared_state(self) -> dict[str, Any]:
-        return {
-            **super().shared_state(),
-            "given": [self.config.sync_every, self.config.staleness],
-            "sync_every": self._period,
-            "staleness": self.staleness,
-            "plateau_best": self.plateau.best,
-            "plateau_bad_values": self.plateau.bad_values,
-            "awaits_metric": self._awaits_metric,
-            "heard_metric": self._heard_metric,
-        }
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        given = self.state.given
         super().load_state_dict(state)
-        given = [self.config.sync_every, self.config.staleness]
-        if state["given"] == given:  # else they have changed with this run
-            self._set_cycle(state["sync_every"], state["staleness"])
-        self.plateau.best = state["plateau_best"]
-        self.plateau.bad_values = state["plateau_bad_values"]
-        self._awaits_metric = state["awaits_metric"] and self.config.monitor is not None
-        self._heard_metric = state["heard_metric"]
+        if self.state.given != given:
+            self.state.given, self.state.cycle = given, None
+        self.state.awaits_metric &= self.config.monitor is not None
         self._has_resumed = True
 
 

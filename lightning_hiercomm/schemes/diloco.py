@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
-from lightning_hiercomm.schemes.components.schedules import Staggered
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
+from lightning_hiercomm.schemes.components.schedules import Auto, Staggered
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
 log = logging.getLogger(__name__)
@@ -108,14 +109,13 @@ class DiLoCo(ParameterSync):
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
         self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
         super().__init__(
-            schedule=Staggered(period),
+            schedule=Staggered(period) if auto is None else Auto(Staggered(period), auto),
             fragments=fragments,
             merge=self.outer,
             staleness=staleness,
             gradients=gradients,
         )
         self.sync_every = sync_every
-        self.auto = auto
         self.overhead_target = overhead_target
         self.keep_local = keep_local
         self.warmup_steps = warmup_steps
@@ -125,25 +125,35 @@ class DiLoCo(ParameterSync):
         return RunningDiLoCo(self, context)
 
 
+@dataclass
+class DiLoCoState(SyncState):
+    """The state of DiLoCo.
+
+    Attributes:
+        kept_late: The ``keep_local`` of merges that come late; None if there are none.
+    """
+
+    kept_late: float | None = None
+
+
 class RunningDiLoCo(RunningParameterSync[DiLoCo]):
-    """DiLoCo at work: an agreement that goes on, from a checkpoint, with the ``keep_local`` that it had."""
+    """DiLoCo at work: a run that resumes keeps the ``keep_local`` that it had."""
 
-    def __init__(self, config: DiLoCo, context: Context) -> None:
-        super().__init__(config, context)
-        self._keep_local = config.outer.keep_local
+    state: DiLoCoState
 
-    def shared_state(self) -> dict[str, Any]:
-        return {**super().shared_state(), "kept_late": self._keep_local if self.staleness else None}
+    def _new_state(self) -> DiLoCoState:
+        return DiLoCoState(kept_late=self.config.outer.keep_local if self.config.staleness else None)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        kept = state["kept_late"]
-        if self.config.keep_local is None and self.staleness and kept not in (None, self._keep_local):
-            outer, self._keep_local = self.config.outer, kept
-            self._merge = OuterOptimizer(outer.make_optimizer, outer.make_scheduler, kept)
+        own, saved = self.state.kept_late, state["kept_late"]
+        if self.config.keep_local is not None or None in (own, saved):
+            saved = own
+        elif saved != own:
+            self.reference.merge = self.config.outer.keeping(saved)
             if self.topology.rank == 0:
                 log.warning(
                     "%s: goes on with keep_local=%g, as the run of the checkpoint did; to change that, give a number",
                     type(self.config).__name__,
-                    kept,
+                    saved,
                 )
-        super().load_state_dict(state)
+        super().load_state_dict({**state, "kept_late": saved})

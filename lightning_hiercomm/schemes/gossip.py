@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.reducers.graphs import (
     DirectedExponential,
     Fairness,
@@ -27,8 +26,10 @@ from lightning_hiercomm.schemes.reducers.graphs import (
     Ring,
     round_of,
 )
-from lightning_hiercomm.schemes.reducers.in_flight import InFlight
+from lightning_hiercomm.schemes.reducers.in_flight import PendingExchanges
 from lightning_hiercomm.schemes.reducers.neighbors import Peers
+from lightning_hiercomm.schemes.requirements import Requirements
+from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 
@@ -124,12 +125,7 @@ class Gossip(Scheme):
         return RunningGossip(self, context)
 
     @property
-    def profile(self) -> Profile:
-        """Random pairs halve the squared distance from the mean at each step.
-
-        So in the long run nodes are as far apart as averaging every third step leaves them; a step of delay doubles
-        that. Two nodes are a pair.
-        """
+    def requirements(self) -> Requirements:
         stay = whole = None
         if not self.hierarchical:
             stay = "ranks of a node that train alone cannot be healed from one state: take hierarchical=True"
@@ -142,19 +138,32 @@ class Gossip(Scheme):
                 "overlap=True always has something in flight, so a node that comes would find no moment to begin: take"
                 " overlap=False"
             )
-        late = 2 if self.overlap else 0
-        return Profile(
+        return Requirements(
             needs_whole_parameters=whole,
-            needs_nodes_that_stay=stay,
+            needs_fixed_nodes=stay,
             begins_with_copy=True,
-            drift=3 + late,
-            drift_of_two=1 + late,
         )
 
 
-class RunningGossip(RunningScheme[Gossip]):
-    """Gossip at work: the nodes' push-sum weights, and what is in flight."""
+@dataclass
+class GossipState(SchemeState):
+    """The state of gossip.
 
+    Attributes:
+        weights: The nodes' push-sum weights, by segment.
+        pending: The exchange that was started and not merged.
+        has_new_nodes: Whether nodes have joined, whose weights are not known yet.
+    """
+
+    weights: list[list[float]] = field(default_factory=list, metadata=LOCAL)
+    pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
+    has_new_nodes: bool = field(default=False, metadata=TRANSIENT)
+
+
+class RunningGossip(RunningScheme[Gossip]):
+    """Gossip at work."""
+
+    state: GossipState
     phase = "gossip"
 
     def __init__(self, config: Gossip, context: Context) -> None:
@@ -164,22 +173,23 @@ class RunningGossip(RunningScheme[Gossip]):
         # where nodes come and go, training waits for all of it, so nobody else uses the communicators
         shares_communicators = self.is_alone or self.topology.may_grow
         self._beside = self.topology if shares_communicators else self.topology.duplicate()
-        self._background = self.background()
-        self._in_flight = InFlight()
-        self._nodes_are_new = False
+        self._background = self._new_background()
         self._segments, self._peers = self._cut(context.replica)
-        self._weights = self._equal_weights()
+        self.state.weights = self._equal_weights()
 
-    # ---- life of a run -------------------------------------------------------------------------------------------
+    def _new_state(self) -> GossipState:
+        return GossipState()
+
+    # ---- a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
         self._segments, self._peers = self._cut(replica)
-        self._begin_anew()
+        self._restart()
 
     def before_step(self, last: bool) -> Update | None:
         has_plain_weights = all(weight == 1.0 for weight in self._own_weights)
-        if self.is_alone or not (self._in_flight or self._share_of_updates != 1.0 or not has_plain_weights):
+        if self.is_alone or not (self.state.pending or self._share_of_updates != 1.0 or not has_plain_weights):
             return None
         return self._mix_and_step
 
@@ -195,32 +205,28 @@ class RunningGossip(RunningScheme[Gossip]):
             self._merge()
 
     def settle(self) -> None:
-        self._in_flight.settle()
+        self.state.pending.settle()
 
-    def synchronize(self) -> None:
+    def _write_mean(self) -> bool:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
 
-        An exchange in flight (``overlap``) moves mass between nodes and leaves the sum as it is, so the mean is that of
-        the nodes' present values; what arrived is merged when training goes on.
+        A pending exchange (``overlap``) moves mass between nodes and leaves the sum as it is, so the mean is that of
+        the nodes' present values; what arrived is merged when training continues.
         """
-        self.settle()
-        if self.unsynchronized_steps and not self.is_alone:
-            self.topology.synchronize(self._write_mean)
-
-    def _write_mean(self) -> None:
         self._learn_weights()
         weighted = [
             (bucket, self._rank_weights(of_nodes))
-            for segment, of_nodes in zip(self._segments, self._weights, strict=True)
+            for segment, of_nodes in zip(self._segments, self.state.weights, strict=True)
             for bucket in segment.cut(self.replica.bucket_bytes)
         ]
         weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
-        self.guard.average([bucket for bucket, _ in weighted], self.steps, lambda index: weighted[index][1])
+        buckets = [bucket for bucket, _ in weighted]
+        return self.guard.average(buckets, self.state.steps, lambda index: weighted[index][1])
 
     def finish(self) -> None:
         super().finish()
         if not self.is_alone:
-            self._begin_anew()
+            self._restart()
 
     # ---- the algorithm -------------------------------------------------------------------------------------------
 
@@ -260,14 +266,16 @@ class RunningGossip(RunningScheme[Gossip]):
         One by one, so that the first is on the link while the next is packed, and shared with the node while the last
         are still on their way.
         """
-        if self.steps % _VERIFY_EVERY == 0:  # what differs stays different
-            self.guard.verify(self.steps)
-        is_nonfinite = self.guard.look(self._segments, self.steps)
+        if self.state.steps % _VERIFY_EVERY == 0:  # what differs stays different
+            self.guard.verify(self.state.steps)
+        is_nonfinite = self.guard.look(self._segments, self.state.steps)
         verdict = Verdict(is_nonfinite=bool(is_nonfinite))
-        exchange = self._in_flight.start(self.steps, self.steps + int(self.config.overlap), verdict=verdict)
-        for index, weights in enumerate(self._weights):
-            exchange.moves.append(
-                self._peers.start(index, self.steps, weights, self._background, is_nonfinite=is_nonfinite)
+        exchange = self.state.pending.start(
+            self.state.steps, self.state.steps + int(self.config.overlap), verdict=verdict
+        )
+        for index, weights in enumerate(self.state.weights):
+            exchange.buckets.append(
+                self._peers.start(index, self.state.steps, weights, self._background, is_nonfinite=is_nonfinite)
             )
 
     @torch.no_grad()
@@ -275,14 +283,14 @@ class RunningGossip(RunningScheme[Gossip]):
         """Add what was sent last, segment by segment as it arrives; whether this node was sick, and is healed."""
         node = self.topology.node
         was_nonfinite = False
-        for exchange in self._in_flight.take_all():
-            while exchange.moves:
-                move = exchange.moves.popleft()
+        for exchange in self.state.pending.take_all():
+            while exchange.buckets:
+                move = exchange.buckets.popleft()
                 move.arrived.wait()
                 self._background.hands_out(move.flat)
-                after = self._peers.weights_after(exchange.started, move.index, self._weights[move.index])
+                after = self._peers.weights_after(exchange.started, move.index, self.state.weights[move.index])
                 bucket = self._segments[move.index]
-                before_mixing, after_mixing = self._weights[move.index][node], after[node]
+                before_mixing, after_mixing = self.state.weights[move.index][node], after[node]
                 if exchange.verdict.is_nonfinite:
                     bucket.unpack(bucket.empty().zero_())
                 if before_mixing == after_mixing == 1.0:
@@ -290,8 +298,8 @@ class RunningGossip(RunningScheme[Gossip]):
                 else:
                     bucket.unpack(bucket.pack(weight=before_mixing).add_(move.flat).div_(after_mixing))
                 self._peers.give_back(move)
-                self._weights[move.index] = after
-            self.synchronizations += 1
+                self.state.weights[move.index] = after
+            self.state.synchronizations += 1
             was_nonfinite |= exchange.verdict.is_nonfinite
         if was_nonfinite:
             self.guard.begin_optimizer_anew()
@@ -309,38 +317,26 @@ class RunningGossip(RunningScheme[Gossip]):
         relative = self._peers.disagreement.relative()
         return {} if relative is None else {"disagreement": relative}
 
-    def state_dict(self) -> dict[str, Any]:
-        """All state. What is still in flight is not in it: call :meth:`settle` first."""
-        state = super().state_dict()
-        if not self.is_alone:
-            weights = torch.tensor(self._weights, dtype=torch.float64)
-            state["weights"] = weights.view(len(self._weights), self.topology.num_nodes)  # also of no segment
-            state["in_flight"] = self._in_flight.state_dict()
-        return state
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        if self.is_alone:
-            return
-        self._begin_anew()
-        if "weights" not in state:
-            return
-        expected, saved = (len(self._segments), self.topology.num_nodes), tuple(state["weights"].shape)
-        if expected != saved:
+        self._restart()
+        expected, saved = self.state.weights, state.get("weights")
+        if saved is not None and list(map(len, saved)) != list(map(len, expected)):
             raise ValueError(
-                f"the checkpoint's gossip has {saved[0]} segments on {saved[1]} nodes, this run {expected[0]} on"
-                f" {expected[1]}. Resume with the same, or from the agreed parameters only."
+                f"the checkpoint's gossip has {len(saved)} segments on {len(saved[0]) if saved else 0} nodes, this"
+                f" run {len(expected)} on {self.topology.num_nodes}. Resume with the same, or from the averaged"
+                " parameters only."
             )
-        self._weights = state["weights"].tolist()
-        self._in_flight.load_state_dict(state["in_flight"], self.replica.device)
+        self.state.pending.device = self.replica.device
+        super().load_state_dict(state)
+        if saved is None:
+            self.state.weights = expected
 
     def undo_point(self) -> Callable[[], None]:
-        undo_values, weights, has_news = super().undo_point(), [[*each] for each in self._weights], self._nodes_are_new
+        undo_values = super().undo_point()
 
         def undo() -> None:
-            self._in_flight.drop()
+            self.state.pending.drop()
             undo_values()
-            self._weights, self._nodes_are_new = weights, has_news
 
         return undo
 
@@ -349,24 +345,24 @@ class RunningGossip(RunningScheme[Gossip]):
 
         def go_on_with_weights() -> None:
             go_on()
-            self._weights = [[weight] * self.topology.num_nodes for weight in own]
-            self._nodes_are_new = True
+            self.state.weights = [[weight] * self.topology.num_nodes for weight in own]
+            self.state.has_new_nodes = True
 
         return go_on_with_weights
 
     def _learn_weights(self) -> None:
         """Hear what push-sum weights nodes have that have come together; who comes has 1. Collective."""
-        if self._nodes_are_new:
+        if self.state.has_new_nodes:
             self._compare_with_other_ranks(self._segments)
             everyone = self.topology.world.all_gather_object(self._own_weights)
             of_nodes = [everyone[ranks[0]] for ranks in self.topology.nodes]
-            self._weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
-            self._nodes_are_new = False
+            self.state.weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+            self.state.has_new_nodes = False
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         """The replicas are equal: nothing is in flight and every node has the same weight."""
-        self._weights = self._equal_weights()
-        self._in_flight.drop()
+        self.state.weights = self._equal_weights()
+        self.state.pending.drop()
         self._peers.disagreement.forget()
 
     def _equal_weights(self) -> list[list[float]]:
@@ -385,7 +381,7 @@ class RunningGossip(RunningScheme[Gossip]):
     @property
     def _own_weights(self) -> list[float]:
         """This node's push-sum weight, by segment."""
-        return [weights[self.topology.node] for weights in self._weights]
+        return [weights[self.topology.node] for weights in self.state.weights]
 
     @property
     def _share_of_updates(self) -> float:

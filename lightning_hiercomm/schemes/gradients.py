@@ -242,7 +242,7 @@ class WorldSum(GradientPath):
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         topology = self._topology
         piece = max(1, self._piece_bytes // bucket.element_size())
-        piece += -piece % topology.lanes
+        piece += -piece % topology.num_shards
         *_, last = [self._sum_over_world(part, (index, i)) for i, part in enumerate(bucket.split(piece))]
         return last
 
@@ -271,9 +271,9 @@ class WorldSum(GradientPath):
     def _sum_over_world(self, piece: Tensor, key: tuple[int, int]) -> Handle:
         topology, beside, kept_back = self._topology, self._beside, self._kept_back
         contents = kept_back.contents(key[0])
-        flat = piece if piece.numel() % topology.lanes == 0 else _padded(piece, topology.lanes)
-        part = topology.lane_part(flat)
-        if topology.ranks_on_node == topology.lanes:
+        flat = piece if piece.numel() % topology.num_shards == 0 else _padded(piece, topology.num_shards)
+        part = topology.own_shard(flat)
+        if topology.ranks_on_node == topology.num_shards:
             summed_in_node = topology.intra.reduce_scatter(part, flat, weight=topology.rank_weight)
         else:  # a node with more ranks than there are lanes: everyone gets the sum, the first ranks carry it
             summed_in_node = topology.intra.all_reduce(flat, weight=topology.rank_weight)
@@ -290,7 +290,7 @@ class WorldSum(GradientPath):
         def inside_nodes() -> None:
             launched.wait()
             on_the_wire.pop()()
-            beside.share_lane_parts(flat).wait()
+            beside.gather_shards(flat).wait()
             if flat is not piece:
                 piece.copy_(flat[: piece.numel()])
 
@@ -326,9 +326,9 @@ class NodesMean(GradientPath):
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
         """
         holders = self._topology.holders[held_by]
-        part = holders.part(bucket.mul_(self._topology.node_weight))
+        part = holders.shard(bucket.mul_(self._topology.node_weight))
         feedback = self._kept_back.of(part, (index, 0), self._kept_back.contents(index))
-        return _Completed(self._lane_sum.launch(part, feedback, waiting), lambda: holders.share(bucket).wait())
+        return _Completed(self._lane_sum.launch(part, feedback, waiting), lambda: holders.gather(bucket).wait())
 
     def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
         self._kept_back.note(index, contents)

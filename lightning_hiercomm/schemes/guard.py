@@ -28,7 +28,7 @@ from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, among, average_in_node
-from lightning_hiercomm.schemes.reducers.base import UpdateReference
+from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class NonFiniteGuard:
     @torch.no_grad()
     def repair(
         self,
-        spoilt: ShardedAllReduce,
+        spoilt: Reducer,
         indexes: Sequence[int],
         step: int,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,

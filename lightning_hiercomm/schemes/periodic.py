@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
 
-from lightning_hiercomm.schemes.base import Context, Scheme
-from lightning_hiercomm.schemes.components.schedules import Every
+from lightning_hiercomm.schemes.base import Context
+from lightning_hiercomm.schemes.components.schedules import Auto, Every
 from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
-from lightning_hiercomm.schemes.profile import Profile
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
+from lightning_hiercomm.schemes.requirements import Requirements
+from lightning_hiercomm.schemes.state import TRANSIENT
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
 
@@ -87,9 +88,9 @@ class PeriodicAveraging(ParameterSync):
             raise ValueError(
                 f"node_sync_every={node_sync_every} needs gradients='none': ranks that share gradients never differ"
             )
-        super().__init__(schedule=Every(period, of="epoch"), gradients=gradients)
+        every = Every(period, of="epoch")
+        super().__init__(schedule=every if auto is None else Auto(every, auto), gradients=gradients)
         self.sync_every = sync_every
-        self.auto = auto
         self.overhead_target = overhead_target
         self.at_epoch_end = at_epoch_end
         self.order = order
@@ -112,58 +113,60 @@ class PeriodicAveraging(ParameterSync):
             )
 
     @property
-    def profile(self) -> Profile:
+    def requirements(self) -> Requirements:
         if self.order == "after_step":
-            return super().profile
+            return super().requirements
         unequal = "order='before_step' leaves the nodes unequal after an agreement: take order='after_step'"
-        return replace(super().profile, needs_nodes_that_stay=unequal)
+        return replace(super().requirements, needs_fixed_nodes=unequal)
 
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        if self.first_phase:
-            return super().next_step(steps_of_epoch)
-        if not self.at_epoch_end and self.sync_every is not None:
-            return self
-        agreements = math.ceil(steps_of_epoch / (self.period or steps_of_epoch))
-        gradients: Literal["node", "none"] = "none" if self.gradients == "none" else "node"
-        every = max(1, round(steps_of_epoch / agreements))
-        return PeriodicAveraging(every, gradients=gradients, node_sync_every=self.node_sync_every)
+
+@dataclass
+class PeriodicState(SyncState):
+    """The state of periodic averaging.
+
+    Attributes:
+        averaged_before_last: Whether the last step of the epoch was preceded by an average.
+    """
+
+    averaged_before_last: bool = field(default=False, metadata=TRANSIENT)
 
 
 class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
     """Periodic averaging at work: before the step, after it, and at the ends of epochs."""
 
-    def __init__(self, config: PeriodicAveraging, context: Context) -> None:
-        super().__init__(config, context)
-        self._averaged_before_last = False
+    state: PeriodicState
+
+    def _new_state(self) -> PeriodicState:
+        return PeriodicState()
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
-        self._averaged_before_last = False
+        self.state.averaged_before_last = False
 
     def before_step(self, last: bool) -> Update | None:
         if self.config.order == "after_step":
             return None
-        self._averaged_before_last = last and self.config.at_epoch_end
-        is_due = self._is_due(self.step_in_epoch + 1) or self._averaged_before_last
+        self.state.averaged_before_last = last and self.config.at_epoch_end
+        is_due = self._is_due(self.state.step_in_epoch + 1) or self.state.averaged_before_last
         return self._average_and_step if is_due else None
 
     def _average_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
         self.average()
-        if optimizer_step is not None and not self._was_nonfinite:  # or its gradients are those of what it was
+        if optimizer_step is not None and not self.state.was_nonfinite:  # or its gradients are those of what it was
             optimizer_step()
 
     def after_step(self, last: bool) -> None:
-        if self.config.order == "after_step" and self._is_due(self.step_in_epoch):
+        if self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
             self.average()
-        elif (every := self.config.node_sync_every) is not None and self.step_in_epoch % every == 0:
-            self.guard.average_in_node(self.replica.buckets_of_parameters, self.steps)
+        elif (every := self.config.node_sync_every) is not None and self.state.step_in_epoch % every == 0:
+            self.guard.average_in_node(self.replica.buckets_of_parameters, self.state.steps)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         super().end_epoch(loss)
         if self.in_first_phase:
             return
-        if self.config.at_epoch_end and self.unsynchronized_steps and not self._averaged_before_last:
+        if self.config.at_epoch_end and self.state.unsynchronized_steps and not self.state.averaged_before_last:
             self.average()
 
     def _is_due(self, step: int) -> bool:
-        return bool(self.schedule.due(step, step, 1))
+        return bool(self.schedule.due(step, step, fragments=1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 
 class Plateau:
@@ -51,3 +53,11 @@ class Plateau:
             return False
         self.bad_values = 0
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and the count."""
+        return {"best": self.best, "bad_values": self.bad_values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.best, self.bad_values = state["best"], state["bad_values"]

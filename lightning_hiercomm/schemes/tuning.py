@@ -43,6 +43,13 @@ class Choice:
     exchange_seconds: float
     overhead: float
 
+    def __str__(self) -> str:
+        return (
+            f"sync_every={self.period}: a step takes {1e3 * self.step_seconds:.3g} ms, and training waits"
+            f" {1e3 * self.exchange_seconds:.3g} ms for the exchanges of a period, which is"
+            f" {1e2 * self.overhead:.1f} % of it"
+        )
+
 
 @dataclass(frozen=True)
 class AutoPeriod:
@@ -148,7 +155,7 @@ class PeriodTuner:
         return len(self._exchanges) >= self.auto.exchanges and bool(self._steps) and is_quiet
 
     def choose(self, world: Communicator) -> Choice:
-        """What all ranks have seen, together; collective.
+        """Choose the period from what all ranks have measured; collective.
 
         Args:
             world: All ranks.

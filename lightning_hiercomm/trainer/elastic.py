@@ -25,8 +25,8 @@ from lightning_hiercomm._lightning.healing import (
 )
 from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
-from lightning_hiercomm.checkpoints.companion import random_state, set_random_state
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.membership import Membership
@@ -106,7 +106,7 @@ class ElasticNode:
 
     def _position(self) -> str:
         """Describe where training is; nodes that train other parameters would exchange tensors of other sizes."""
-        counts = [(s.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._run.schemes]
+        counts = [(s.state.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._run.schemes]
         return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in counts)
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class ElasticNode:
 
     def _state(self, moment: str) -> dict[str, Any] | None:
         run = self._run
-        if not all(scheme.is_synchronized or scheme.config.profile.begins_with_copy for scheme in run.schemes):
+        if not all(scheme.is_synchronized or scheme.config.requirements.begins_with_copy for scheme in run.schemes):
             return None  # a step was taken since: this node's parameters are its own
         with run.averaged_model.nobody_asked():
             whole = state_of(self._trainer, moment)

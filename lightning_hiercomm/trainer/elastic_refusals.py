@@ -82,7 +82,7 @@ _TRAINER: tuple[Check, ...] = (
 
 def check_arguments(scheme: Scheme, **arguments: object) -> None:
     """Raise a ``ValueError`` for the first argument of the strategy that elastic runs do not support."""
-    if (reason := scheme.profile.needs_nodes_that_stay) is not None:
+    if (reason := scheme.requirements.needs_fixed_nodes) is not None:
         raise ValueError(f"elastic nodes: {reason}")
     for name, value in arguments.items():
         _refuse((_ARGUMENTS[name],), value)

@@ -51,7 +51,7 @@ class EpochClock(pl.Callback):
         # such a run gets no `on_train_epoch_start` for the next epoch, and one resumed in the middle of an epoch is not
         # to begin it again
         # (not by `batch_idx`, which counts from the resume where the step takes batches out of the loader by itself)
-        is_new = trainer.fit_loop.batch_idx == 0 or not any(scheme.steps for scheme in self._run.schemes)
+        is_new = trainer.fit_loop.batch_idx == 0 or not any(scheme.state.steps for scheme in self._run.schemes)
         if self._epoch_has_ended and is_new:  # or of another strategy, which knew no schedule
             self._begin_epoch(trainer)
         self._epoch_has_ended = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -16,15 +15,15 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import FabricSyncControl, is_not_insisted_on
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
-from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
-from lightning_hiercomm.run.replicas import broadcast_values, tensors_without, trained_by
+from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
+from lightning_hiercomm.trainer.fabric_loop import FabricLoop
 from lightning_hiercomm.trainer.fabric_module import FabricModule
 from lightning_hiercomm.trainer.gradients import GradientReduction
 from lightning_hiercomm.trainer.options import Health
@@ -98,14 +97,11 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
         self._starts_ranks = False
-        self._modules: list[FabricModule] = []  # those with an optimizer in the order in which they got it
         self._reduction = GradientReduction()
         self._losses: list[Tensor] = []
         self._losses_have_stepped = False
         self._has_gone_backward = False
-        self._loop = _Loop()
-        self._loaded = _Saved()  # from load_state_dict until fabric.load has read the parameters
-        self._resumed = _Saved()  # from then until a loop begins
+        self._loop = FabricLoop()
         self._is_saving = False
 
     def __deepcopy__(self, memo: object) -> HierarchicalFabricStrategy:
@@ -136,36 +132,22 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
             steps: Optimizer steps of an epoch, if known. Then schemes leave out an exchange that the end of the epoch
                 would make useless, and may count the steps to the end of the run.
 
-        Yields:
+        Returns:
             ``first``, ..., ``count - 1``.
         """
-        resumed = self._begin(_Loop(epochs=count, steps_of_epoch=steps))
-        if resumed.epoch_is_open and resumed.epoch == first - 1:
-            self._begin_epoch(first - 1)
-            self._load_losses(resumed)
-            self._end_epoch()
-        for epoch in range(first, count):
-            self._begin_epoch(epoch)
-            yield epoch
-            self._end_epoch()
-        self.finish()
+        return self._loop.run(count, first, steps)
 
     @contextmanager
     def averaged_model(self) -> Iterator[None]:
         """Inside, every rank's modules hold the averaged parameters; afterwards each rank's own again. Collective."""
         with ExitStack() as stack:
-            for module in self._modules:
+            for module in self._loop.modules:
                 stack.enter_context(module.averaged_model())
             yield
 
     def finish(self) -> None:
         """End training, with the averaged parameters on every rank; for loops without :meth:`epochs`. Collective."""
-        for run in self._runs:
-            run.finish()
-        for module in self._modules:
-            module.averaged_model.average_module()
-        for run in self._runs:
-            run.remember_values()
+        self._loop.finish()
 
     def communication(self) -> dict[str, float]:
         """This rank's counters, and the schemes' scalars; see ``HierarchicalStrategy.communication``."""
@@ -221,7 +203,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
             TypeError: If it trains no module that has no optimizer yet.
         """
         trained = set(map(id, trained_by(optimizer)))
-        for module in self._modules:
+        for module in self._loop.modules:
             if module.run is None and any(id(parameter) in trained for parameter in module.module.parameters()):
                 self._start_run(module, [optimizer])
                 return optimizer
@@ -240,17 +222,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     def _add(self, module: nn.Module) -> FabricModule:
         own = FabricModule(module, self._settings, self._topology, self.root_device, self._reduction)
-        self._modules.append(own)
+        self._loop.modules.append(own)
         return own
 
     def _start_run(self, module: FabricModule, optimizers: list[Optimizer]) -> None:
         self._check_one_module(module, optimizers)
-        run = module.start_run(optimizers, self._begin_if_needed)
-        self._modules.remove(module)
-        self._modules.append(module)
-        if self._loop.has_begun:  # the others train already
-            run.begin(self._loop.epochs, self._loop.steps)
-            run.begin_epoch(self._loop.epoch, {})
+        self._loop.start_run(module, optimizers)
 
     def _check_one_module(self, module: FabricModule, optimizers: list[Optimizer]) -> None:
         """Refuse optimizers that also train another module.
@@ -259,7 +236,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
             TypeError: If one does.
         """
         own = set(map(id, module.module.parameters()))
-        others = {id(parameter) for other in self._modules for parameter in other.module.parameters()} - own
+        others = {id(parameter) for other in self._loop.modules for parameter in other.module.parameters()} - own
         for optimizer in optimizers:
             if any(id(parameter) in others for group in optimizer.param_groups for parameter in group["params"]):
                 raise TypeError(
@@ -285,15 +262,15 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
             super().backward(tensor, module, *args, **kwargs)
         self._has_gone_backward = True
         self._reduction.end_backward(self._runs, self._topology, self.root_device)
-        for own in self._modules:
+        for own in self._loop.modules:
             own.reduce_late()
             own.check_unused(type(self))
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        self._begin_if_needed()
-        step, run, closure = super().optimizer_step, self._run_of(optimizer), kwargs.get("closure")
-        last = run.scheme_of(optimizer).step_in_epoch + 1 == self._loop.steps_of_epoch
+        self._loop.begin_if_needed()
+        step, run, closure = super().optimizer_step, self._loop.run_of(optimizer), kwargs.get("closure")
+        last = run.scheme_of(optimizer).state.step_in_epoch + 1 == self._loop.steps_of_epoch
         if closure is None:
             self._watch_losses(run)
             return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
@@ -311,7 +288,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
             self._losses.append(loss.detach())
 
     def _watch_losses(self, run: TrainingRun) -> None:
-        needs_backward = self._watches_loss or any(module.late_parameters() for module in self._modules)
+        needs_backward = self._watches_loss or any(module.late_parameters() for module in self._loop.modules)
         if needs_backward and not self._has_gone_backward:
             raise RuntimeError(
                 f"{type(self).__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
@@ -323,46 +300,6 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     @property
     def _watches_loss(self) -> bool:
         return any(scheme.config.watches_loss for scheme in self.schemes)
-
-    # ---- where the run and its epochs begin and end --------------------------------------------------------------
-
-    def _begin_if_needed(self) -> bool:
-        """Begin a run of one epoch if a program steps outside of :meth:`epochs`; True, as steps then count."""
-        if not self._loop.has_begun:
-            resumed = self._begin(_Loop())
-            if resumed.epoch_is_open:
-                self._loop.epoch, self._loop.epoch_is_open = resumed.epoch, True
-                self._load_losses(resumed)
-            else:
-                self._begin_epoch(0)
-        return True
-
-    def _begin(self, loop: _Loop) -> _Saved:
-        """Begin a run; return where the run that it resumes was. Collective."""
-        goes_on, self._loop = self._loop.has_begun, loop
-        loop.has_begun = True
-        for run in self._runs:
-            if goes_on and not run.has_finished:  # the program left the loop before, by `break`
-                run.finish()
-                run.averaged_model.average_module()
-                run.remember_values()
-            run.averaged_model.compare_shapes()
-            if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
-                broadcast_values(tensors_without(run.module, run.replicas.per_rank), self._topology.world)
-                run.begin_from_module()
-            run.begin(loop.epochs, loop.steps)
-        resumed, self._resumed = self._resumed, _Saved()
-        return resumed
-
-    def _begin_epoch(self, epoch: int) -> None:
-        self._loop.epoch, self._loop.epoch_is_open = epoch, True
-        for run in self._runs:
-            run.begin_epoch(epoch, {})
-
-    def _end_epoch(self) -> None:
-        self._loop.epoch_is_open = False
-        for run in self._runs:
-            run.end_epoch()
 
     # ---- collectives that a program starts by Fabric, for metrics ------------------------------------------------
 
@@ -409,7 +346,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         if hasattr(optimizer, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, whose state Fabric gathers
             return super().get_optimizer_state(optimizer)
         only_on = 0 if self._is_saving else None  # rank 0 writes; a program may ask for it on any rank
-        return self._run_of(optimizer).scheme_of(optimizer).optimizer_state(only_on)
+        return self._loop.run_of(optimizer).scheme_of(optimizer).optimizer_state(only_on)
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -419,41 +356,14 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         read = [run for run in self._runs if _holds(state, run.module)]
         for run in read:
             run.begin_from_module()  # all ranks have read the same
-        if self._loaded.modules:
-            self._load_modules()
+        self._loop.load_modules()
         for run in read:
             run.remember_values()
         return rest
 
-    def _load_modules(self) -> None:
-        saved, self._loaded = self._loaded, _Saved()
-        modules = [module for module in self._modules if module.run is not None]
-        if len(saved.modules) != len(modules):
-            raise ValueError(
-                f"the checkpoint holds the schedules of {len(saved.modules)} modules, but {len(modules)} are set up:"
-                " call fabric.setup(module, optimizer) for the same ones before fabric.load"
-            )
-        # inside `epochs`, a program returns to an earlier state, and its loop continues where it is
-        loop = self._loop
-        loop.has_begun = loop.has_begun and loop.epoch_is_open and loop.epochs is not None
-        for module, state in zip(modules, saved.modules, strict=True):
-            if loop.has_begun:
-                module.load_inside_loop(state, loop.epochs, loop.steps)
-            else:
-                module.load_state_dict(state)
-        self._resumed = _Saved() if loop.has_begun else saved
-
-    def _load_losses(self, saved: _Saved) -> None:
-        for run, state in zip(self._runs, saved.modules, strict=False):
-            run.load_loss(state["loss"])
-
     def state_dict(self) -> dict[str, Any]:
         """The schemes' schedules, which are equal on all ranks, and what they train. Collective."""
-        return {
-            "format": FORMAT,
-            "modules": [module.state_dict() for module in self._modules if module.run is not None],
-            "epoch": (self._loop.epoch, self._loop.epoch_is_open),
-        }
+        return self._loop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take :meth:`state_dict`; it has effect once ``fabric.load`` has read the parameters as well.
@@ -461,12 +371,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         Raises:
             ValueError: If another version of this package has saved it in another format.
         """
-        check_format(
-            state.get("format"),
-            "the strategy's entry in the checkpoint",
-            "Leave the strategy out of what fabric.load fills, to go on from the parameters alone.",
-        )
-        self._loaded = _Saved(list(state["modules"]), *state["epoch"])
+        self._loop.load_state_dict(state)
 
     # ---- what exists from a certain time on ----------------------------------------------------------------------
 
@@ -478,38 +383,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     @property
     def _runs(self) -> list[TrainingRun]:
-        return [module.run for module in self._modules if module.run is not None]
-
-    def _run_of(self, optimizer: Optimizer) -> TrainingRun:
-        for run in self._runs:
-            if any(own is optimizer for own in run.optimizers):
-                return run
-        raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")
-
-
-@dataclass
-class _Loop:
-    """Where a program's loop is, as :meth:`HierarchicalFabricStrategy.epochs` sees it."""
-
-    epochs: int | None = None
-    steps_of_epoch: int | None = None
-    has_begun: bool = False
-    epoch: int = 0
-    epoch_is_open: bool = False
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps of the whole run, if known."""
-        return None if self.epochs is None or self.steps_of_epoch is None else self.epochs * self.steps_of_epoch
-
-
-@dataclass
-class _Saved:
-    """What :meth:`HierarchicalFabricStrategy.state_dict` has saved: each module's state, and where the loop was."""
-
-    modules: list[dict[str, Any]] = field(default_factory=list)
-    epoch: int = 0
-    epoch_is_open: bool = False
+        return self._loop.runs
 
 
 def _holds(state: Any, module: nn.Module) -> bool:

@@ -165,11 +165,11 @@ class FabricModule:
     def load_inside_loop(self, state: Mapping[str, Any], epochs: int | None, steps: int | None) -> None:
         """Restore :meth:`state_dict`, except the epoch and the step in it. Collective."""
         run = self.required_run
-        places = [(scheme.epoch, scheme.step_in_epoch) for scheme in run.schemes]
+        places = [(scheme.state.epoch, scheme.state.step_in_epoch) for scheme in run.schemes]
         self.load_state_dict(state)
         run.begin(epochs, steps)
         for scheme, (epoch, step_in_epoch) in zip(run.schemes, places, strict=True):
-            scheme.epoch, scheme.step_in_epoch = epoch, step_in_epoch
+            scheme.state.epoch, scheme.state.step_in_epoch = epoch, step_in_epoch
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class FabricModule:
         owners = {id(parameter.grad): parameter for parameter in parameters}
         replica = Replica([parameter.grad for parameter in parameters if parameter.grad is not None])
         for index, bucket in enumerate(replica.buckets):
-            path.note_contents(-2 - index, ((owners[id(each.tensor)], each.start) for each in bucket.pieces))
+            path.note_contents(-2 - index, ((owners[id(each.tensor)], each.start) for each in bucket.slices))
             flat = bucket.pack()
             path.reduce(flat, index=-2 - index).wait()
             bucket.unpack(flat)

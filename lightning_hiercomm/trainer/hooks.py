@@ -1,4 +1,4 @@
-"""The Lightning hooks of a strategy whose nodes agree by a scheme: each hands on to the room that it belongs to."""
+"""Lightning's strategy hooks, with the synchronization of nodes by a scheme."""
 
 from __future__ import annotations
 
@@ -69,10 +69,9 @@ REMEDY_IN_MANUAL_OPTIMIZATION = "In manual optimization, call self.manual_backwa
 
 
 class HierarchicalHooks(Reports):
-    """Stands before one of Lightning's strategies, which trains inside a node, and lets the nodes agree.
+    """Adds the synchronization of nodes to one of Lightning's strategies, which trains inside a node.
 
-    That strategy is the next base class, as in ``class HierarchicalStrategy(HierarchicalHooks, DDPStrategy)``, and what
-    ``super()`` means here.
+    That strategy is the next base class, as in ``class HierarchicalStrategy(HierarchicalHooks, DDPStrategy)``.
     """
 
     # ---- setting up ----------------------------------------------------------------------------------------------
@@ -88,12 +87,12 @@ class HierarchicalHooks(Reports):
 
     @override
     def setup_environment(self) -> None:
-        # before the process group, if there is none yet: what makes it waits long for ranks that die on their way to it
+        # the control plane starts before the process group, whose creation waits long for ranks that die meanwhile
         self.set_world_ranks()
         meets_first = self.world_size > 1 and not dist.is_initialized()
         store = None
         if meets_first:
-            raise_limit(2 * needed_files(self.world_size))  # torch before 2.8 connects all pairs, whatever is asked for
+            raise_limit(2 * needed_files(self.world_size))  # torch before 2.8 always connects all pairs
             rendezvous = Rendezvous(
                 self._environment.main_address,
                 self._environment.main_port,
@@ -104,7 +103,7 @@ class HierarchicalHooks(Reports):
             self._start_control(rendezvous.broadcast, rendezvous.gather)
             store = rendezvous.store
         elif self.world_size > 1:
-            self._wait_for_all_ranks()
+            self.barrier()  # a new process group would wait for an ended process until the timeout
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
             nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
@@ -125,16 +124,6 @@ class HierarchicalHooks(Reports):
             world = self.topology.world
             self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
 
-    def _wait_for_all_ranks(self) -> None:
-        """Wait for ranks of an earlier run; a new process group would wait for an ended process until the timeout."""
-        try:
-            super().barrier()  # type: ignore[safe-super]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.global_rank} started another run of the Trainer, and another rank has ended. Call"
-                " trainer.fit, validate, test and predict on all ranks, not inside `if trainer.is_global_zero:`"
-            ) from error
-
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
         if sizes is not None:
@@ -151,7 +140,7 @@ class HierarchicalHooks(Reports):
         self._control.barrier("run", f" trainer.{TrainerFn(trainer.state.fn).value}")
         if is_fitting:
             check_initialized(self._module)
-        if self.batches is not None and is_fitting:  # setting up optimizers may ask for the dataloaders' length
+        if self.batches is not None and is_fitting:  # setting up optimizers may need the dataloaders' length
             attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
         super().setup(trainer)
         if is_fitting:
@@ -164,10 +153,10 @@ class HierarchicalHooks(Reports):
             put_callback_first(trainer, self._epoch_clock)
             dump_within(trainer, self._dumped)
             self._control.watch_over(trainer, None if self._elastic_node is None else self._elastic_node.leave_others)
-            self._announce()  # here, or it would end up in the line of a progress bar
+            self._announce()  # before a progress bar starts
 
     def _join(self, trainer: pl.Trainer, elastic: Elastic) -> None:
-        """Come to the other nodes; a node that is healed there goes on from what it gets, like from a checkpoint."""
+        """Join the other nodes; a recovering node continues from their state, as from a checkpoint."""
         if not self.schemes:
             raise ValueError(
                 f"elastic={elastic!r}: nodes leave and join at optimizer steps, and configure_optimizers returned no"
@@ -193,13 +182,13 @@ class HierarchicalHooks(Reports):
         return settings.new_run(replicas, self._topology)
 
     def _begin_equal(self) -> None:
-        """Give all ranks rank 0's values of the module's tensors, except where their shapes differ; collective."""
+        """Broadcast rank 0's values of the module's tensors, except where shapes differ. Collective."""
         world, average_buffers = self._topology.world, self._settings.average_buffers
         self._per_rank = per_rank_tensors(self._module, world, self.root_device, average_buffers)
         self._share(tensors_without(self._module, self._per_rank))
 
     def _share(self, tensors: Sequence[Tensor]) -> None:
-        """Give all ranks rank 0's values of tensors; collective."""
+        """Broadcast rank 0's values of tensors. Collective."""
         broadcast_values(tensors, self._topology.world)
 
     @override
@@ -246,9 +235,9 @@ class HierarchicalHooks(Reports):
         trainer = self._module.trainer
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
-        self._control.steps = lambda: [scheme.steps for scheme in self.schemes]
+        self._control.steps = lambda: [scheme.state.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)
-        # where nodes come and go an epoch is as long as they are many
+        # with elastic nodes the length of an epoch depends on their number
         epochs, steps = length_as_given(trainer) if self._topology.may_grow else length_of_run(trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
@@ -256,13 +245,14 @@ class HierarchicalHooks(Reports):
         if self._topology.may_grow:
             self._check_values()
         elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
-            self._begin_equal_anew()
+            self._synchronize_written()
         optimizers = max(1, len(self.schemes))
-        if not trainer.lightning_module.automatic_optimization:  # how often its optimizers step is nobody's to know
-            # Lightning counts the steps of all together, each scheme those of its own: as if they took turns
+        if not trainer.lightning_module.automatic_optimization:
+            # Lightning counts the steps of all optimizers together, each scheme those of its own: assume that they
+            # step equally often
             steps = math.ceil(trainer.max_steps / optimizers) if trainer.max_steps >= 0 else None
-        if steps is not None and not self._topology.may_grow and not any(scheme.steps for scheme in self.schemes):
-            # a file of another strategy, or a `fit` that goes on with the last one: schemes count from here
+        if steps is not None and not self._topology.may_grow and not any(scheme.state.steps for scheme in self.schemes):
+            # after a checkpoint of another strategy or an earlier `fit`, schemes count from here
             steps = max(0, steps - trainer.global_step // optimizers)
         self._run.begin(epochs, steps)
         if self._elastic_node is not None:
@@ -271,8 +261,8 @@ class HierarchicalHooks(Reports):
             draw_first_indices(trainer)
             self._checkpoints.restore_random_state()
 
-    def _begin_equal_anew(self) -> None:
-        """Give all ranks rank 0's values of what somebody has written; in mid-period, what nodes train differs."""
+    def _synchronize_written(self) -> None:
+        """Broadcast rank 0's values of what the program has written; trained parameters only if these have changed."""
         per_rank = self._run.replicas.per_rank
         if self._run.values_have_changed(of_trained=True):
             self._share(tensors_without(self._module, per_rank))
@@ -283,16 +273,16 @@ class HierarchicalHooks(Reports):
             self._run.remember_values()
 
     def _check_values(self) -> None:
-        """See that nobody has written to the module since nodes that may leave agreed on what they begin with.
+        """Check that parameters have not changed since elastic nodes synchronized their first values.
 
         Raises:
-            ValueError: If somebody has.
+            ValueError: If they have.
         """
         if self._run.values_have_changed(of_trained=True):
             raise ValueError(
-                "elastic nodes: parameters were changed in on_fit_start or on_train_start, when the nodes had agreed on"
-                " what to begin with, or had healed this one: nobody else hears of it. Do that in configure_model or"
-                " setup"
+                "elastic nodes: parameters were changed in on_fit_start or on_train_start, after the nodes had"
+                " synchronized their first values, so other nodes do not receive them. Change them in configure_model"
+                " or setup"
             )
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -329,16 +319,16 @@ class HierarchicalHooks(Reports):
         return run.step(raw, lambda: step(optimizer, evaluate, model, **kwargs), last=last)
 
     def on_train_end(self) -> None:
-        if self._may_communicate:  # callbacks have put their own averages into the module
+        if self._may_communicate:  # callbacks have written their own averages to the module
             self._control.barrier()
             self._run.averaged_model.average_module()
             self._checkpoints.settle(self._topology, self.checkpoint_io)
 
-    # ---- the agreed model ----------------------------------------------------------------------------------------
+    # ---- the averaged model --------------------------------------------------------------------------------------
 
     @contextmanager
     def averaged_model(self) -> Iterator[None]:
-        """Inside, every rank's module holds the agreed parameters; afterwards training goes on from its own."""
+        """Inside, every rank's module holds the averaged parameters; afterwards training continues from its own."""
         if not self._may_communicate:
             yield
             return
@@ -346,16 +336,16 @@ class HierarchicalHooks(Reports):
             yield
 
     def begin_validation(self) -> None:
-        """Put the agreed model into the module; before any callback hears of the validation, and may swap weights."""
+        """Write the averaged model to the module, before callbacks for validation, which may swap weights."""
         if self.batches is not None:
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
             self._run.begin_validation()
             if self._settings.health.on_nonfinite == "skip":
-                # which may take their place, before this rank is healed itself
+                # callbacks' averages may replace the parameters before this rank recovers
                 self._run.averaged_model.stand_in(heal_averages(self._module.trainer))
 
-    def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights in and out
+    def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights
         if self._run_or_none is not None and self._run.averaged_model.is_watched:
             self._run.end_validation(self._share)
 
@@ -374,7 +364,7 @@ class HierarchicalHooks(Reports):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A checkpoint, of which all parts are made of the averaged model."""
+        """Return a checkpoint that is made of the averaged model."""
         if not self._may_communicate:
             return dump()
         run, model = self._run, self._run.averaged_model
@@ -408,22 +398,22 @@ class HierarchicalHooks(Reports):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
         looks = is_of_tuner(filepath) and self._elastic_node is None
-        has_companions = (checkpoints.with_replicas or looks) and together
-        entries = entries_of_rank(checkpoint) if has_companions else {}  # before the mean is in their place
+        has_sidecars = (checkpoints.with_replicas or looks) and together
+        entries = entries_of_rank(checkpoint) if has_sidecars else {}  # before they hold the mean
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         if together and not run.has_finished:
             run.hear_metrics(lambda: self._module.trainer.callback_metrics)
         checkpoints.add_to(checkpoint, run, self.batches, together)
         if self._elastic_node is not None and not self._elastic_node.writes:
-            return  # another node does
+            return  # another node writes
         io = self.checkpoint_io
-        with contextlib.ExitStack() as beside:
-            if has_companions:
-                # what a tuner saves it restores before the epoch's loader draws a seed
+        with contextlib.ExitStack() as stack:
+            if has_sidecars:
+                # a tuner restores its file before the epoch's dataloader draws a seed
                 mid_epoch = not self._module.trainer.is_last_batch and not looks
-                beside.enter_context(
-                    checkpoints.companions(
+                stack.enter_context(
+                    checkpoints.sidecars(
                         checkpoint,
                         run,
                         mid_epoch,
@@ -437,7 +427,7 @@ class HierarchicalHooks(Reports):
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
-            checkpoints.remove_stale_companions(io, filepath, checkpoint)
+            checkpoints.remove_stale_sidecars(io, filepath, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -475,12 +465,12 @@ class HierarchicalHooks(Reports):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if self._topology.may_grow:
-            self._check_values()  # or what was written in `on_fit_start` would be taken for what was restored
+            self._check_values()  # before restored values hide what was written in `on_fit_start`
         self._checkpoints.restore(self._run, self.precision_plugin)
         if self._elastic_node is not None:
             self._elastic_node.go_on()
 
-    # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in what comes next) -----------------------
+    # ---- means over ranks, barriers (abstract in ParallelStrategy, but not in the next base class) -------------------
 
     @override
     def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
@@ -488,22 +478,31 @@ class HierarchicalHooks(Reports):
             return tensor
         if isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg"):
             if not tensor.is_floating_point():
-                tensor = tensor.float()  # the mean of integers is seldom one
+                tensor = tensor.float()  # the mean of integers is seldom an integer
             if self._means.apply_now and self.batches is not None and group is None:
                 tensor, reduce_op = tensor * self.batches.share, "sum"
         trainer = self._trainer_or_none
         if isinstance(tensor, Tensor) and group is None and trainer is not None and is_between_batches(trainer):
-            operation = getattr(reduce_op, "op", reduce_op)  # a ReduceOp itself has another description on every rank
+            operation = getattr(reduce_op, "op", reduce_op)  # the text of a ReduceOp differs between ranks
             what = f" ({operation} of {str(tensor.dtype).removeprefix('torch.')})"
-            self._control.barrier("reduce", what)  # what only some ranks log must not be mixed with other exchanges
+            self._control.barrier("reduce", what)  # a value that only some ranks log must not mix with others
         with self._excused():
             return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._ranks_are_together:
+        if not self._ranks_are_together:
+            return
+        try:
             with self._excused():
                 super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+        except RuntimeError as error:
+            if self._control.plane is not None:  # which explains it
+                raise
+            raise RuntimeError(
+                f"rank {self.global_rank} waits for a rank that has ended. Call trainer.fit, validate, test, predict"
+                " and save_checkpoint on all ranks, not inside `if trainer.is_global_zero:`"
+            ) from error
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
@@ -518,5 +517,5 @@ class HierarchicalHooks(Reports):
             return super().all_gather(tensor, group, sync_grads)
 
     def _excused(self) -> AbstractContextManager[None]:
-        """Inside, collectives are Lightning's, for metrics and logging."""
+        """Inside, collectives do not count as the program's own: Lightning starts them for metrics and logging."""
         return nullcontext() if self._run_or_none is None else self._run_or_none.optimizer_steps.excused()

@@ -40,16 +40,16 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
-    """A mesh of nodes; the same for all strategies of a process that ask for the same: nobody ends a mesh's groups.
+    """Return a mesh over the world; the process makes one for each layout, because a mesh's groups are never closed.
 
-    It spans the world, for making one is collective over the world: one of each node's own ranks would wait for ever.
+    It spans the world because making a mesh is collective over the world.
 
     Args:
-        device: Its type.
-        ranks: By node, data parallel and tensor parallel place.
+        device: The device's type.
+        ranks: By node, data parallel and tensor parallel index.
     """
     world = dist.group.WORLD
-    for other in [key for key in _meshes if key[0] is not world]:  # that world has been left
+    for other in [key for key in _meshes if key[0] is not world]:  # the process group was destroyed
         del _meshes[other]
     key = (world, device, str(ranks.tolist()))
     if key not in _meshes:
@@ -59,9 +59,9 @@ def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
 
 
 class NodeModelParallelStrategy(ModelParallelStrategy):
-    """Lightning's strategy with a device mesh, data and checkpoint directories that know of nodes.
+    """Lightning's strategy with the device mesh, the data sampler and the checkpoint directories of a node.
 
-    Whoever finds the nodes sets :attr:`topology` and calls :meth:`make_mesh`.
+    A subclass sets :attr:`topology` and calls :meth:`make_mesh`.
     """
 
     topology: Topology | None = None
@@ -101,7 +101,7 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
         self._setup_distributed()  # without the mesh over the world
 
     def make_mesh(self, topology: Topology) -> None:
-        """Make the node's mesh, as a part of one over the world, and show it to the module; collective.
+        """Make the node's mesh, as a slice of one over the world, and set the module's ``device_mesh``; collective.
 
         Args:
             topology: The nodes, which must be of equal size.
@@ -124,11 +124,11 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
                 f" must be the {ranks} ranks of a node: data_parallel_size='auto' is what tensor_parallel_size leaves"
             )
         meshes = torch.tensor(topology.nodes).view(-1, data_parallel, tensor_parallel)
-        if self._device_mesh is None:  # parameters of an earlier fit lie on the mesh that was made then
+        if self._device_mesh is None:  # parameters of an earlier fit use the mesh of that time
             self._device_mesh = _mesh_of_world(self.root_device.type, meshes)[_DIMENSIONS]
         module = self.lightning_module
         assert module is not None
-        module._device_mesh = self._device_mesh  # what `module.device_mesh` gives in `configure_model`
+        module._device_mesh = self._device_mesh  # `module.device_mesh` returns it in `configure_model`
         if data_parallel > 1 and tensor_parallel > 1:
             topology.divide(
                 {
@@ -210,7 +210,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def _configure(self) -> None:
         super()._configure()
-        if reason := self.scheme.profile.needs_whole_parameters:
+        if reason := self.scheme.requirements.needs_whole_parameters:
             raise ValueError(reason)
         self._gradients: ShardedGradients | None = None
         self._averages_in_step = False
@@ -219,7 +219,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         strategy_registry.register(
-            cls.strategy_name, cls, description="FSDP2 or tensor parallel nodes agree by a scheme", override=True
+            cls.strategy_name, cls, description="FSDP2 or tensor parallel nodes synchronize by a scheme", override=True
         )
 
     # ---- setting up ----------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def _share(self, tensors: Sequence[Tensor]) -> None:
-        """Give all nodes node 0's values of tensors, part by part; collective."""
+        """Give all nodes node 0's values of tensors, shard by shard; collective."""
         topology = self._topology
         reshard(self._module)
         if topology.inter is not None:
@@ -290,7 +290,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
         gradients = self._gradients_of(trained_by(raw_optimizer(optimizer)))
 
-        def backward() -> Any:  # clipping comes after it, and accumulation ends with it
+        def backward() -> Any:  # before clipping, and at the end of accumulation
             self._averages_in_step = True
             try:
                 with gradients.backward():
@@ -306,12 +306,12 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         if not isinstance(self._run.gradients, NodesMean) or self._averages_in_step:
             return
         if not accumulates(self._module.trainer):
-            # averaging once more what was averaged before, and accumulated, does not change it
+            # gradients that were averaged before, and accumulated since, do not change when they are averaged again
             self._gradients_of(p for optimizer in self._run.optimizers for p in trained_by(optimizer)).average()
             self._run.note_reduction()
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> ShardedGradients:
-        """What averages these parameters' gradients; made anew when they have changed."""
+        """Return what averages these parameters' gradients; a new one if the parameters have changed."""
         parameters, known = list(dict.fromkeys(parameters)), self._gradients
         if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
             if known is not None:
@@ -334,7 +334,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if is_placeholder(raw_optimizer(optimizer)):
-            return {}  # torch looks for its parameters in the module
+            return {}  # torch would search the module for its parameters
         state = ModelParallelStrategy.optimizer_state(self, optimizer)
         if self._save_distributed_checkpoint or self.global_rank != 0:
             return state
@@ -352,7 +352,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         if is_fitting:
             run, path = self._run, Path(self.broadcast(checkpoint_path))
             run.begin_from_module()
-            with run.training(self._checkpoints.trained):  # torch leaves out states of what is frozen
+            with run.training(self._checkpoints.trained):  # torch leaves out the states of frozen parameters
                 states = checkpoint.pop("optimizer_states", [])
                 if run.optimizers:
                     load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)

@@ -1,4 +1,4 @@
-"""What a user may choose about how nodes agree, checked before anything starts."""
+"""The arguments of the three strategies, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from lightning_hiercomm.trainer.options import Health, Transport
 ARGUMENTS_OF_SCHEMES = {
     name: scheme.__name__ for scheme in reversed(SCHEMES.values()) for name in inspect.signature(scheme).parameters
 }
-"""Names of what schemes take, with the first scheme that does."""
+"""The name of each scheme's argument, with the first scheme that has it."""
 
 
 WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"]
@@ -92,7 +92,7 @@ class Settings:
                 f"wire_raw=True sends parameters themselves, of which wire_dtype={self.wire_dtype!r} would drop most:"
                 " leave wire_raw out, or use 'bfloat16'"
             )
-        if self.average_optimizer_state and not scheme.profile.can_average_optimizer_state:
+        if self.average_optimizer_state and not scheme.requirements.can_average_optimizer_state:
             raise ValueError(
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, which never synchronizes all"
                 " parameters at once: leave it out, or use PeriodicAveraging"
@@ -134,7 +134,7 @@ class Settings:
         return ", ".join([repr(self.scheme), *(f"{name}={written[name]}" for name in names)])
 
     def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
-        """The module's schemes, built; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
+        """Build the module's schemes; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
         return TrainingRun(
             self.scheme,
             replicas,
@@ -161,7 +161,7 @@ class Settings:
         return process_group(topology.intra)
 
     def _collectives(self, topology: Topology) -> CollectiveCounter | None:
-        """What counts collectives between ranks with different parameters; None if there are no such ranks."""
+        """Return a counter of collectives between ranks with different parameters; None if there are none."""
         if self.scheme.gradients == "world" or not dist.is_initialized():
             return None
         if topology.may_grow:  # each node has a default process group of its own
@@ -353,10 +353,10 @@ def _unknown_keyword(name: str, strategy: str, known: Sequence[str]) -> TypeErro
 
 
 def _warn_of_kept_arguments(scheme: Scheme) -> None:
-    """Warn where a scheme whose class was given on the command line has values of the class before it.
+    """Warn if a scheme whose class was given on the command line keeps arguments of another class from a file.
 
-    By design (its issue 460), jsonargparse keeps from the configuration files what the new class takes as well, and the
-    objects that it makes do not know where their arguments come from: so this reads the command line.
+    By design (its issue 460), jsonargparse keeps the arguments that both classes have, and does not report where they
+    come from. So this reads the command line.
     """
     command_line = " ".join(sys.argv)
     if not re.search(r"\.scheme(\.class_path)?[ =]\S*\b" + type(scheme).__name__ + r"\b", command_line):
@@ -384,6 +384,6 @@ def register_schemes(strategy: Callable[..., Any], registry: Any) -> None:
     schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
     for name, scheme in schemes.items():
         for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
-            description = f"Nodes agree by {scheme}; ranks start by {start_method}"
+            description = f"Nodes synchronize by {scheme}; ranks start by {start_method}"
             arguments = {"scheme": scheme, "start_method": start_method}
             registry.register(f"{name}{ending}", strategy, description, override=True, **arguments)

@@ -109,7 +109,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
     @override
     def _configure_launcher(self) -> None:
         if self._environment.creates_processes_externally:
-            self._start_method = "popen"  # whose launcher starts nothing where someone else did
+            self._start_method = "popen"  # its launcher starts no processes if the cluster environment does
         elif self._start_method == "popen":
             check_program_can_run_again()
         super()._configure_launcher()
@@ -123,7 +123,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
             return self._elastic_node.sampler_arguments(self.world_size, self.global_rank)
         elastic, trainer = self._settings.elastic, self._trainer_or_none
         if elastic is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            # nodes have not met yet, but `configure_optimizers` asks for the length of the run
+            # the quorum is not known yet, but `configure_optimizers` asks for the length of the run
             return {"num_replicas": elastic.min_nodes * self.world_size, "rank": self.global_rank}
         return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
 
@@ -135,18 +135,18 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         self._begin_equal()  # DDP over the node would leave the nodes with different initial values
         keep_sync_batchnorm_in_group(module, process_group(intra))
         self._gradients_over = self.scheme.first_gradients or self.scheme.gradients
-        self._frozen, self._known = [], {}  # what is frozen since the last fit is not so for another's turn
+        self._frozen, self._known = [], {}  # frozen since the last fit does not mean: for the turn of another optimizer
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:
-        # its own group tells DDP which parameters nobody used: those get no gradient
+        # with a process group of its own, DDP finds the parameters that no rank used: they get no gradient
         group = process_group(self._group_of_gradients or self._topology.intra)
         self._ddp_kwargs = {**self._ddp_kwargs, "process_group": group}
         reduced = self._known.keys() - {id(parameter) for parameter in self._frozen}
         self._known = {id(parameter): parameter for parameter in self._module.parameters()}
         self._frozen = [p for p in self._known.values() if not p.requires_grad]
         crosses = self._gradients_cross_ranks()
-        # programs that let some be unused toggle them: one that is frozen for another's turn comes back
+        # programs with unused parameters toggle them: one that is frozen for another optimizer's turn returns
         returning = reduced if crosses and self._ddp_kwargs.get("find_unused_parameters") else ()
         toggled = [p for p in self._frozen if id(p) in returning]
         if crosses and (toggled or len(self._frozen) < len(self._known)):
@@ -199,8 +199,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         if has_new_phase:
             self._gradients_over = self._run.gradients_over
             self._run.gradient_check = self._new_gradient_check()
-        # DDP ignores what was frozen, or not there, when it was made
-        if has_new_phase or any(p.requires_grad for p in self._frozen) or self._trains_what_came_later():
+        # DDP ignores parameters that were frozen, or did not exist, when it was made
+        if has_new_phase or any(p.requires_grad for p in self._frozen) or self._trains_new_parameters():
             self._compare_in_node()
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
@@ -217,10 +217,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         )
         self._per_rank.update(unequal)
 
-    def _trains_what_came_later(self) -> bool:
+    def _trains_new_parameters(self) -> bool:
         replicas, seen = [scheme.replica for scheme in self.schemes], self._seen
         if len(replicas) == len(seen) and all(map(operator.is_, replicas, seen)):
-            return False  # who trains more than its replica holds has just been given another
+            return False  # a scheme whose parameters change gets another replica
         self._seen = replicas
         trained = (p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer)))
         return any(id(p) not in self._known for p in trained)
@@ -263,7 +263,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
 
 @contextmanager
 def _requiring_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Inside, parameters require gradients which do not outside: DDP passes over those that do not when it is made."""
+    """Let parameters require gradients inside, because DDP's constructor ignores those that do not."""
     for parameter in parameters:
         parameter.requires_grad_(True)
     try:

@@ -1,4 +1,4 @@
-"""The control plane in a Trainer: all ranks stop at one batch, and learn of a failure."""
+"""The control plane in a Trainer: all ranks stop at the same batch and receive failures of others."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class LeavesTogether(SIGTERMException):
-    """All ranks of this node leave here, because one of them was told to: raised where they are together anyway."""
+    """Ends all ranks of a node at the same batch, after one of them received a signal."""
 
 
 class OneRank:
-    """What brings the only rank of a node to its next batch: nobody else has to come there."""
+    """Replaces the control plane on a node with one rank."""
 
     stops_together = True
 
@@ -44,31 +44,31 @@ class OneRank:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether it was told to leave."""
+        """Whether this rank received a signal to stop."""
         return self._trainer.received_sigterm
 
     def should_stop(self) -> bool:
-        """Before a batch."""
+        """Return whether to stop or requeue before the next batch."""
         return self.requeue_requested or self.stop_requested
 
     def request_stop(self) -> None:
-        """It is told to leave."""
+        """Request a stop."""
         mark_sigterm_received(self._trainer)
 
     def request_requeue(self) -> None:
-        """It is told that the time is nearly up."""
+        """Request that the job is queued again."""
         self.requeue_requested = True
 
     def go_on(self) -> None:
-        """It has saved."""
+        """Continue after saving a checkpoint."""
         self.requeue_requested = False
 
 
 class RunControl:
-    """Starts a :class:`~lightning_hiercomm.control.plane.ControlPlane` with the processes, and ends it with them.
+    """Starts and ends a rank's :class:`~lightning_hiercomm.control.plane.ControlPlane`.
 
     Attributes:
-        steps: Returns how often each optimizer has stepped, between the setup and the end of a run.
+        steps: Returns how often each optimizer has stepped; None outside of a run.
     """
 
     def __init__(self) -> None:
@@ -117,69 +117,69 @@ class RunControl:
         """Stop this trainer's ranks together from now on.
 
         Args:
-            trainer: Theirs.
-            leave: Of a node that may leave others: called before it does so to be queued again.
+            trainer: The trainer.
+            leave: Called before an elastic node leaves to be queued again.
         """
         if self.plane is not None:
             self._ranks = self.plane
             replace_sigterm_broadcast(trainer, self.plane, leave)
-        elif leave is not None:  # which others would hear of if Lightning saved inside the signal's handler
+        elif leave is not None:  # Lightning must not save inside the signal's handler
             self._ranks = OneRank(trainer)
             self._before_batch = replace_sigterm_broadcast(trainer, self._ranks, leave)
 
     def before_batch(self) -> None:
-        """A batch starts: a node of one rank leaves here, if it was told to."""
+        """Stop a node of one rank before a batch, if it received a signal."""
         if self._before_batch is not None:
             self._before_batch()
 
     def told_to_leave(self) -> LeavesTogether | None:
-        """What ends training where all ranks of a node wait for other nodes, if this one was told to leave."""
+        """Return the exception that ends training on this node, if one of its ranks received a signal."""
         is_told = self._ranks is not None and self._ranks.stop_requested
         return LeavesTogether() if is_told else None
 
     def note_start(self) -> None:
-        """Remember that this rank is about to train, for others who ask."""
+        """Report that this rank is about to train."""
         if self.plane is not None:
             self.plane.doing = "beginning to train"
 
     def note_progress(self, doing: str, trainer: pl.Trainer | None) -> None:
-        """Remember what this rank does, such as "training batch 7", for the others, if they have to ask."""
+        """Report what this rank does, such as "training batch 7"."""
         if self.plane is not None:
             where = f" of epoch {trainer.current_epoch}, after {trainer.global_step} steps" if trainer else ""
             self.plane.note_progress(f"{doing}{where}")
 
     def note_epoch_end(self) -> None:
-        """This rank has taken all batches of an epoch."""
+        """Report that this rank has taken all batches of an epoch."""
         if self.plane is not None:
             self.plane.note_epoch_end()
 
     def barrier(self, purpose: Purpose = "average", what: str = "") -> None:
-        """Wait for all ranks on the control plane, before they exchange something outside of a training step.
+        """Wait for all ranks on the control plane, before they exchange data outside of a training step.
 
         Args:
             purpose: Why the ranks wait.
-            what: More about it. Both must be the same on all ranks.
+            what: Details, for an error message. Both must be the same on all ranks.
 
         Raises:
-            RankFailure: If another rank failed, cannot come because it trains on, or has taken other numbers of steps.
+            RankFailure: If another rank failed, continues to train, or has taken another number of steps.
         """
         if self.plane is not None:
             self.plane.barrier(purpose, what, () if self.steps is None else self.steps())
 
     def ranks_are_together(self, trainer: pl.Trainer | None) -> bool:
-        """False while an exception is handled that only this rank may have: no collective would end."""
+        """Return False while this rank handles an exception that others may not have: no collective would end."""
         return self._is_stopping_together or not self.is_interrupted(trainer)
 
     def is_interrupted(self, trainer: pl.Trainer | None) -> bool:
-        """Whether an exception is being handled; Lightning does not say so of a rank that it has forked or spawned."""
+        """Return whether an exception is being handled. Lightning does not report this of forked or spawned ranks."""
         return self._is_ending or is_interrupted(trainer)
 
     def note_exception(self, exception: BaseException, module: pl.LightningModule | None = None) -> None:
-        """Tell the other ranks, or learn from them what happened. Called before the user's callbacks."""
+        """Report an exception to the other ranks, or add a note with the failure that caused it."""
         self._is_ending = True
         explain_unused_parameters(exception, module)
         if isinstance(exception, SIGTERMException):
-            # without a control plane Lightning's own broadcast stops all ranks at one batch
+            # without a control plane Lightning's own broadcast stops all ranks at the same batch
             self._is_stopping_together = (
                 self.plane is None or self.plane.stops_together or isinstance(exception, LeavesTogether)
             )
@@ -189,25 +189,25 @@ class RunControl:
             return
         self._has_noted_exception = True
         if isinstance(exception, SystemExit) and not exception.code:
-            exception.code = 1  # with 0 torchrun takes a node for finished, and gives the others 300 s to follow
-        if isinstance(exception, KeyboardInterrupt):  # a terminal interrupts all ranks: rank 0 says so
+            exception.code = 1  # after 0 torchrun waits 300 s for other nodes
+        if isinstance(exception, KeyboardInterrupt):  # a terminal interrupts all ranks: rank 0 reports it
             if self.plane.wait_for_failure(0.0 if self.plane.rank == 0 else 1.0) is None:
                 self.plane.report_failure(exception)
                 log.warning(self.plane.description(exception))
             return
-        # a peer that is gone breaks our collective before the news of it arrives
-        heard = self.plane.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self.plane.failure
-        if heard is None:
+        # a collective with an ended peer fails before the report about it arrives
+        failure = self.plane.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self.plane.failure
+        if failure is None:
             self.plane.report_failure(exception)
             note = self.plane.description(exception)
         else:
-            note = f"{self.plane.place} ends because {heard}"
+            note = f"{self.plane.place} ends because {failure}"
         log.error(note)
         if sys.version_info >= (3, 11):
             exception.add_note(f"lightning_hiercomm: {note}")
 
     def stop(self, trainer: pl.Trainer | None) -> None:
-        """Leave the trainer as it was, and disconnect."""
+        """Restore the trainer, and disconnect."""
         self._ranks = self._before_batch = self.steps = None
         if trainer is not None:
             restore_sigterm_broadcast(trainer)

@@ -45,7 +45,7 @@ _NO_MEASUREMENT = {
     "docs/explanation/elastic.md": {"30 times"},
     "docs/explanation/front.md": {"93 %", "95 %"},
     "docs/explanation/papers.md": {
-        *("1 to 11 points", "1.1 to 3 times", "110 %", "25 %", "35 %", "8 times", "8 to 12 times", "95 %"),
+        *("1 to 11 points", "110 %", "25 %", "35 %", "95 %"),
     },
     "docs/howto/choose_a_scheme.md": {"1.25 GB", "150 ms", "166 ms", "320 ms", "400 MB", "80 ms", "95 %"},
     "docs/howto/compress.md": {"95 %"},

@@ -87,9 +87,9 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
         checkpoints.restore(run, DurableCheckpointIO())
         checkpoints.check_equal(run.topology)
         (resumed,) = run.schemes
-        counted = resumed.steps, resumed.step_in_epoch, resumed.epoch
+        counted = resumed.state.steps, resumed.state.step_in_epoch, resumed.state.epoch
         train(run, 1, 5)
-        return counted, (resumed.steps, resumed.step_in_epoch, resumed.epoch)
+        return counted, (resumed.state.steps, resumed.state.step_in_epoch, resumed.state.epoch)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -111,7 +111,7 @@ def test_a_checkpoint_goes_to_other_nodes(name, nodes):
         checkpoints.restore(run)
         train(run, 1, 5)
         run.finish()
-        return run.schemes[0].steps, [parameter.tolist() for parameter in run.module.parameters()]
+        return run.schemes[0].state.steps, [parameter.tolist() for parameter in run.module.parameters()]
 
     (steps, values), *others = on_two_nodes(scheme(name), work, nodes)
     assert steps == 10
@@ -137,7 +137,7 @@ def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
         checkpoints = Checkpoints()
         checkpoints.take(alone, "saved.ckpt", None)
         checkpoints.restore(run, DurableCheckpointIO())
-        return run.schemes[0].steps
+        return run.schemes[0].state.steps
 
     assert on_two_nodes(scheme(name), resumed) == [5, 5]
 
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_another_format_is_refused(number, found):
     with pytest.raises(ValueError, match="format") as raised:
         Checkpoints().take(checkpoint, "saved.ckpt", None)
     assert str(raised.value) == (
-        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 1. Load only its weights,"
+        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 2. Load only its weights,"
         " with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
     )
 
@@ -177,13 +177,13 @@ def _foreign(folder: Path) -> list[str]:
 def test_only_a_resume_refuses_another_format_and_reads_lightnings_own(borrow):
     for resumed, refused, validated in borrow(_foreign, ranks=2):
         assert (resumed, validated) == ("fit: step 4", "validate: step 0")
-        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 1" in refused
+        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 2" in refused
 
 
 def test_a_scheme_finds_its_own_schedule_again():
     checkpoint = saved_by("daso")
     (schedule,) = checkpoint["hiercomm"]["schemes"]
-    schedule["sync_every"], schedule["plateau_bad_values"] = 2, 1
+    schedule["cycle"], schedule["plateau"]["bad_values"] = [2, 1], 1
 
     def work(run):
         checkpoints = Checkpoints()
@@ -219,7 +219,7 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
         checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
         entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
         checkpoints.add_to(checkpoint, run, None)
-        with checkpoints.companions(
+        with checkpoints.sidecars(
             checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path, entries=entries
         ):
             if rank == 0:
@@ -241,7 +241,7 @@ def test_a_rank_that_ends_after_all_shards_are_written_keeps_its_own(tmp_path):
         checkpoints.add_to(checkpoint, run, None)
         with (
             suppress(KeyboardInterrupt),
-            checkpoints.companions(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
+            checkpoints.sidecars(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
         ):
             if rank == 1:
                 raise KeyboardInterrupt

@@ -54,7 +54,7 @@ class Gan(Net):
 
     def on_train_end(self):
         schemes = getattr(self.trainer.strategy, "schemes", [])
-        self.report = [(scheme.steps, len(scheme.replica.parameters)) for scheme in schemes]
+        self.report = [(scheme.state.steps, len(scheme.replica.parameters)) for scheme in schemes]
 
 
 @pytest.mark.feature("two optimizers (GAN), each on its own schedule")

@@ -38,7 +38,7 @@ class Overflowing(Quadratic):
     def on_train_batch_end(self, *_):
         scheme = self.trainer.strategy.schemes[0]
         scale = self.trainer.precision_plugin.scaler.get_scale()
-        self.report = [*(self.report or []), (scheme.steps, self.head.bias.item() != self.before, scale)]
+        self.report = [*(self.report or []), (scheme.state.steps, self.head.bias.item() != self.before, scale)]
 
 
 @pytest.mark.feature(

@@ -435,6 +435,13 @@ def test_the_likely_cause_of_other_waits_is_a_collective_on_some_ranks(serve):
     assert "Likely cause: a collective (barrier, all_gather, " in wait_for_failure(ranks)
 
 
+def test_the_likely_cause_of_a_teardown_on_some_ranks_is_their_stop(serve):
+    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+    ranks.say(0, wait={**GATHER, "call": "teardown (lightning_hiercomm)"})
+    ranks.say(1, wait=BACKWARD)
+    assert "Likely cause: training ended on some ranks only" in wait_for_failure(ranks)
+
+
 def test_ranks_that_wait_in_one_place_with_unequal_collectives_end_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
     ranks.say(0, wait=BACKWARD)
@@ -530,12 +537,12 @@ def test_a_barrier_of_many_ranks_takes_time_in_proportion_to_them():
     size = 500
     with socket.create_server(("127.0.0.1", 0)) as listener:
         center = hub.Hub(listener, size=size, token=TOKEN)
-        center._missing, center._tell_all = set(), lambda message: None
+        center._missing, center._send_to_all = set(), lambda message: None
         center._members = {object(): Member(rank, f"rank {rank}", 0.0) for rank in range(size)}
         last, *channels = center._members
         for channel in channels:
             center._handle(channel, ARRIVAL)
-        center._look_for_broken_barrier()
+        center._check_for_broken_barrier()
         assert center._released == 0
         center._handle(last, ARRIVAL)
     assert center._released == 1
@@ -669,9 +676,9 @@ def test_rank_zero_hears_who_left_for_the_hub_that_it_may_have_to_start(served):
 def test_ranks_that_come_all_at_once_are_all_let_in_and_leave_with_a_message_each(serve, monkeypatch):
     size = 300
     told: list[str] = []
-    tell = hub.Hub._tell
+    tell = hub.Hub._send
     monkeypatch.setattr(
-        hub.Hub, "_tell", lambda self, channel, said: (told.append(said["kind"]), tell(self, channel, said))
+        hub.Hub, "_send", lambda self, channel, said: (told.append(said["kind"]), tell(self, channel, said))
     )
     served = serve(size=size)
     crowd = [served.connect() for _ in range(size)]
@@ -687,7 +694,7 @@ def test_ranks_that_come_all_at_once_are_all_let_in_and_leave_with_a_message_eac
 
 def test_the_hub_looks_around_now_and_then_however_much_it_hears(serve, monkeypatch):
     looks: list[float] = []
-    monkeypatch.setattr(hub.Hub, "_look_around", lambda self, now: looks.append(now))
+    monkeypatch.setattr(hub.Hub, "_check_all", lambda self, now: looks.append(now))
     served = serve(hang_timeout=1000.0)
     member = served.member(0)
     for number in range(300):

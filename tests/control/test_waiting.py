@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from lightning_hiercomm.control import waiting
 from lightning_hiercomm.control.waiting import MainThread, Wait
@@ -90,6 +91,26 @@ def test_a_backward_pass_that_computes_nothing_is_a_wait(wait_in):
 def test_a_broadcast_of_buffers_in_cpp_is_a_wait(wait_in):
     broadcast = function("_broadcast", f"{PACKAGE}/_lightning/ddp_buffers.py")
     assert wait_in(hook, broadcast).call == "_broadcast (lightning_hiercomm)"
+
+
+@pytest.mark.parametrize("work", [torch._C.Future([]), torch.futures.Future()])
+def test_waiting_for_the_work_of_a_collective_is_a_wait(work):
+    names = {}
+    exec(compile("def on_train_batch_end(work):\n    return work.wait()", "/home/me/train.py", "exec"), names)
+    found = []
+
+    def look() -> None:
+        while not is_in(names["on_train_batch_end"]):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        found.append(MainThread().wait())
+        work.set_result(None)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    names["on_train_batch_end"](work)
+    looking.join()
+    assert (found[0].call, found[0].line) == ("torch.distributed.Work.wait", "train.py:2 (on_train_batch_end)")
 
 
 def test_writing_a_checkpoint_is_no_wait(wait_in):

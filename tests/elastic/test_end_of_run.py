@@ -125,9 +125,9 @@ def test_node_goes_on_alone_when_a_callback_has_ended_another():
         own.join()
         if own.node == "0":
             own.train(9)
-        while own.scheme.steps < 3:
+        while own.scheme.state.steps < 3:
             own.step()
-        return own.scheme.steps
+        return own.scheme.state.steps
 
     assert threads("periodic").play(work) == {("0", 0): 9, ("1", 0): 3}
 

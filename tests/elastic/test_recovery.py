@@ -28,6 +28,7 @@ from lightning_hiercomm import Gossip
 from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.healing import Healing
+from lightning_hiercomm.planning.predict.cycles import cycle
 from lightning_hiercomm.run.averaged_model import AveragedModel
 
 
@@ -48,7 +49,7 @@ def test_node_that_recovers_ends_with_the_bits_of_the_others(name, sizes):
     nodes = threads(name)
 
     def joining(own: ElasticRank):
-        was_healed, began = own.join(), own.scheme.steps
+        was_healed, began = own.join(), own.scheme.state.steps
         return own.train(15), was_healed, began
 
     def work(own: ElasticRank):
@@ -70,20 +71,20 @@ def test_node_that_joins_goes_on_as_one_that_began_with_its_source(name, wire):
     """As three nodes that stay, which go on from the two, and a copy of the first."""
     scheme, at = ALL[name], {}
     nodes = threads(name, Elastic(dead_after=5.0), wire=wire)  # a repeated synchronization has other bits
-    period = 5 if name == "daso" else scheme.profile.cycle  # in which all fragments are sent
+    period = 5 if name == "daso" else cycle(scheme)  # in which all fragments are sent
 
     def joining(own: ElasticRank):
         assert own.join()
-        at["joined"] = own.scheme.steps
+        at["joined"] = own.scheme.state.steps
         return own.train(12)
 
     def work(own: ElasticRank):
         own.join()
-        while own.scheme.steps < 12:
-            if own.scheme.steps == period - 1 and own.node == "0":
+        while own.scheme.state.steps < 12:
+            if own.scheme.state.steps == period - 1 and own.node == "0":
                 nodes.let_come(2, joining)
             own.step()
-            if own.scheme.steps == period:
+            if own.scheme.state.steps == period:
                 at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
         return own.train(12)
 
@@ -108,7 +109,7 @@ def test_node_that_gets_no_state_recovers_after_the_next_synchronization(name):
 
     def joining(own: ElasticRank):
         assert own.join()
-        joined.append(own.scheme.steps)
+        joined.append(own.scheme.state.steps)
         return own.train(15)
 
     def work(own: ElasticRank):
@@ -135,8 +136,8 @@ def test_node_recovers_though_a_validation_follows_every_synchronization(name):
     def train(own: ElasticRank):
         give, averaged = own.membership.give_state, AveragedModel([own.scheme], own.rank.replicas, own.rank.topology)
         own.membership.give_state = lambda state: None
-        while own.scheme.steps < 15:
-            if own.scheme.steps == 4 and own.node == "0":
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 4 and own.node == "0":
                 nodes.let_come(1, joining)
             own.step()
             with averaged():
@@ -146,7 +147,7 @@ def test_node_recovers_though_a_validation_follows_every_synchronization(name):
 
     def joining(own: ElasticRank):
         assert own.join()
-        joined.append(own.scheme.steps)
+        joined.append(own.scheme.state.steps)
         return train(own)
 
     def work(own: ElasticRank):
@@ -251,7 +252,7 @@ def test_node_that_joins_and_dies_repeatedly_does_not_delay_the_others(name):
 
     def flapping(own: ElasticRank):
         assert own.join()
-        joined.append(own.scheme.steps)
+        joined.append(own.scheme.state.steps)
         own.step()
         own.die()
 

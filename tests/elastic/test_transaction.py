@@ -117,7 +117,7 @@ def test_rollback_restores_all_that_a_synchronization_changes(name, sizes, wire)
             own.step()
         undo = own.scheme.undo_point()
         before = state(own)
-        own.transaction(lambda: own.scheme._agree_and_wait(own.scheme.all_parts))
+        own.transaction(lambda: own.scheme.exchanger.run(own.scheme.exchanger.all_fragments))
         between = state(own)
         undo()
         return before, between, state(own)
@@ -154,13 +154,13 @@ def test_node_that_dies_leaves_the_others_equal(name, sync, sizes, lost, moment)
         if own.node == lost:
             die_at(own, moment, sync)
         shared = []
-        while own.scheme.steps < 14:
+        while own.scheme.state.steps < 14:
             own.step()
             own.scheme.settle()
             state = own.scheme.shared_state()
             shared.append(repr({**state, "outer": None if "noloco" in name else state.get("outer")}))
         own.scheme.finish()
-        return own.rank.values, own.membership.history.nodes, own.scheme.synchronizations, shared[8:]
+        return own.rank.values, own.membership.history.nodes, own.scheme.state.synchronizations, shared[8:]
 
     results = threads(name).play(work, sizes)
     assert {node for node, _ in results} == {"0", "1", "2"} - {lost}
@@ -231,12 +231,12 @@ def test_pending_buckets_are_dropped_and_repeated_when_they_are_due(name, wire, 
         node = nodes[rank.node]
         put(rank, at[node])
         after_step = rank.scheme.after_step
-        while rank.scheme.steps < 14:
-            if moment != "as it leaves" and rank.scheme.steps < due:
+        while rank.scheme.state.steps < 14:
+            if moment != "as it leaves" and rank.scheme.state.steps < due:
                 rank.scheme.after_step = lambda last: None
             step_stay(rank, int(node))
-            if moment != "as it leaves" and rank.scheme.steps == due:
-                rank.scheme._agree_and_wait(scheme.schedule.due(due, due, len(rank.scheme._parts)))
+            if moment != "as it leaves" and rank.scheme.state.steps == due:
+                rank.scheme.exchanger.run(scheme.schedule.due(due, due, len(rank.scheme.exchanger.fragments)))
                 rank.trace[-1] = rank.values.tolist()
             rank.scheme.after_step = after_step
         rank.scheme.finish()

@@ -37,7 +37,7 @@ from lightning_hiercomm import (
     PeriodicAveraging,
 )
 from lightning_hiercomm._lightning.healing import state_of
-from lightning_hiercomm.checkpoints.companion import random_state
+from lightning_hiercomm.checkpoints.sidecar import random_state
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous, transaction
 from lightning_hiercomm.elastic.quorum import Quorum
@@ -428,7 +428,12 @@ class Looks(pl.Callback):
             "parameters": hashlib.sha256(values).hexdigest()[:16],
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "scheme": [scheme.steps, scheme.synchronizations, scheme.epoch, scheme.step_in_epoch],
+            "scheme": [
+                scheme.state.steps,
+                scheme.state.synchronizations,
+                scheme.state.epoch,
+                scheme.state.step_in_epoch,
+            ],
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "batches": [progress.total.ready, progress.total.completed],
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,

@@ -87,7 +87,7 @@ def sharpness(how, scheme):
         trainer(strategy).fit(module)
     said = [str(warning.message) for warning in caught if "/lightning_hiercomm/" in warning.filename]
     weights = {name: value.tolist() for name, value in whole_state(module).items()}
-    return weights, said, [scheme.steps for scheme in strategy.schemes]
+    return weights, said, [scheme.state.steps for scheme in strategy.schemes]
 
 
 SCHEMES = [AllReduce(), PeriodicAveraging(2)]

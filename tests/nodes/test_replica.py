@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.bucket import Share
+from lightning_hiercomm.nodes.bucket import ShardSpec
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
@@ -56,7 +56,7 @@ def test_every_element_lies_in_exactly_one_bucket(parameters, buffers, bucket_by
     covered = Counter(
         (id(piece.tensor), i)
         for bucket in replica.buckets
-        for piece in bucket.pieces
+        for piece in bucket.slices
         for i in range(piece.start, piece.start + piece.length)
     )
     elements = {(id(tensor), i) for tensor in (*parameters, *buffers) for i in range(tensor.numel())}
@@ -70,12 +70,12 @@ def test_a_bucket_holds_one_dtype_one_kind_and_no_more_than_fits(parameters, buf
     parameters, buffers = filled(parameters, 0), filled(buffers, 1)
     for bucket in Replica(parameters, buffers, bucket_bytes).buckets:
         own = {id(tensor) for tensor in (parameters if bucket.equal_in_node else buffers)}
-        assert all(piece.tensor.dtype == bucket.dtype and id(piece.tensor) in own for piece in bucket.pieces)
-        assert bucket.numel == sum(piece.length for piece in bucket.pieces)
+        assert all(piece.tensor.dtype == bucket.dtype and id(piece.tensor) in own for piece in bucket.slices)
+        assert bucket.numel == sum(piece.length for piece in bucket.slices)
         capacity = max(1, bucket_bytes // bucket.dtype.itemsize)
         # only a tensor that cannot be cut makes a bucket larger
-        assert bucket.numel <= capacity or not bucket.pieces[-1].tensor.is_contiguous()
-        assert sum(piece.length for piece in bucket.pieces[:-1]) < capacity
+        assert bucket.numel <= capacity or not bucket.slices[-1].tensor.is_contiguous()
+        assert sum(piece.length for piece in bucket.slices[:-1]) < capacity
 
 
 @given(st.lists(kinds, max_size=8), bucket_sizes, st.integers(1, 5))
@@ -228,7 +228,7 @@ def sharded(draw):
         for rank in range(ranks):
             part = whole[rank * rows : (rank + 1) * rows].clone()
             start = min(rank * rows, len(whole)) * whole.shape[1]
-            held[rank].append((part, Share("rank", whole.numel(), start)))
+            held[rank].append((part, ShardSpec("rank", whole.numel(), start)))
     return wholes, held
 
 
@@ -246,7 +246,7 @@ def test_a_cut_by_number_is_the_same_however_the_tensors_are_sharded(case, into)
 
 def test_shards_are_cut_in_proportion_and_by_holders():
     columns, everywhere = torch.arange(8.0, device=place.device), torch.arange(100.0, 104.0, device=place.device)
-    shares = {id(columns): Share("rank", 16)}
+    shares = {id(columns): ShardSpec("rank", 16)}
     replica = Replica([columns, everywhere], shares=shares)
     assert [bucket.held_by for bucket in replica.buckets] == ["node", "rank"]
     parts = replica.cut(2)
@@ -258,7 +258,7 @@ def test_shards_are_cut_in_proportion_and_by_holders():
 
 def test_a_fragment_of_which_a_rank_holds_nothing_is_an_empty_bucket():
     first, second = torch.ones(2, device=place.device), torch.empty(0, device=place.device)
-    shares = {id(first): Share("rank", 4, 0), id(second): Share("rank", 1, 1)}
+    shares = {id(first): ShardSpec("rank", 4, 0), id(second): ShardSpec("rank", 1, 1)}
     replica = Replica([first, second], named=[("a.x", first), ("b.x", second)], shares=shares)
     by_name = replica.cut(["b"])
     assert [[bucket.numel for bucket in part] for part in by_name] == [[0], [2]]
@@ -268,8 +268,8 @@ def test_a_fragment_of_which_a_rank_holds_nothing_is_an_empty_bucket():
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 def test_a_fragment_of_one_dtype_on_two_devices_counts_every_tensor_once(is_sharded):
     here, there = torch.ones(4, device=place.device), torch.ones(6, device="meta")
-    shares = {id(here): Share("rank", 8, 0), id(there): Share("rank", 12, 0)} if is_sharded else None
+    shares = {id(here): ShardSpec("rank", 8, 0), id(there): ShardSpec("rank", 12, 0)} if is_sharded else None
     replica = Replica([here, there], named=[("a.x", here), ("a.y", there)], shares=shares)
     (part,) = (buckets for buckets in replica.cut(["a"]) if buckets)
     assert [(bucket.device.type, bucket.numel) for bucket in part] == [(place.device.type, 4), ("meta", 6)]
-    assert all(piece.tensor.device == bucket.device for bucket in part for piece in bucket.pieces)
+    assert all(piece.tensor.device == bucket.device for bucket in part for piece in bucket.slices)

@@ -61,15 +61,15 @@ def test_weights_are_shares_of_the_world_and_of_the_node(nodes, data):
 
 
 @given(some_nodes(), st.integers(0, 5))
-def test_lane_parts_tile_a_tensor_and_sharing_them_gives_everyone_all(nodes, elements):
+def test_own_shards_tile_a_tensor_and_are_gathered(nodes, elements):
     lanes = min(map(len, nodes))
     whole = torch.arange(1.0, elements * lanes + 1)
 
     def work(topology):
         flat = torch.zeros_like(whole)
-        topology.lane_part(flat).copy_(topology.lane_part(whole))
-        assert topology.lane_part(flat).numel() == (elements if topology.inter is not None else 0)
-        topology.share_lane_parts(flat).wait()
+        topology.own_shard(flat).copy_(topology.own_shard(whole))
+        assert topology.own_shard(flat).numel() == (elements if topology.inter is not None else 0)
+        topology.gather_shards(flat).wait()
         return flat
 
     for flat in on_ranks(work, nodes):
@@ -183,11 +183,11 @@ def test_groups_inside_the_nodes_hold_values_of_their_own():
         assert topology.duplicate().holders["pair"].group is not topology.holders["pair"].group
         flat = torch.arange(4.0, device=place.device) + 10 * topology.rank
         pair, alone = topology.holders["pair"], topology.holders["rank"]
-        assert (pair.lanes, pair.place, pair.size) == (2, topology.rank % 2, 2)
-        assert (alone.lanes, alone.place, alone.size) == (1, 0, 1)
-        assert alone.part(flat).tolist() == flat.tolist()
-        alone.share(flat).wait()
-        pair.share(flat).wait()
+        assert (pair.num_shards, pair.place, pair.size) == (2, topology.rank % 2, 2)
+        assert (alone.num_shards, alone.place, alone.size) == (1, 0, 1)
+        assert alone.shard(flat).tolist() == flat.tolist()
+        alone.gather(flat).wait()
+        pair.gather(flat).wait()
         topology.close()
         return flat.tolist()
 

@@ -300,7 +300,7 @@ def test_what_was_written_into_the_module_from_outside_is_averaged():
         with torch.no_grad():
             run.module.second.weight.fill_(run.topology.rank)
         run.restart_from_average()
-        return [run.module.second.weight.item(), run.schemes[1].unsynchronized_steps]
+        return [run.module.second.weight.item(), run.schemes[1].state.unsynchronized_steps]
 
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]
 

@@ -235,7 +235,7 @@ def test_what_is_built_twice_shares_nothing_and_leaves_the_value_as_it_was(name)
         assert one.config is other.config is scheme
         shared = {id(thing) for thing in owned(one)} & {id(thing) for thing in owned(other)}
         assert [thing for thing in owned(other) if id(thing) in shared] == []
-        assert (other.steps, other.synchronizations) == (0, 0)
+        assert (other.state.steps, other.state.synchronizations) == (0, 0)
         other.close()
 
     on_ranks(work)

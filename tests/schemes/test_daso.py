@@ -355,9 +355,9 @@ def test_an_epoch_is_judged_by_the_metric_that_was_known_when_the_file_was_saved
             rank.scheme.begin_epoch(epoch, logged if epoch else {})
             rank.train(last=True)
             rank.scheme.end_epoch(None)
-        rank.scheme.hear_metrics(lambda: logged)
+        rank.scheme.record_metrics(lambda: logged)
         before_validation = reloaded(rank.scheme.shared_state())
-        rank.scheme.hear_metrics(lambda: {"val_loss": torch.tensor(1.0)})
+        rank.scheme.record_metrics(lambda: {"val_loss": torch.tensor(1.0)})
         after_validation = reloaded(rank.scheme.shared_state())
         periods = []
         for state in (before_validation, after_validation):
@@ -557,7 +557,7 @@ def test_a_state_saved_with_an_exchange_in_flight_resumes_to_the_bit(reducer, me
         for taken in range(11):
             rank.train()
             states.append(rank.state())
-            assert bool(states[-1]["scheme"]["in_flight"]) == (taken % 4 != 3)
+            assert bool(states[-1]["scheme"]["pending"]) == (taken % 4 != 3)
         return rank.trace, states
 
     saved = on_four_ranks(whole, scheme, **training)
@@ -594,7 +594,11 @@ def test_a_plain_checkpoint_goes_on_from_the_agreed_parameters_and_keeps_the_sch
             resumed = again.scheme
             resumed.replica.restore(agreed)
             resumed.load_state_dict({**state, "unsynchronized_steps": 0})
-            assert (resumed.period, resumed.staleness, resumed.exchanges_started) == (4, 1, scheme.exchanges_started)
+            assert (resumed.period, resumed.staleness, resumed.state.exchanges_started) == (
+                4,
+                1,
+                scheme.state.exchanges_started,
+            )
             local = again.values.item()
             again.train()
             # the exchange that was in flight is gone: this was a local step
@@ -634,8 +638,8 @@ def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
     state = on_four_ranks(work, cycling(merge="delta")(), wire="bfloat16")[0]
     torch.save(state, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert loaded["in_flight"][0]["due"] == state["in_flight"][0]["due"] == 2
-    assert torch.equal(loaded["in_flight"][0]["arrived"][0], state["in_flight"][0]["arrived"][0])
+    assert loaded["pending"][0]["due"] == state["pending"][0]["due"] == 2
+    assert torch.equal(loaded["pending"][0]["arrived"][0], state["pending"][0]["arrived"][0])
 
 
 def test_a_node_that_takes_another_number_of_steps_is_reported():

@@ -82,9 +82,9 @@ def test_diloco_begins_from_the_parameters_at_the_end_of_the_phase():
 
 def test_the_schedule_of_diloco_counts_from_the_end_of_the_phase():
     ranks = on_nodes(steps(3 + 4), DiLoCo(4, warmup_steps=3))
-    assert [rank.scheme.exchanges_started for rank in ranks] == [1, 1]
+    assert [rank.scheme.state.exchanges_started for rank in ranks] == [1, 1]
     ranks = on_nodes(steps(3 + 3), DiLoCo(4, warmup_steps=3))
-    assert [rank.scheme.exchanges_started for rank in ranks] == [0, 0]
+    assert [rank.scheme.state.exchanges_started for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int4"])
@@ -149,8 +149,8 @@ def test_a_shorter_phase_ends_where_the_run_goes_on():
             rank.load(state)
             rank.scheme.begin_run(None, None)
             steps(3)(rank)
-            before = rank.scheme.exchanges_started, rank.values.item()
-            return before, steps(1)(rank).scheme.exchanges_started
+            before = rank.scheme.state.exchanges_started, rank.values.item()
+            return before, steps(1)(rank).scheme.state.exchanges_started
 
     ((before, low), after), ((_, high), _) = on_ranks(work, ((0,), (1,)))
     assert (before, after) == (0, 1)
@@ -186,7 +186,7 @@ def test_float_buffers_are_averaged_when_the_phase_ends():
     def work(rank):
         rank.module.buffer.fill_(float(rank.topology.rank))
         steps(2)(rank)
-        return rank.module.buffer.item(), rank.scheme.unsynchronized_steps
+        return rank.module.buffer.item(), rank.scheme.state.unsynchronized_steps
 
     assert on_nodes(work, PeriodicAveraging(8, warmup_steps=2), buffer=torch.zeros(1)) == [(0.5, 0), (0.5, 0)]
 

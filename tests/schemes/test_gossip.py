@@ -46,7 +46,7 @@ def simulate(work, scheme, starts=None, *, nodes=None, shapes=None, dtype=torch.
     def body(rank):
         own = values if starts is None else values[rank.rank]
         torch.nn.utils.vector_to_parameters(own.expand_as(rank.values).to(place.device, copy=True), rank.parameters)
-        rank.scheme.unsynchronized_steps = 1  # they differ
+        rank.scheme.state.unsynchronized_steps = 1  # they differ
         return work(rank)
 
     shapes = shapes or {"x": values[0].numel() if starts is not None else 1}
@@ -308,7 +308,7 @@ def test_segments_come_by_count_size_and_module(options, expected):
 
 
 def test_a_module_without_parameters_is_named():
-    with pytest.raises(ValueError, match=r"no parameter lies below 'layer2'.*head, layer1, layer10, stem"):
+    with pytest.raises(ValueError, match=r"no parameter is in 'layer2'.*head, layer1, layer10, stem"):
         simulate(lambda rank: None, Gossip(segments=["layer1", "layer2"]), [0, 0], shapes=SHAPES)
 
 
@@ -343,7 +343,7 @@ def test_a_step_that_a_scaler_skips_on_one_rank_still_mixes(fair, overlap):
     def work(rank):
         for step in range(6):
             rank.train(0.0, skip=rank.rank == 1 and step % 2 == 0)
-        return rank.agreed().item(), rank.scheme.steps
+        return rank.agreed().item(), rank.scheme.state.steps
 
     agreed, steps = zip(*simulate(work, Gossip(fair=fair, overlap=overlap), [0.0, 3.0, 9.0]), strict=True)
     assert agreed == pytest.approx((4, 4, 4))
@@ -385,11 +385,11 @@ def test_push_sum_s_weights_are_saved_to_the_bit():
     weights = [[1 / 3, 5 / 3, 1.0]]
 
     def work(rank):
-        rank.scheme._weights = copy.deepcopy(weights)
+        rank.scheme.state.weights = copy.deepcopy(weights)
         state = rank.scheme.state_dict()
-        rank.scheme._begin_anew()
+        rank.scheme._restart()
         rank.scheme.load_state_dict(state)
-        return rank.scheme._weights
+        return rank.scheme.state.weights
 
     assert simulate(work, Gossip(fair=None, segments=1), [0, 1, 2]) == [weights] * 3
 
@@ -426,7 +426,7 @@ def test_a_plain_checkpoint_restarts_the_exchange_from_the_agreed_parameters():
         rank.scheme.synchronize()
         rank.scheme.load_state_dict({**counts, "unsynchronized_steps": 0})
         rank.train(0.0)
-        return rank.values.item(), rank.scheme.steps
+        return rank.values.item(), rank.scheme.state.steps
 
     assert simulate(work, Gossip("directed_exponential", overlap=True), [0, 3, 9]) == [(4, 4)] * 3
 

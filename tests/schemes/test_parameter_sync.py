@@ -390,7 +390,7 @@ def test_nodes_go_on_from_a_plain_state(on_nodes, sentence):
         rank.scheme.load_state_dict(saved)
         assert torch.equal(rank.agreed(), values)
         towards(4)(rank)
-        assert rank.scheme.steps == 13
+        assert rank.scheme.state.steps == 13
         return rank.agreed()
 
     agreed = on_nodes(resuming, SENTENCES[sentence], ((0,), (1, 2), (3,)), shapes=SEVENS)

@@ -154,7 +154,7 @@ def test_a_run_that_breaks_off_gives_back_nothing_that_a_stream_still_uses(fake_
         def work(rank: Rank) -> dict[str, Any]:
             if states is not None:
                 rank.load(copy.deepcopy(states[rank.rank]))  # an optimizer takes tensors as they are
-            while rank.scheme.steps < step:
+            while rank.scheme.state.steps < step:
                 rank.train()
             return rank.state() if states is None else {}
 

@@ -28,6 +28,6 @@ def test_synchronizations_of_twelve_steps(on_nodes, scheme, synchronizations):
     def work(rank):
         for _ in range(12):
             rank.train()
-        return rank.scheme.synchronizations
+        return rank.scheme.state.synchronizations
 
     assert on_nodes(work, scheme, ((0,), (1,)), shapes={"a": 7, "b": 5}) == [synchronizations] * 2

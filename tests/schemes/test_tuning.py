@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def timed(kind, *, step=1.0, first=0.0, wait=0.0, launch=0.0, merge=0.0):
             self.clock, self.counts, self.agreed_after = Clock(), itertools.count(), []
             if self.tuner is not None:
                 self.tuner.clock = self.clock
+            self.exchanger.run = partial(self.timed_exchange, self.exchanger.run)
+            self.exchanger.overlap = partial(self.timed_overlap, self.exchanger.overlap)
 
         def spend(self, seconds):
             self.clock.now += seconds(self.topology.rank, next(self.counts)) if callable(seconds) else seconds
@@ -50,23 +53,23 @@ def timed(kind, *, step=1.0, first=0.0, wait=0.0, launch=0.0, merge=0.0):
         def step(self, run, last=False):
             def timed_run():
                 self.spend(step)
-                if self.steps == 0:
+                if self.state.steps == 0:
                     self.spend(first)
                 return run()
 
             return super().step(timed_run, last)
 
-        def _agree_and_wait(self, parts):
+        def timed_exchange(self, exchange, fragments):
             self.spend(wait)
-            self.agreed_after.append(self.steps)
-            super()._agree_and_wait(parts)
+            self.agreed_after.append(self.state.steps)
+            exchange(fragments)
 
-        def _merge_and_send(self, arrived, leaving):
+        def timed_overlap(self, overlap, arrived, leaving, staleness):
             self.spend(merge if arrived is not None else 0.0)
             self.spend(launch if leaving else 0.0)
             if arrived is not None:
-                self.agreed_after.append(self.steps)
-            super()._merge_and_send(arrived, leaving)
+                self.agreed_after.append(self.state.steps)
+            overlap(arrived, leaving, staleness)
 
     Timed.__name__ = Timed.__qualname__ = kind.__name__
     return Timed
@@ -151,7 +154,7 @@ def test_epoch_ends_count_where_nodes_agree_at_them():
 
 def test_daso_counts_launches_and_merges_and_no_step_with_an_exchange_beside_it():
     scheme, _ = train(timed(DASO, launch=0.2, merge=0.3)(**cycling(staleness=2)), 24)
-    assert (scheme.period, scheme.initial_sync_every, scheme.staleness) == (10, 10, 2)
+    assert (scheme.period, scheme.state.tuned_period, scheme.staleness) == (10, 10, 2)
 
 
 def test_daso_never_chooses_less_than_its_staleness():
@@ -265,7 +268,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
 )
 def test_daso_goes_on_with_what_a_checkpoint_has_halved_unless_it_is_given_other_numbers(given, expected):
     def saved(rank):
-        rank.scheme._set_cycle(4, 1)
+        rank.scheme.state.cycle = [4, 1]
         return rank.scheme.shared_state()
 
     def daso(sync_every, staleness):

@@ -243,7 +243,7 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, a
     run = fit_alone(tmp_path, Quadratic(), Looks())
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", ports[0]), 5.0)
-    assert run.strategy.schemes[0].steps > 0
+    assert run.strategy.schemes[0].state.steps > 0
 
 
 def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, address):

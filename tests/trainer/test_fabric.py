@@ -160,7 +160,7 @@ def first_half(fabric, strategy, path):
 def second_half(fabric, strategy, path):
     model, optimizer, loader = set_up(fabric, state=False, shuffle=False)
     fabric.load(path, {"schedule": strategy, "model": model, "optimizer": optimizer})
-    assert strategy.schemes[0].steps == STEPS
+    assert strategy.schemes[0].state.steps == STEPS
     assert strategy.schemes[0].phase in ("delay", "training")
     for _ in strategy.epochs(EPOCHS, first=1):
         train_epoch(fabric, model, optimizer, loader)
@@ -201,11 +201,11 @@ def half_without_epochs(fabric, strategy, path, resumes):
     (scheme,) = strategy.schemes
     agreed_at = []
     for step in range(6 * resumes, 14):
-        before = scheme.synchronizations
+        before = scheme.state.synchronizations
         fabric.backward(model(torch.ones(2, 3)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        agreed_at += [step + 1] * (scheme.synchronizations > before)
+        agreed_at += [step + 1] * (scheme.state.synchronizations > before)
         if step == 5 and not resumes:
             fabric.save(path, state)
     torch.save(agreed_at, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
@@ -255,7 +255,7 @@ def two_modules(fabric, strategy):
         for optimizer in (sgd, adam):
             optimizer.step()
             optimizer.zero_grad()
-    assert [scheme.synchronizations for scheme in strategy.schemes] == [2, 2]
+    assert [scheme.state.synchronizations for scheme in strategy.schemes] == [2, 2]
     strategy.finish()
     for module in (first, second):
         weights = fabric.all_gather(module.weight)
@@ -723,8 +723,8 @@ def late_and_back(fabric, strategy, folder):
                 assert (weights == weights[0]).all()
         if epoch == 2:
             fabric.load(folder / "good.ckpt", saved)
-            assert [scheme.steps for scheme in strategy.schemes] == [4, 3]
-        phases.append([(scheme.phase, scheme.epoch) for scheme in strategy.schemes])
+            assert [scheme.state.steps for scheme in strategy.schemes] == [4, 3]
+        phases.append([(scheme.phase, scheme.state.epoch) for scheme in strategy.schemes])
     names = ["warm-up", "cycling", "cycling", "cool-down"]
     assert phases == [[(name, epoch)] * 2 for epoch, name in enumerate(names)], phases
 

@@ -96,7 +96,7 @@ def test_changing_the_strategy_on_resume_warns_once(tmp_path, capsys):
 
 
 class Rarely(Schedule):
-    """A schedule with no period, as docs/adding_a_scheme.md lets one write it."""
+    """A schedule with no period, as docs/howto/add_a_scheme.md lets one write it."""
 
     def due(self, step, step_in_epoch, parts):
         return range(parts) if step in (2, 3, 7) else ()

@@ -490,7 +490,7 @@ def test_sam_in_halves_goes_with_a_learning_rate_schedule(borrow, of_inner):
             module = SAMWithSchedule(of_inner)
             one_trainer(folder, devices=2, strategy=strategy).fit(module)
         lr = module.optimizers().param_groups[0]["lr"]
-        return lr, [scheme.steps for scheme in strategy.schemes], [str(each.message) for each in caught]
+        return lr, [scheme.state.steps for scheme in strategy.schemes], [str(each.message) for each in caught]
 
     for lr, steps, said in borrow(program, ranks=2):
         assert lr == pytest.approx(0.1 * 0.9**8)

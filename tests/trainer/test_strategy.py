@@ -804,7 +804,7 @@ class CountsSteps(pl.Callback):
         self.path, self.seen = path, []
 
     def on_train_batch_end(self, trainer, *_):
-        self.seen.append(trainer.strategy.schemes[0].step_in_epoch)
+        self.seen.append(trainer.strategy.schemes[0].state.step_in_epoch)
         if trainer.global_step == 2 and not self.path.exists():
             trainer.save_checkpoint(self.path)
 

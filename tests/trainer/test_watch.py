@@ -263,31 +263,35 @@ def test_a_barrier_on_one_rank_ends_the_run_with_a_table(fit, capfd):
     assert "Likely cause: rank 1 called more collectives (barrier, all_gather" in said
 
 
-def validates_alone(folder, other):
-    """What rank 0 hears that calls ``trainer.validate`` after a fit, where rank 1 does something else."""
+def calls_after_fit(folder, method, other):
+    """The error on a rank, if rank 0 calls a method of the trainer after a fit, and rank 1 another one, or ends."""
     strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, health=Health(hang_timeout=HANG))
     trainer = one_trainer(folder, devices=2, strategy=strategy)
     module = Validated()
     trainer.fit(module)
     if not trainer.is_global_zero and other == "ends":
         dist.destroy_process_group()  # closes connections, as the end of a process does
-        return "ended"
+        return ""
+    called = method if trainer.is_global_zero else other
     with pytest.raises(RuntimeError) as caught:
-        (trainer.validate if trainer.is_global_zero else trainer.fit)(module)
+        getattr(trainer, called)(folder / "alone.ckpt" if called == "save_checkpoint" else module)
     if other == "ends":
         dist.destroy_process_group()
     return str(caught.value)
 
 
 @pytest.mark.timeout(100)
-def test_validation_on_rank_0_after_the_other_rank_ended_fails(borrow):
-    said, _ = borrow(partial(validates_alone, other="ends"), ranks=2)
-    assert "another rank has ended. Call trainer.fit, validate, test and predict on all ranks" in said
+@pytest.mark.parametrize("method", ["validate", "save_checkpoint"])
+def test_a_call_on_rank_0_after_other_ranks_ended_fails(borrow, method):
+    said, _ = borrow(partial(calls_after_fit, method=method, other="ends"), ranks=2)
+    assert (
+        "rank 0 waits for a rank that has ended. Call trainer.fit, validate, test, predict and save_checkpoint" in said
+    )
 
 
 @pytest.mark.timeout(100)
 def test_ranks_that_call_different_functions_of_the_trainer_fail(borrow):
-    for said in borrow(partial(validates_alone, other="fits"), ranks=2):
+    for said in borrow(partial(calls_after_fit, method="validate", other="fit"), ranks=2):
         assert "rank 0 called trainer.validate, and rank 1 called trainer.fit in test_watch.py" in said
 
 

@@ -70,9 +70,9 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
             say(f"{name}, {move.replace('_', '-')}: {latency * 1e6:.0f} us, {rate:.3g} Gbit/s")
         return _link(curves, "halving" if ranks.backend == "nccl" else "ring")
 
-    smallest = topology.lanes
+    smallest = topology.num_shards
     intra = link("inside nodes", topology.intra, len(topology.nodes[0]), 1, _INTRA)
-    inter = link("between nodes", topology.inter, topology.num_nodes, topology.lanes, _INTER)
+    inter = link("between nodes", topology.inter, topology.num_nodes, topology.num_shards, _INTER)
     world = link("all ranks", topology.world, topology.world_size, 1, ("all_reduce",))
     if topology.num_nodes > 1 and share.processors is not None:
         curve = inter.curves["all_reduce"]
@@ -115,7 +115,7 @@ def _timing(step: StepTimes) -> Timing:
 
 def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes]) -> Share:
     if ranks.device.type != "cpu":
-        return Share(None, ranks.topology.lanes)
+        return Share(None, ranks.topology.num_shards)
     threads = torch.get_num_threads()
     shares = [
         Share.found(its, [_timing(steps[rank]) for rank in node], threads)

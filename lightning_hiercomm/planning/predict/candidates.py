@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict import cycles
 from lightning_hiercomm.planning.predict.accuracy import WIRES, Accuracy, accuracy
 from lightning_hiercomm.planning.predict.cost import Prediction, predict
 from lightning_hiercomm.planning.predict.schemes import Payload
@@ -20,7 +21,6 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.profile import Profile
 
 DEFAULT_WIRES = (None, "bfloat16", "int8", "int4")
 """What may travel between nodes, if nothing is said."""
@@ -58,10 +58,8 @@ class Candidate:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def drift(self, nodes: int) -> float:
-        """See :class:`~lightning_hiercomm.schemes.profile.Profile`."""
-        scheme = self.scheme
-        profile = Profile() if scheme is None else scheme.profile
-        return profile.drift_of_two if nodes == 2 and profile.drift_of_two is not None else profile.drift
+        """See :func:`lightning_hiercomm.planning.predict.cycles.drift`."""
+        return cycles.drift(self.scheme, nodes)
 
 
 @dataclass(frozen=True)
@@ -269,10 +267,11 @@ def phases(candidate: Candidate, cluster: Cluster, workload: Workload) -> str:
         workload: What is trained.
     """
     scheme = candidate.scheme
-    if scheme is None or scheme.profile.first_phase is None:
+    told = cycles.first_phase(scheme)
+    if scheme is None or told is None:
         return ""
-    waiting = predict(scheme.next_step(1), cluster, workload, candidate.wire_dtype)
-    return scheme.profile.first_phase.format(seconds=shown_seconds(waiting.seconds))
+    waiting = predict(cycles.first_step(scheme, 1), cluster, workload, candidate.wire_dtype)
+    return told.format(seconds=shown_seconds(waiting.seconds))
 
 
 _MADE_FOR_SGD = "its local rule is made for SGD, and this optimizer keeps more state than momentum"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict.cycles import cycle
 from lightning_hiercomm.planning.predict.node import Node, Result
 from lightning_hiercomm.planning.predict.schemes import Payload, follow, own_bytes, state_bytes
 from lightning_hiercomm.schemes import Scheme
@@ -53,7 +54,7 @@ def predict(scheme: Scheme | None, cluster: Cluster, workload: Workload, wire_dt
         ValueError: For a scheme that has no period.
     """
     payload = Payload.named(wire_dtype, workload)
-    period = 1 if scheme is None else scheme.profile.cycle
+    period = cycle(scheme)
     window = period * -(-_LEAST_STEPS // period)
     node = Node(cluster, workload)
     on_one_node = None if cluster.nodes == 1 else scheme

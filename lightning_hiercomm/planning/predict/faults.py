@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.candidates import Plan, Row
+from lightning_hiercomm.planning.predict.cycles import cycle, exchanges_per_cycle
 from lightning_hiercomm.planning.predict.schemes import outer_copies
 from lightning_hiercomm.planning.quantities import shown_price
 from lightning_hiercomm.schemes import Scheme
@@ -229,13 +230,13 @@ def survive(row: Row, cluster: Cluster, workload: Workload, faults: Faults) -> S
     anew = restarts_goodput(every, of_all, 0.0, checkpoint) * (1 + checkpoint / every)
     resent = nodes * row.prediction.inter_bytes / anew if anew else math.inf
     restarts_cost = cost(restarts, resent if faults.egress else 0.0)
-    if scheme is None or scheme.profile.needs_nodes_that_stay is not None:
+    if scheme is None or scheme.requirements.needs_fixed_nodes is not None:
         return Survival(None, None, restarts, restarts_cost, every)
-    cycle = scheme.profile.cycle
-    period = cycle * seconds
-    between = period / scheme.profile.agreements_per_cycle
+    steps_of_cycle = cycle(scheme)
+    period = steps_of_cycle * seconds
+    between = period / exchanges_per_cycle(scheme)
     elastic = elastic_goodput(nodes, period, faults.mtbf, faults.restart, faults.dead_after, heal, between)
-    steps = Lives(period, faults.mtbf, faults.restart).kept * cycle  # of a life, which begins with a heal
+    steps = Lives(period, faults.mtbf, faults.restart).kept * steps_of_cycle  # of a life, which begins with a heal
     sent = nodes * (row.prediction.inter_bytes + (state / steps if steps else 0.0))
     return Survival(elastic, cost(elastic, sent), restarts, restarts_cost, every)
 

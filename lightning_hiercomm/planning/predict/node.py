@@ -76,7 +76,7 @@ class Node:
         self._alike: dict[Average, tuple[Result, float, float]] = {}
 
     @property
-    def lanes(self) -> int:
+    def num_shards(self) -> int:
         """Ranks that carry parts of what goes between the nodes: all of them."""
         return self.cluster.ranks_per_node
 
@@ -142,7 +142,7 @@ class Node:
         """Every rank reads ``size`` bytes and writes as many, so many times."""
         bandwidth = self.cluster.memory_bandwidth
         seconds = 0.0 if bandwidth is None else times * size / bandwidth
-        return self._timeline.add(lane, seconds, self.lanes if self.workload.threads else 0.0, after)
+        return self._timeline.add(lane, seconds, self.num_shards if self.workload.threads else 0.0, after)
 
     def wait(self, *tasks: Task) -> Task:
         """Training goes on when these have ended."""
@@ -183,7 +183,7 @@ class Node:
             after: What must have ended before.
             carriers: How many ranks of the node take equal parts. Default: all.
         """
-        carriers = carriers or self.lanes
+        carriers = carriers or self.num_shards
         cost = self._cost_between(move, self.cluster.nodes, piece.bytes / piece.messages / carriers, carriers)
         self.inter_bytes += carriers * piece.messages * cost.bytes
         return self._move("link", cost, piece, carriers, after)

@@ -12,6 +12,7 @@ import torch
 from lightning_hiercomm.comm.codec import AsIs, Codec, codec_named
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, BUCKETS_IN_FLIGHT, CACHE_SIZED
 from lightning_hiercomm.planning.cluster import Cluster, Workload
+from lightning_hiercomm.planning.predict.cycles import fragments_of, sent_after
 from lightning_hiercomm.planning.predict.node import (
     Average,
     Node,
@@ -122,7 +123,7 @@ def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
     def sum_over_world(node: Node, bucket: Piece, ready: Task) -> Task:
         last = ready
         for piece in buckets(bucket.bytes):
-            part = piece.bytes / node.lanes
+            part = piece.bytes / node.num_shards
             summed = node.intra("reduce_scatter", piece, [ready])
             encoded = node.passes(part, payload.passes, "outbound", [summed])
             summed = _sum(node, piece, payload, [encoded])
@@ -135,15 +136,15 @@ def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
 
 @follow.register
 def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
-    parts = _parts_of(scheme)
-    if scheme.is_exact_beside_training:
+    parts = fragments_of(scheme)
+    if scheme.is_exact_overlapped:
         payload = Payload(AsIs(), payload.dtype)
     exchange = _Exchange(scheme, node, payload, parts)
     in_node = scheme.node_sync_every if isinstance(scheme, PeriodicAveraging) else None
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0
     for step in range(1, steps + 1):
-        leaving = scheme.leaving(step, parts)
+        leaving = sent_after(scheme, step)
         arrived = arrives.pop(step, ())
         quiet += 1
         averages_in_node = in_node is not None and step % in_node == 0
@@ -160,10 +161,6 @@ def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
         if leaving and scheme.staleness:
             arrives[step + scheme.staleness] = leaving
         node.mark()
-
-
-def _parts_of(scheme: ParameterSync) -> int:
-    return scheme.fragments if isinstance(scheme.fragments, int) else len(scheme.fragments) + 1
 
 
 class _Exchange:
@@ -234,19 +231,19 @@ class _Exchange:
         lane = "node" if waiting else "inbound"
         packed = node.passes(piece.bytes, _LOOK + (2 if self._scheme.merging.needs_sent else 1))
         if isinstance(reducer, Graph):
-            encoded = node.passes(piece.bytes / node.lanes, 1 + payload.passes, after=[packed])
+            encoded = node.passes(piece.bytes / node.num_shards, 1 + payload.passes, after=[packed])
             peers = _out_degree(reducer, node.cluster.nodes)
             taken = node.inter("exchange", piece.scaled(payload.ratio * peers), [encoded])
-            landed = node.passes(piece.bytes / node.lanes, 1 + self._landing, lane, [taken])
+            landed = node.passes(piece.bytes / node.num_shards, 1 + self._landing, lane, [taken])
             return node.intra("broadcast", piece, [landed], lane)
-        carriers = 1 if reducer == "leader" else node.lanes
+        carriers = 1 if reducer == "leader" else node.num_shards
         if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of what it carries
-            packed = node.intra("reduce_scatter" if carriers == node.lanes else "all_reduce", piece, [packed])
+            packed = node.intra("reduce_scatter" if carriers == node.num_shards else "all_reduce", piece, [packed])
         part = piece.bytes / carriers
         encoded = node.passes(part, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
         summed = _sum(node, piece, payload, [encoded], carriers)
         landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), lane, [summed])
-        return node.intra("broadcast" if carriers < node.lanes else "all_gather", piece, [landed], lane)
+        return node.intra("broadcast" if carriers < node.num_shards else "all_gather", piece, [landed], lane)
 
     def _merge(self, piece: Piece) -> None:
         is_plain = isinstance(self._scheme.merging, Replace | OuterOptimizer)
@@ -300,7 +297,7 @@ def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
         ]
         pulls = step % scheme.delay == 0
         for index, section in enumerate(sections):
-            part = section.bytes / node.lanes
+            part = section.bytes / node.num_shards
             if arrivals:
                 node.wait(arrivals[index])
             before = stepped[index]
@@ -323,7 +320,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     segments = scheme.segments if isinstance(scheme.segments, int) else len(scheme.segments) + 1
     model_bytes = node.workload.model_bytes
     size = scheme.segment_bytes or model_bytes / segments
-    copies = 1 if scheme.hierarchical else node.lanes  # of the model that leave a node: one per node, or per rank
+    copies = 1 if scheme.hierarchical else node.num_shards  # of the model that leave a node: one per node, or per rank
     members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
     peers = _out_degree(scheme.graph, members)
     inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
@@ -341,7 +338,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
         node.train_once(gradients, before_update=merge)
         node.passes(model_bytes, _LOOK)
         for piece in pieces:
-            part = piece.bytes * copies / node.lanes
+            part = piece.bytes * copies / node.num_shards
             packed = node.passes(part, 1 + payload.passes / 2)
             sent = [node.inter("exchange", piece.scaled(copies * payload.ratio * (peers - inside)), [packed], copies)]
             if inside:
@@ -411,7 +408,7 @@ def outer_copies(scheme: Scheme | None) -> int:
 
 def _in_flight_bytes(scheme: ParameterSync, model: float) -> float:
     """The most that is packed at any time."""
-    part = model / _parts_of(scheme)
+    part = model / fragments_of(scheme)
     return part if scheme.staleness else min(part, BUCKETS_IN_FLIGHT * BUCKET_BYTES)
 
 
@@ -450,4 +447,4 @@ def _(scheme: Gossip, cluster: Cluster, workload: Workload, payload: Payload) ->
 def state_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload) -> float:
     """Bytes of the optimizer's state on every rank; ``StepsDelay`` shares it out."""
     whole = workload.model_bytes * workload.state_per_parameter
-    return whole / cluster.ranks if scheme is not None and scheme.profile.shares_optimizer_state else whole
+    return whole / cluster.ranks if isinstance(scheme, StepsDelay) else whole

@@ -22,6 +22,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.cluster import Cluster, PlanningError, Workload
 from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.predict.cycles import next_step
 from lightning_hiercomm.planning.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -191,7 +192,7 @@ class VirtualClock:
 
     def seconds_of_step(self, scheme: RunningScheme[Scheme]) -> float:
         """Of the step that a scheme will take next."""
-        like = scheme.next_step(self._experiment.steps_per_epoch)
+        like = next_step(scheme, self._experiment.steps_per_epoch)
         key = repr(like)
         if key not in self._known:
             prediction = predict(like, self._cluster, self._workload, self._experiment.wire_dtype)

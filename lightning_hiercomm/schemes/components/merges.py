@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
+from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
@@ -64,6 +66,23 @@ class Merge(Value, ABC):
         """
         return agreed.add_(difference)
 
+    def build(self, reducer: Reducer, before: Any | None = None) -> Any | None:
+        """Make the outer optimizer of a reducer's reference parameters, if the merge has one. Collective over the node.
+
+        Args:
+            reducer: Holds them.
+            before: The one that has stepped them so far, perhaps in other buckets: its state is kept.
+        """
+        return None
+
+    def scalars(self, outer: Any | None) -> dict[str, float]:
+        """Return current values to log.
+
+        Args:
+            outer: The outer optimizer, if there is one.
+        """
+        return {}
+
 
 class Replace(Merge):
     """The mean takes the place of the node's own values: ``x := mean``.
@@ -105,7 +124,7 @@ class StaleSum(Merge):
     @torch.no_grad()
     def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         local_weight = 2 * staleness
-        for whole in bucket.beside(move.flat):
+        for whole in bucket.aligned(move.flat):
             for local, mean in in_cache_sized_parts(*whole):
                 local.lerp_(mean, nodes / (local_weight + nodes))  # what is equal stays so, in any type
 
@@ -117,7 +136,7 @@ class Delta(Merge):
 
     @torch.no_grad()
     def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
-        for (whole, mean), (_, sent) in zip(bucket.beside(move.flat), bucket.beside(move.sent), strict=True):
+        for (whole, mean), (_, sent) in zip(bucket.aligned(move.flat), bucket.aligned(move.sent), strict=True):
             for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
                 # what is equal stays so, in any type: minus zero, too, of which zero may be taken, not added
                 local.sub_(torch.sub(left, arrived, out=arrived))

@@ -83,6 +83,10 @@ class OuterOptimizer(Merge):
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         self._mix.at_once(bucket, mean, nodes)
 
+    def keeping(self, keep_local: float) -> OuterOptimizer:
+        """Return the same with another ``keep_local``."""
+        return OuterOptimizer(self.make_optimizer, self.make_scheduler, keep_local)
+
     def build(self, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
         """Make what steps the last agreed values of a reducer. Collective over the node.
 
@@ -94,6 +98,9 @@ class OuterOptimizer(Merge):
             ValueError: If the optimizer needs whole tensors.
         """
         return RunningOuterOptimizer(self, reducer, before)
+
+    def scalars(self, outer: RunningOuterOptimizer | None) -> dict[str, float]:
+        return {"outer_lr": 0.0 if outer is None else outer.learning_rate}
 
 
 class RunningOuterOptimizer:
@@ -246,7 +253,7 @@ class RunningOuterOptimizer:
                     offset += run.numel()
                 flats[name] = reducer.whole(index, part)
             offset = 0
-            for piece in bucket.pieces:
+            for piece in bucket.slices:
                 state = known.setdefault(id(piece.tensor), TensorState())
                 state.runs += between(whole, offset, offset + piece.length)
                 state.beside = frozenset() if bucket.held_by == "node" else histories
@@ -288,7 +295,7 @@ class RunningOuterOptimizer:
             parts: dict[str, Tensor] = {}
             flats: dict[str, Tensor] = {}
             offset = 0
-            for piece in bucket.pieces:
+            for piece in bucket.slices:
                 state = known.get(id(piece.tensor)) or TensorState(runs=[Run(piece.tensor.numel(), History())])
                 whole += between(state.runs, piece.start, piece.start + piece.length)
                 for name, values in state.values.items():

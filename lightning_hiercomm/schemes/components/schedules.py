@@ -4,49 +4,63 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from typing_extensions import override
 
 from lightning_hiercomm.arguments import checked_fields
+from lightning_hiercomm.schemes.tuning import AutoPeriod
 
 
 class Schedule(ABC):
-    """A schedule. It depends on counters that are the same on every rank, and on nothing else.
+    """Which fragments are due after a step; a function of counters that are the same on every rank.
 
-    One whose agreements on the same part are always as many optimizer steps apart has an attribute ``period``, for
-    whoever watches the run; others need none.
+    Attributes:
+        period: Optimizer steps between two merges of the same fragment; None if there is no such number.
+        counts_in_epoch: Whether steps are counted from the start of each epoch.
+        auto: How the period is chosen in the first steps of a run, if it is.
     """
 
+    period: int | None = None
+    auto: AutoPeriod | None = None
+
+    @property
+    def counts_in_epoch(self) -> bool:
+        return False
+
+    def with_period(self, period: int) -> Schedule:
+        """Return the same schedule with another period."""
+        return self
+
     @abstractmethod
-    def due(self, step: int, step_in_epoch: int, parts: int) -> Sequence[int]:
-        """The parts on which the nodes are to agree after a step, in the order in which they travel.
+    def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
+        """Return the fragments that are due after a step, in the order in which they are sent.
 
         Args:
             step: Optimizer steps since the run began, this one included: 1, 2, ...
             step_in_epoch: The same since the epoch began.
-            parts: Into how many parts the model is cut.
+            fragments: Into how many fragments the model is cut.
         """
 
     @abstractmethod
-    def longest_staleness(self, parts: int) -> int:
-        """The most steps that an exchange may take and still end before the next one starts."""
+    def longest_staleness(self, fragments: int) -> int:
+        """Return the most steps that an exchange may take and still end before the next one starts."""
 
 
 @checked_fields
 @dataclass(frozen=True)
 class Every(Schedule):
-    """All parts at every ``period``-th step.
+    """All fragments at every ``period``-th step.
 
     Args:
-        period: Optimizer steps from one agreement to the next. None: never.
+        period: Optimizer steps from one merge to the next. None: never.
         of: What steps are counted from: the beginning of each ``"epoch"``, or of the ``"run"``.
 
     Raises:
         ValueError: If the period is not positive.
     """
 
-    period: int | None
+    period: int | None = field()
     of: str = "run"
 
     def __post_init__(self) -> None:
@@ -55,39 +69,87 @@ class Every(Schedule):
         if self.of not in ("epoch", "run"):
             raise ValueError(f"of={self.of!r} must be 'epoch' or 'run'")
 
+    @property
     @override
-    def due(self, step: int, step_in_epoch: int, parts: int) -> Sequence[int]:
-        counted = step_in_epoch if self.of == "epoch" else step
-        return range(parts) if self.period is not None and counted % self.period == 0 else ()
+    def counts_in_epoch(self) -> bool:
+        return self.of == "epoch"
 
     @override
-    def longest_staleness(self, parts: int) -> int:
+    def with_period(self, period: int) -> Every:
+        return replace(self, period=period)
+
+    @override
+    def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
+        counted = step_in_epoch if self.of == "epoch" else step
+        return range(fragments) if self.period is not None and counted % self.period == 0 else ()
+
+    @override
+    def longest_staleness(self, fragments: int) -> int:
         return self.period or 0
 
 
 @checked_fields
 @dataclass(frozen=True)
 class Staggered(Schedule):
-    """Each part once in a period, the parts evenly spread over it.
+    """Each fragment once in a period, evenly spread over it.
 
-    Part p of P is due after step t if ``t mod H == ((p + 1) H // P) mod H``, with H the period.
+    Fragment p of P is due after step t if ``t mod H == ((p + 1) H // P) mod H``, with H the period.
 
     Source: Douillard et al. 2025, "Streaming DiLoCo", section 2.2.
 
     Args:
-        period: H, optimizer steps between two agreements on the same part.
+        period: H, optimizer steps between two merges of the same fragment.
     """
 
-    period: int
+    period: int = field()
 
     def __post_init__(self) -> None:
         if self.period < 1:
             raise ValueError(f"period={self.period} must be a positive number of steps")
 
     @override
-    def due(self, step: int, step_in_epoch: int, parts: int) -> Sequence[int]:
-        return [p for p in range(parts) if step % self.period == (p + 1) * self.period // parts % self.period]
+    def with_period(self, period: int) -> Staggered:
+        return replace(self, period=period)
 
     @override
-    def longest_staleness(self, parts: int) -> int:
-        return -(-self.period // parts) - 1
+    def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
+        return [p for p in range(fragments) if step % self.period == (p + 1) * self.period // fragments % self.period]
+
+    @override
+    def longest_staleness(self, fragments: int) -> int:
+        return -(-self.period // fragments) - 1
+
+
+@dataclass(frozen=True)
+class Auto(Schedule):
+    """A schedule whose period is measured in the first steps of a run: ``sync_every="auto"``.
+
+    Args:
+        provisional: What is followed while steps and exchanges are timed.
+        auto: How the period is chosen then.
+    """
+
+    provisional: Schedule = field()
+    auto: AutoPeriod = field()
+
+    @property
+    @override
+    def period(self) -> int | None:  # type: ignore[override]
+        return self.provisional.period
+
+    @property
+    @override
+    def counts_in_epoch(self) -> bool:
+        return self.provisional.counts_in_epoch
+
+    @override
+    def with_period(self, period: int) -> Schedule:
+        return self.provisional.with_period(period)
+
+    @override
+    def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
+        return self.provisional.due(step, step_in_epoch, fragments)
+
+    @override
+    def longest_staleness(self, fragments: int) -> int:
+        return self.provisional.longest_staleness(fragments)

@@ -42,7 +42,7 @@ def is_unfit(tensors: Iterable[Tensor], largest: float = math.inf) -> Tensor:
 def values_of(buckets: Iterable[Bucket]) -> Iterator[Tensor]:
     """Iterate over all values of some buckets, without a copy where a bucket holds a whole tensor."""
     for bucket in buckets:
-        for piece in bucket.pieces:
+        for piece in bucket.slices:
             tensor = piece.tensor.detach()
             yield tensor if piece.covers_tensor() else tensor.view(-1)[piece.start :][: piece.length]
 

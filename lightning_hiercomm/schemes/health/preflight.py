@@ -92,7 +92,7 @@ class Preflight(Verdict):
             has_left.wait()
             while launched:
                 launched.pop().wait()
-            if between_nodes and (topology.ranks_on_node > topology.lanes or topology.may_grow):
+            if between_nodes and (topology.ranks_on_node > topology.num_shards or topology.may_grow):
                 lanes.intra.all_reduce(found, op="max").wait()
             streams.keep_here(found)
             return found

@@ -35,16 +35,16 @@ class _Way:
     """Who carries a bucket, and with which weight, decided when it is launched: its sums end later, on other threads.
 
     Attributes:
-        part: The part of the packed bucket that this rank takes to the other nodes, as a view; empty if it takes none.
+        shard: The shard of a packed bucket that this rank sends to other nodes, as a view; may be empty.
         parts: The same for every rank of the node, in local order, where they hold different values.
-        share: Gives every rank of the node all of it, in place.
+        gather: Gives every rank of the node all of it, in place.
         in_node: The weights of the node's ranks, which sum to 1.
         of_nodes: The weights of all nodes, likewise.
     """
 
-    part: Callable[[Tensor], Tensor]
+    shard: Callable[[Tensor], Tensor]
     parts: Callable[[Tensor], Sequence[Tensor]]
-    share: Callable[[Tensor], Handle]
+    gather: Callable[[Tensor], Handle]
     in_node: Sequence[float]
     of_nodes: Sequence[float]
 
@@ -99,7 +99,7 @@ class ShardedAllReduce(Reducer):
         self._on_nonfinite = on_nonfinite
         self._checks_buffers = checks_buffers
         self._preflight: Preflight | None = None  # of what was begun last, if anybody cares
-        self.weights = weights or (lambda _: topology.weights)
+        self._weights = weights or (lambda _: topology.weights)
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
         self.through = through or topology
@@ -112,6 +112,9 @@ class ShardedAllReduce(Reducer):
         self._feedback: list[Feedback] = []
         self.disagreement = Disagreement()
         self.set_references()
+
+    def weights(self, index: int) -> Sequence[float]:
+        return self._weights(index)
 
     def set_references(self) -> None:
         differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
@@ -251,18 +254,18 @@ class ShardedAllReduce(Reducer):
         holders, topology, weights = self._holders(index), self.topology, self.weights(index)
 
         def parts(flat: Tensor) -> list[Tensor]:
-            return [holders.part(flat, local_rank) for local_rank in range(topology.ranks_on_node)]
+            return [holders.shard(flat, local_rank) for local_rank in range(topology.ranks_on_node)]
 
-        return _Way(holders.part, parts, holders.share, topology.in_node(weights), topology.of_nodes(weights))
+        return _Way(holders.shard, parts, holders.gather, topology.in_node(weights), topology.of_nodes(weights))
 
     def parts_of(self, index: int) -> int:
-        return self._holders(index).lanes
+        return self._holders(index).num_shards
 
     def carried(self, flat: Tensor, index: int) -> Tensor:
-        return self._holders(index).part(flat)
+        return self._holders(index).shard(flat)
 
     def share(self, flat: Tensor, index: int) -> Handle:
-        return self._holders(index).share(flat)
+        return self._holders(index).gather(flat)
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
@@ -282,8 +285,8 @@ class ShardedAllReduce(Reducer):
         topology = self.topology
         if self.buckets[index].keeps_equal or is_short(flat.dtype):
             return send_parts(intra, way.parts(flat), way.in_node)
-        weight, part = way.in_node[topology.local_rank], way.part(flat)
-        if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.lanes:
+        weight, part = way.in_node[topology.local_rank], way.shard(flat)
+        if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.num_shards:
             node_mean = torch.empty_like(part)
             summed = intra.reduce_scatter(node_mean, flat, weight=weight)
 
@@ -317,7 +320,7 @@ class ShardedAllReduce(Reducer):
         Returns:
             A function that waits for it, and leaves in ``flat`` what the nodes agree on.
         """
-        part = way.part(flat)
+        part = way.shard(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
         has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
         reference = self.references[index] if has_reference else None
@@ -340,7 +343,7 @@ class ShardedAllReduce(Reducer):
                 self._update_part(index, reference, part, preflight)
             elif reference is not None:
                 part.add_(reference[: part.numel()])
-            way.share(flat).wait()
+            way.gather(flat).wait()
             if reference is not None and self._update_reference is None:
                 reference.copy_(self.remembered(flat, index))
 
@@ -372,7 +375,7 @@ class LeaderAllReduce(ShardedAllReduce):
     """
 
     def _way(self, index: int) -> _Way:
-        topology, reducer, weights = self.topology, self.turn % self.topology.lanes, self.weights(index)
+        topology, reducer, weights = self.topology, self.turn % self.topology.num_shards, self.weights(index)
 
         def parts(flat: Tensor) -> list[Tensor]:
             return [flat if local_rank == reducer else flat[:0] for local_rank in range(topology.ranks_on_node)]

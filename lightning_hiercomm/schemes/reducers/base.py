@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.preflight import Verdict
@@ -30,7 +31,9 @@ class Reducer(ABC):
     Attributes:
         buckets: What it carries.
         topology: The nodes and their weights.
-        through: Whose communicators carry it.
+        through: The duplicate of it whose communicators are used.
+        wire: What is sent.
+        turn: How many exchanges came before the last one.
         references: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
         disagreement: How far this node was from what came back.
     """
@@ -38,8 +41,14 @@ class Reducer(ABC):
     buckets: Sequence[Bucket]
     topology: Topology
     through: Topology
+    wire: Wire
+    turn: int = 0
     references: Sequence[Tensor] = ()
     disagreement: Disagreement
+
+    def weights(self, index: int) -> Sequence[float]:
+        """Return the ranks' weights in the average of a bucket; they sum to 1."""
+        return self.topology.weights
 
     @abstractmethod
     def parts_of(self, index: int) -> int:

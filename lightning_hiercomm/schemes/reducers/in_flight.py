@@ -36,24 +36,24 @@ class PendingBucket:
 
 
 @dataclass
-class Exchange:
+class PendingExchange:
     """Buckets that were sent after one step and are merged after one step.
 
     Attributes:
         started: Optimizer steps after which it was sent.
         due: Optimizer steps after which it is merged.
-        parts: Of the model, that it holds.
+        fragments: Of the model, that it holds.
         verdict: The result of its preflight. If it is flagged, what arrives is thrown away.
-        moves: Its buckets, in the order in which they arrive.
+        buckets: Its buckets, in the order in which they arrive.
         undo: Takes back what has been moved beside training since it left; where nodes come and go.
         is_lost: Whether it never arrives, because nodes came or went meanwhile: nodes agree anew when it is due.
     """
 
     started: int
     due: int
-    parts: Sequence[int]
+    fragments: Sequence[int]
     verdict: Verdict = field(default_factory=Verdict)
-    moves: deque[PendingBucket] = field(default_factory=deque)
+    buckets: deque[PendingBucket] = field(default_factory=deque)
     undo: Callable[[], None] = lambda: None
     is_lost: bool = False
 
@@ -64,50 +64,58 @@ class Exchange:
 
     def holds(self, index: int) -> bool:
         """Whether a bucket is part of it, and not merged yet."""
-        return any(move.index == index for move in self.moves)
+        return any(bucket.index == index for bucket in self.buckets)
 
     def wait(self) -> None:
         """Return when all of it has arrived."""
         self.verdict.wait()
-        for move in self.moves:
-            move.arrived.wait()
+        for bucket in self.buckets:
+            bucket.arrived.wait()
 
     def lose(self) -> None:
         """Drop what it brings, and take back what it has moved; it stays due."""
         if not self.is_lost:
             self.wait()
-            self.moves.clear()
+            self.buckets.clear()
             self.undo()
             self.is_lost = True
 
     def is_nearly_done(self) -> bool:
         """Whether no more than the last buckets have not arrived yet: they do so in their order."""
-        return len(self.moves) <= _OVERLAP or self.moves[-1 - _OVERLAP].arrived.is_done()
+        return len(self.buckets) <= _OVERLAP or self.buckets[-1 - _OVERLAP].arrived.is_done()
 
 
-class InFlight:
-    """The exchanges of one scheme that have been started and not been merged, oldest first."""
+class PendingExchanges:
+    """The exchanges of one scheme that were started and not merged, oldest first.
+
+    Attributes:
+        exchanges: As above.
+        device: Gets the tensors of restored exchanges.
+    """
 
     def __init__(self) -> None:
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[PendingExchange] = []
+        self.device = torch.device("cpu")
 
     def __bool__(self) -> bool:
         return bool(self.exchanges)
 
-    def start(self, started: int, due: int, parts: Sequence[int] = (0,), verdict: Verdict | None = None) -> Exchange:
-        """A new exchange, whose moves the caller adds."""
-        exchange = Exchange(started, due, parts, verdict or Verdict())
+    def start(
+        self, started: int, due: int, fragments: Sequence[int] = (0,), verdict: Verdict | None = None
+    ) -> PendingExchange:
+        """A new exchange, whose buckets the caller adds."""
+        exchange = PendingExchange(started, due, fragments, verdict or Verdict())
         self.exchanges.append(exchange)
         return exchange
 
-    def take(self, step: int) -> Exchange | None:
+    def take(self, step: int) -> PendingExchange | None:
         """The exchange that is due after ``step`` optimizer steps, if there is one; it is no longer in flight."""
         due = next((exchange for exchange in self.exchanges if exchange.due == step), None)
         if due is not None:
             self.exchanges.remove(due)
         return due
 
-    def take_first(self, step: int) -> Exchange | None:
+    def take_first(self, step: int) -> PendingExchange | None:
         """The oldest exchange, due now, after ``step`` optimizer steps, if not before; it is no longer in flight."""
         if not self.exchanges:
             return None
@@ -115,23 +123,33 @@ class InFlight:
         first.due = min(first.due, step)
         return first
 
-    def take_all(self) -> list[Exchange]:
+    def take_all(self) -> list[PendingExchange]:
         """All exchanges; they are no longer in flight."""
         taken, self.exchanges = self.exchanges, []
         return taken
 
-    def keep(self, exchange: Exchange) -> None:
+    def keep(self, exchange: PendingExchange) -> None:
         """Undo :meth:`take`."""
         self.exchanges.insert(0, exchange)
 
-    def forget(self, exchange: Exchange) -> None:
+    def forget(self, exchange: PendingExchange) -> None:
         """It is no longer in flight, if it was."""
         self.exchanges = [other for other in self.exchanges if other is not exchange]
 
     def lose(self) -> None:
-        """Lose them all, see :meth:`Exchange.lose`."""
+        """Lose them all, see :meth:`PendingExchange.lose`."""
         for exchange in self.exchanges:
             exchange.lose()
+
+    def undo_point(self) -> Callable[[], None]:
+        """Remember them; return a callback after which the same are pending, but lost: see :meth:`lose`."""
+        before = list(self.exchanges)
+
+        def undo() -> None:
+            self.exchanges = before
+            self.lose()
+
+        return undo
 
     def settle(self) -> None:
         """Wait until all has arrived, and keep it."""
@@ -149,32 +167,27 @@ class InFlight:
             {
                 "started": exchange.started,
                 "due": exchange.due,
-                "parts": list(exchange.parts),
-                "buckets": [move.index for move in exchange.moves],
-                "arrived": [move.flat.clone() for move in exchange.moves],
-                "sent": [move.sent.clone() for move in exchange.moves if move.sent is not move.flat],
+                "fragments": list(exchange.fragments),
+                "buckets": [bucket.index for bucket in exchange.buckets],
+                "arrived": [bucket.flat.clone() for bucket in exchange.buckets],
+                "sent": [bucket.sent.clone() for bucket in exchange.buckets if bucket.sent is not bucket.flat],
                 "is_nonfinite": exchange.verdict.is_nonfinite,
                 "is_flagged": exchange.verdict.is_done() and exchange.verdict.is_flagged(),
-                "nodes": [move.nodes for move in exchange.moves],
+                "nodes": [bucket.nodes for bucket in exchange.buckets],
             }
             for exchange in self.exchanges
         ]
 
-    def load_state_dict(self, state: Iterable[Mapping[str, Any]], device: torch.device) -> None:
-        """Restore :meth:`state_dict` (of a run with the same topology and buckets).
-
-        Args:
-            state: What was saved.
-            device: Gets the tensors.
-        """
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Restore :meth:`state_dict` (of a run with the same topology and buckets) on :attr:`device`."""
         self.drop()
         for saved in state:
             verdict = Verdict(saved["is_flagged"], saved["is_nonfinite"])
-            exchange = self.start(saved["started"], saved["due"], saved["parts"], verdict)
-            arrived = _on(device, saved["arrived"])
-            sent = _on(device, saved["sent"]) or arrived
+            exchange = self.start(saved["started"], saved["due"], saved["fragments"], verdict)
+            arrived = _on(self.device, saved["arrived"])
+            sent = _on(self.device, saved["sent"]) or arrived
             for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):
-                exchange.moves.append(PendingBucket(index, flat, own, nodes=of))
+                exchange.buckets.append(PendingBucket(index, flat, own, nodes=of))
 
 
 def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -84,7 +84,7 @@ class Peers:
 
     def reducer(self, index: int) -> int:
         """The place, among its holders, of the rank that carries a segment."""
-        return index % self._holders(index).lanes
+        return index % self._holders(index).num_shards
 
     def carries(self, index: int) -> bool:
         """Whether this rank carries a segment."""
@@ -331,6 +331,7 @@ class NeighborExchange(Reducer):
         self.buckets = buckets
         self.topology = topology
         self.through = through
+        self.wire = wire
         self._peers = Peers(buckets, graph, topology, through, wire)
         self._background = background
         self._update_reference = update_reference

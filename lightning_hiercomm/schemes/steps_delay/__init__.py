@@ -1,4 +1,4 @@
-"""SSD-SGD: a server a node, pulled late; local updates in between."""
+"""SSD-SGD: a sharded parameter server that is pulled every few steps, with local updates in between."""
 
 from lightning_hiercomm.schemes.steps_delay.scheme import StepsDelay
 

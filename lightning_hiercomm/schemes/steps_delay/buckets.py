@@ -83,7 +83,7 @@ class ShardedBucket:
 
     def slices(self, begin: int, end: int) -> Iterator[Slice]:
         """Yield the slices in elements ``begin`` to ``end`` of the flat tensor, with offsets from ``begin``."""
-        pieces, offsets = self.bucket.pieces, self._offsets
+        pieces, offsets = self.bucket.slices, self._offsets
         for index in range(max(0, bisect_right(offsets, begin) - 1), len(pieces)):
             offset, piece = offsets[index], pieces[index]
             if offset >= end:
@@ -99,7 +99,7 @@ class ShardedBucket:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        return list(accumulate((piece.length for piece in self.bucket.pieces[:-1]), initial=0))
+        return list(accumulate((piece.length for piece in self.bucket.slices[:-1]), initial=0))
 
 
 def sharded_buckets(

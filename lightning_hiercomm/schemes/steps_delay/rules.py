@@ -1,4 +1,4 @@
-"""What a node does with its own gradients between two pulls: GLU, SGD, delay compensation."""
+"""Local rules, by which a node uses its own gradients between two pulls: GLU, SGD, delay compensation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_hiercomm.arguments import checked_fields
 
 @dataclass
 class LocalUpdate:
-    """What a local rule may use for some of the parameters; it moves :attr:`weights` in place, and nothing else.
+    """The argument of a local rule, which changes :attr:`weights` in place, and no other tensor.
 
-    All tensors are 1-D, of one length, dtype and device, and hold a part of the parameters of one param group: a rule
-    is called for one part after another, always the same parts, and must treat each element by itself.
+    All tensors are 1-D, of one length, dtype and device, and hold some parameters of one param group. A rule is called
+    for one part of the parameters after another, always the same parts, and must treat each element separately.
 
     Attributes:
         weights: w'. The device's weights or, if a pull has arrived since the last iteration, the server's.
@@ -34,8 +34,8 @@ class LocalUpdate:
         alpha: Weight of the local gradient in GLU.
         beta: Weight of the global gradient in GLU.
         hold: Whether GLU's global gradient stays the same between pulls.
-        state: The rule's own tensors, 1-D as the others or of one number, kept from one call to the next and in
-            checkpoints. It must not keep others: their memory is used again.
+        state: The rule's own tensors, 1-D as the others or of one number, kept between calls and in checkpoints. A rule
+            must not keep other tensors, because their memory is reused.
     """
 
     weights: Tensor
@@ -59,7 +59,7 @@ LocalRule: TypeAlias = Callable[[LocalUpdate], None]
 
 
 def glu(update: LocalUpdate) -> None:
-    """Global gradient for local update: guess the global gradient from how far the server went between two pulls.
+    """Global gradient for local update: estimate the global gradient from the server's way between two pulls.
 
     With a constant gradient a server with momentum m ends up moving by ``lr / (1 - m)`` times the gradient per step,
     so::
@@ -68,7 +68,7 @@ def glu(update: LocalUpdate) -> None:
         w'       := w' - loc_lr * (alpha * g + wd * w' + beta * grad_sync)
 
     Source: SSD-SGD, Section 3.2.1, Eq. 8 and Algorithm 2. The paper prints "+ loc_lr"; its momentum rule, and sense,
-    say minus. Dampening d makes the server's steps (1 - d) times as long, which grad_sync undoes.
+    require minus. Dampening d makes the server's steps (1 - d) times as long, which grad_sync undoes.
     """
     if update.learning_rate == 0:  # a schedule's first or last step: the local learning rate is 0, too
         return
@@ -86,13 +86,13 @@ def glu(update: LocalUpdate) -> None:
 
 
 def hold_global_gradient(update: LocalUpdate) -> None:
-    """Guess GLU's global gradient, which stays the same until the next pull arrives, and move nothing."""
+    """Estimate GLU's global gradient, which stays the same until the next pull arrives, without an update."""
     if update.learning_rate != 0 and (update.has_arrived or "grad_sync" not in update.state):
         update.state["grad_sync"] = (update.pulled - update.weights).mul_(_global_scale(update))
 
 
 def _global_scale(update: LocalUpdate) -> float:
-    """What makes a gradient of the way that the server went between two pulls."""
+    """The factor from the server's way between two pulls to a gradient."""
     return (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
 
 
@@ -109,7 +109,7 @@ def sgd(update: LocalUpdate) -> None:
 class DelayCompensation:
     """Local SGD with the delay compensation of DC-ASGD-a, the paper's second comparison (Section 4.4).
 
-    A gradient taken at weights v but used at w' is corrected by a diagonal guess of the Hessian::
+    A gradient taken at weights v but used at w' is corrected by a diagonal estimate of the Hessian::
 
         mean_square := decay mean_square + (1 - decay) g * g
         lambda       = strength / sqrt(mean_square + 1e-7)

@@ -15,11 +15,10 @@ from torch import Tensor
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.profile import Profile
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
+from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket
 from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
 from lightning_hiercomm.schemes.steps_delay.rules import (
@@ -137,19 +136,11 @@ class StepsDelay(Scheme):
         return RunningStepsDelay(self, context)
 
     @property
-    def profile(self) -> Profile:
-        phase = (
-            f"Before, in warmup_steps={self.warmup_steps}, a step takes {{seconds}}: warm up until learning rates are"
-            " low, with a cosine for 0.8 of the run."
-        )
+    def requirements(self) -> Requirements:
         return replace(
-            super().profile,
+            super().requirements,
             needs_whole_parameters=f"{type(self).__name__} keeps the model on servers of its own: use"
             " HierarchicalStrategy, or another scheme",
-            shares_optimizer_state=True,
-            drift=self.delay + 1,
-            first_phase=phase if self.warmup_steps else None,
-            period=self.delay,
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -158,9 +149,6 @@ class StepsDelay(Scheme):
                 f"StepsDelay(warmup_steps={self.warmup_steps}) trains synchronously that long, but the run ends after"
                 f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={self.delay}."
             )
-
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        return AllReduce() if self.warmup_steps else self
 
     @property
     def rule(self) -> LocalRule:
@@ -186,9 +174,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             raise ValueError(
                 "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
             )
-        check_optimizer(self.required_optimizer, self.replica.parameters, config.local_update)
+        check_optimizer(self._required_optimizer, self.replica.parameters, config.local_update)
         self._pull_topology = self.topology.duplicate() if self.topology.num_nodes > 1 else self.topology
-        self._background = self.background()
+        self._background = self._new_background()
         self._server = self._new_server({})  # none on one node
         self._disagreement = Disagreement()
         self._delayed_steps = 0  # u
@@ -217,7 +205,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             return None
         server = ShardedServer(
             self.replica.parameters,
-            self.required_optimizer,
+            self._required_optimizer,
             self.topology,
             self._pull_topology.inter,
             self._background,
@@ -253,7 +241,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self._was_warming_up = self.phase == "warm-up"
         server = self._server  # not before: a hook that saves may have begun another one
         assert server is not None
-        self._iterate(server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients(self.steps))
+        self._iterate(
+            server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients(self.state.steps)
+        )
 
     def _make_dense(self) -> None:
         """Make sparse gradients dense: their rows do not divide into the server's shards."""
@@ -272,13 +262,13 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def after_step(self, last: bool) -> None:
         if self._server is not None and self._was_warming_up:
-            self.unsynchronized_steps = 0
+            self.state.unsynchronized_steps = 0
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
         state = {} if self._server is None else self._whole_optimizer_state(self._server, only_on=0)
         super().finish()
-        self.required_optimizer.state.update(state)
+        self._required_optimizer.state.update(state)
         self._holds_final_weights = True
 
     # ---- the method ----------------------------------------------------------------------------------------------
@@ -308,7 +298,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             server.buckets[index].bucket.unpack(weights)
             self._replace_pulled(server, index, weights)
         self._has_pulled = False
-        self.synchronizations += 1
+        self.state.synchronizations += 1
 
     def _step_delayed(
         self, server: ShardedServer, hyperparameters: Hyperparameters, has_gradient: bool, pulls: bool
@@ -330,8 +320,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         else:
             self._writes.remember()
         if has_arrived:
-            self.unsynchronized_steps = 0
-            self.synchronizations += 1
+            self.state.unsynchronized_steps = 0
+            self.state.synchronizations += 1
 
     def _replace_pulled(self, server: ShardedServer, index: int, weights: Tensor) -> None:
         server.spares.give_back(self._pulled[index])
@@ -356,7 +346,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self._writes.compare(all_parameters=verify)
         if not verify:
             return
-        self.guard.verify(self.steps)  # first, because a rank that differs has another cause
+        self.guard.verify(self.state.steps)  # first, because a rank that differs has another cause
         if self._writes is not None and self._writes.has_found_any and not self.guard.has_warned_of_difference:
             raise RuntimeError(
                 "parameters were changed outside of the optimizer's step (clamping, a mask, a new head). StepsDelay"
@@ -372,7 +362,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if not has_gradient and arrived is None:
             return
         settings = self._rule_settings(bucket)
-        is_ascent = self.required_optimizer.param_groups[bucket.group].get("maximize")
+        is_ascent = self._required_optimizer.param_groups[bucket.group].get("maximize")
         samples: list[Tensor] = []
         offset = 0
         for part, state in zip(self._parts[index], self._rule_state[index], strict=True):
@@ -407,7 +397,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def _rule_settings(self, bucket: ShardedBucket) -> dict[str, Any]:
         """Return the numbers that the local rule uses."""
-        group = self.required_optimizer.param_groups[bucket.group]
+        group = self._required_optimizer.param_groups[bucket.group]
         learning_rate = float(group["lr"])
         return {
             "learning_rate": learning_rate,
@@ -449,7 +439,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self._handle_writes(server, verify=self._writes is not None)
         for bucket, weights in zip(server.buckets, server.weights(), strict=True):
             bucket.bucket.unpack(weights)
-        self.guard.average(self.replica.buckets_of_buffers, self.steps)
+        self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
         if self._writes is not None:
             self._writes.remember_shown()
 
@@ -457,16 +447,13 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
     def is_synchronized(self) -> bool:
         if self._server is None or self._holds_final_weights:
             return True
-        return self.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
+        return self.state.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
 
     # ---- state and scalars ---------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:  # type: ignore[override]
-        return "warm-up" if self.steps < self.config.warmup_steps else "delay"
-
-    def next_step(self, steps_of_epoch: int) -> Scheme:
-        return AllReduce() if self.phase == "warm-up" else self.config
+        return "warm-up" if self.state.steps < self.config.warmup_steps else "delay"
 
     def scalars(self) -> dict[str, float]:
         """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
@@ -487,8 +474,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if self._server is None or self._holds_final_weights:
             return super().optimizer_state(only_on)
         whole = self._whole_optimizer_state(self._server, only_on)
-        state = self.required_optimizer.state_dict()
-        parameters = dict.fromkeys(p for group in self.required_optimizer.param_groups for p in group["params"])
+        state = self._required_optimizer.state_dict()
+        parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
         return state
 

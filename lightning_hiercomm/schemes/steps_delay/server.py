@@ -86,7 +86,7 @@ class ShardedServer:
         self._background = background
         self._may_step = may_step
         self._owners = [
-            topology.nodes[node][local] for local in range(topology.lanes) for node in range(topology.num_nodes)
+            topology.nodes[node][local] for local in range(topology.num_shards) for node in range(topology.num_nodes)
         ]
         self.buckets = list(sharded_buckets(parameters, optimizer, len(self._owners), bucket_bytes))
         self._shards = [self._new_shard(bucket) for bucket in self.buckets]
@@ -94,7 +94,7 @@ class ShardedServer:
     def _new_shard(self, bucket: ShardedBucket) -> Shard:
         values = self._own(bucket.pack()).clone()
         mean = torch.empty_like(values, dtype=self.wire.codec.payload_dtype(values.dtype))
-        payload = self._topology.lane_part(bucket.empty(mean.dtype)).clone()
+        payload = self._topology.own_shard(bucket.empty(mean.dtype)).clone()
         last_pulled = values.clone() if self.wire.compresses(values.dtype) and not self.wire.raw else None
         for tensor in (values, last_pulled):
             if tensor is not None:
@@ -113,7 +113,7 @@ class ShardedServer:
 
     def _own(self, flat: Tensor) -> Tensor:
         """Return this rank's shard of a flat tensor: a view, empty for a rank that owns none."""
-        part, inter = self._topology.lane_part(flat), self._topology.inter
+        part, inter = self._topology.own_shard(flat), self._topology.inter
         return part if inter is None else part.chunk(inter.size)[inter.rank]
 
     # ---- push, step and pull -------------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class ShardedServer:
         def gather(shard: Shard) -> tuple[Tensor, Handle]:
             shard.pulled.wait()
             flat = shard.bucket.empty(shard.payload.dtype, self.spares)
-            self._topology.lane_part(flat).copy_(shard.payload)
-            return flat, self._topology.share_lane_parts(flat)
+            self._topology.own_shard(flat).copy_(shard.payload)
+            return flat, self._topology.gather_shards(flat)
 
         for (payload, handle), before in zip(_ahead(map(gather, self._shards)), last, strict=True):
             handle.wait()
@@ -305,7 +305,7 @@ class ShardedServer:
             for piece, values_by_name in pieces.items():
                 for name, value in values_by_name.items():
                     if isinstance(value, Sent):
-                        tensor = shard.bucket.bucket.pieces[piece].tensor
+                        tensor = shard.bucket.bucket.slices[piece].tensor
                         state.setdefault(tensor, {}).setdefault(name, copied(value.value))
         return state
 
@@ -326,11 +326,11 @@ class ShardedServer:
         def gather(numel: int, own: Tensor) -> tuple[Tensor, Handle]:
             flat, inter = own.new_empty(len(self._owners) * numel), self._topology.inter
             part = self._own(flat).copy_(own)
-            return flat, finished if inter is None else inter.all_gather(self._topology.lane_part(flat), part)
+            return flat, finished if inter is None else inter.all_gather(self._topology.own_shard(flat), part)
 
         for flat, handle in _ahead(starmap(gather, shards)):
             handle.wait()
-            self._topology.share_lane_parts(flat).wait()
+            self._topology.gather_shards(flat).wait()
             yield flat
 
     def _gathered_on(self, rank: int, shards: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:

@@ -39,7 +39,7 @@ class WriteDetector:
         self._counts = self._counted()
 
     def remember_shown(self) -> None:
-        """The parameters hold the server's weights, until somebody restores the values of the step."""
+        """The parameters hold the server's weights, until the values of the step are restored."""
         self._shown = [_sums_of_bits(parameter) for parameter in self._parameters]
 
     def compare(self, all_parameters: bool = False) -> None:

@@ -136,7 +136,7 @@ def test_slower_networks_get_fewer_bytes():
     assert sent[0] > sent[-1]
 
 
-def test_the_fastest_setting_without_loss_is_chosen_if_none_meets_the_target():
+def test_the_fastest_lossless_setting_is_chosen_if_none_meets_target():
     made = plan(on(1e6), MODEL)
     kept = [row for row in made.rows if row.accuracy.is_kept]
     assert made.chosen.prediction.seconds == min(row.prediction.seconds for row in kept)

@@ -257,9 +257,9 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
         for step in range(4):
             constant = -1.0 if step != 1 else 0.0  # so that it does not matter when
             rank.train(math.nan if sick and step == 1 and rank.rank == 2 else constant * (rank.rank + 1))
-        outer = rank.scheme.outer.optimizer
+        outer = rank.scheme.reference.outer.optimizer
         buffers = [state["momentum_buffer"] for state in outer.state.values()]
-        return rank.scheme._reducer.references[0].clone(), buffers[0].clone()
+        return rank.scheme.exchanger.reducer.references[0].clone(), buffers[0].clone()
 
     scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(), staleness=staleness), "skip")
     training = {"shapes": SHAPES, "dtype": torch.float64, "inner": partial(SGD, lr=1.0)}
@@ -381,7 +381,7 @@ def test_statistics_that_are_not_finite_stay_where_they_are():
 def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
     def work(rank: Rank) -> torch.Tensor:
         rank.train()
-        rank.scheme.unsynchronized_steps = 1
+        rank.scheme.state.unsynchronized_steps = 1
         with torch.no_grad():
             if rank.rank == 1:
                 rank.parameters[0][0] = math.nan
@@ -395,7 +395,7 @@ def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
 def test_a_look_leaves_the_optimizer_of_a_sick_node_as_it_is_until_training_goes_on_from_others_values(scheme):
     def work(rank: Rank) -> None:
         rank.train(math.nan if rank.rank == 1 else 1.0)
-        rank.scheme.unsynchronized_steps = 1
+        rank.scheme.state.unsynchronized_steps = 1
         with torch.no_grad():  # what gossip has healed at once is sick again
             rank.parameters[0][0] = math.nan if rank.rank == 1 else 1.0
             rank.optimizer.state[rank.parameters[0]]["exp_avg"][0] = math.nan if rank.rank == 1 else 1.0
@@ -492,7 +492,7 @@ def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
         return state, falls_sick(rank, steps=4, at=-1, victim=2).values
 
     saved = on_nodes(saving, scheme, **arguments)
-    assert [state["scheme"]["in_flight"][0]["is_nonfinite"] for state, _ in saved] == [False, False, True]
+    assert [state["scheme"]["pending"][0]["is_nonfinite"] for state, _ in saved] == [False, False, True]
 
     def resuming(rank: Rank) -> torch.Tensor:
         rank.load(saved[rank.rank][0])

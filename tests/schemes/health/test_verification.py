@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Rank, on_nodes, on_ranks, place, run_to_end
 
-from lightning_hiercomm.nodes.bucket import Share
+from lightning_hiercomm.nodes.bucket import ShardSpec
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, first_difference, print_of
@@ -83,7 +83,7 @@ def test_only_ranks_that_should_hold_the_same_are_compared():
     def work(topology):
         shard = torch.full((3,), float(topology.rank), device=place.device)
         whole = torch.ones(2, device=place.device)
-        replica = Replica([shard, whole], named=[("whole", whole)], shares={id(shard): Share("rank", 6, 0)})
+        replica = Replica([shard, whole], named=[("whole", whole)], shares={id(shard): ShardSpec("rank", 6, 0)})
         alike = first_difference(replica, topology)
         whole[0] += topology.rank == 2
         return alike, first_difference(replica, topology)

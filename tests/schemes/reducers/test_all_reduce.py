@@ -8,7 +8,7 @@ from harness import on_ranks, place
 
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.bucket import Share
+from lightning_hiercomm.nodes.bucket import ShardSpec
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
@@ -70,7 +70,7 @@ def test_parts_that_ranks_hold_alone_are_averaged_with_the_same_parts_of_other_n
     def work(topology):
         rank = topology.rank
         own, everywhere, statistics = (torch.zeros(numel, device=place.device) for numel in (3, 5, 2))
-        shares = {id(own): Share("rank", 6, 3 * (rank % 2))}
+        shares = {id(own): ShardSpec("rank", 6, 3 * (rank % 2))}
         average = ShardedAllReduce(Replica([own, everywhere], [statistics], shares=shares), topology, wire)
         own += rank
         everywhere += rank // 2

@@ -641,7 +641,7 @@ def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_pull
         rank.train()
         with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
             rank.train()
-        return rank.scheme.steps
+        return rank.scheme.state.steps
 
     assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 3] * 2
 

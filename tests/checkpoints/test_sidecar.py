@@ -33,17 +33,17 @@ from lightning_hiercomm import (
     StepsDelay,
     Transport,
 )
-from lightning_hiercomm.checkpoints.companion import (
-    check_companion,
-    checksum,
-    companion_path,
-    companion_state,
-    load_companion,
-    random_state,
-    set_random_state,
-)
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.checkpoints.sidecar import (
+    check_sidecar,
+    checksum,
+    load_sidecar,
+    random_state,
+    set_random_state,
+    sidecar_path,
+    sidecar_state,
+)
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.replica import Replica
@@ -513,7 +513,7 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
             assert all(torch.equal(restored[name], before[name]) for name in before)
 
 
-def companions_of(path: Path) -> list[str]:
+def sidecars_of(path: Path) -> list[str]:
     """The names of what lies beside a checkpoint, which is itself there."""
     assert path.exists()
     return sorted(other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}."))
@@ -523,7 +523,7 @@ def identity_of(path: Path) -> str:
     return torch.load(path, weights_only=True)["hiercomm"]["identity"]
 
 
-def test_companions_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
+def test_sidecars_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, filename="{epoch}", monitor=None, every_n_epochs=1, save_top_k=1)
     strategy = {"checkpoint_replicas": True, "ranks_per_node": 1}
     fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
@@ -542,7 +542,7 @@ class Disk(pl.Callback):
 
 
 @pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
-def test_no_nodes_own_disk_keeps_companions_of_what_is_gone(fit, io):
+def test_no_nodes_own_disk_keeps_sidecars_of_what_is_gone(fit, io):
     def callbacks():
         best = {"monitor": "step", "mode": "max", "save_top_k": 1}
         yield ModelCheckpoint("memory://saves", "{step}", every_n_train_steps=2, **best)
@@ -575,7 +575,7 @@ def test_a_run_resumes_from_what_was_saved_at_an_address(tmp_path):
     same_bits([fitted(), fitted(ckpt_path=path)])
 
 
-def test_a_save_that_fails_says_why_and_leaves_no_companions(tmp_path):
+def test_a_save_that_fails_says_why_and_leaves_no_sidecars(tmp_path):
     path, written = tmp_path / "saved.ckpt", []
 
     class Full(TorchCheckpointIO):
@@ -589,7 +589,7 @@ def test_a_save_that_fails_says_why_and_leaves_no_companions(tmp_path):
     trainer = one_trainer(tmp_path, strategy=strategy, plugins=[Full()], callbacks=[SaveAfter(2, path)])
     with pytest.raises(OSError, match="no room for it"):
         trainer.fit(Net())
-    assert [each.name.startswith("saved.ckpt") for each in written] == [True]  # the companion comes first
+    assert [each.name.startswith("saved.ckpt") for each in written] == [True]  # the sidecar comes first
     assert [*tmp_path.iterdir()] == []
 
 
@@ -606,7 +606,7 @@ def test_an_interrupt_after_the_write_leaves_the_checkpoint_complete(tmp_path):
     trainer = one_trainer(tmp_path, strategy=strategy, plugins=[Interrupted()], callbacks=[SaveAfter(2, path)])
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(Net())
-    assert companions_of(path) == [f"saved.ckpt.rank-0000.{identity_of(path)}"]
+    assert sidecars_of(path) == [f"saved.ckpt.rank-0000.{identity_of(path)}"]
 
 
 def test_a_link_to_a_checkpoint_resumes_and_its_deletion_keeps_shards(fit, tmp_path):
@@ -614,7 +614,7 @@ def test_a_link_to_a_checkpoint_resumes_and_its_deletion_keeps_shards(fit, tmp_p
     callback = Links(tmp_path, "{epoch}", save_top_k=-1, save_last="link")
     fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
     assert [path.name for path in tmp_path.glob("last*")] == ["last-epoch=1.ckpt"]
-    assert len(companions_of(tmp_path / "epoch=0.ckpt")) == len(companions_of(tmp_path / "epoch=1.ckpt")) == 2
+    assert len(sidecars_of(tmp_path / "epoch=0.ckpt")) == len(sidecars_of(tmp_path / "epoch=1.ckpt")) == 2
     fit(Net(), strategy, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "last-epoch=1.ckpt"}, **TWO_NODES)
 
 
@@ -626,11 +626,11 @@ def test_a_slow_save_does_not_delete_the_shards_of_the_next(tmp_path):
             may_end.wait(60)
 
     io = AsyncCheckpointIO(Slow())
-    before, own, following = (Path(companion_path(path, 3, identity)) for identity in ("before", "own", "following"))
-    for companion in (before, own):
-        companion.touch()
+    before, own, following = (Path(sidecar_path(path, 3, identity)) for identity in ("before", "own", "following"))
+    for sidecar in (before, own):
+        sidecar.touch()
     io.save_checkpoint({}, path)
-    Checkpoints().remove_stale_companions(io, path, {"hiercomm": {"identity": "own"}})
+    Checkpoints().remove_stale_sidecars(io, path, {"hiercomm": {"identity": "own"}})
     following.touch()
     may_end.set()
     io.teardown()
@@ -638,11 +638,11 @@ def test_a_slow_save_does_not_delete_the_shards_of_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
-def test_a_checkpoint_that_replaces_another_brings_its_own_companions(fit, tmp_path, io):
+def test_a_checkpoint_that_replaces_another_brings_its_own_sidecars(fit, tmp_path, io):
     path = tmp_path / "last.ckpt"
     strategy = {"checkpoint_replicas": True, "checkpoint_io": io and io(), "ranks_per_node": 1}
     whole = fit(Net(), strategy, max_epochs=2, callbacks=[SaveAfter(2, path), SaveAfter(STEPS, path)], **TWO_NODES)
-    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
+    assert sidecars_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
     resumed = fit(Net(), strategy, max_epochs=2, fit_arguments={"ckpt_path": path}, **TWO_NODES)
     assert resumed[0]["report"] == whole[0]["report"][STEPS:]
 
@@ -679,7 +679,7 @@ def undisturbed(borrow):
 
 @pytest.mark.long("a run that is broken off in mid-save, and its resume, on forked ranks")
 @pytest.mark.parametrize("how", ["dies", "finds no space"])
-@pytest.mark.parametrize("name", ["last.ckpt.rank-0001", "last.ckpt"], ids=["companion", "checkpoint"])
+@pytest.mark.parametrize("name", ["last.ckpt.rank-0001", "last.ckpt"], ids=["sidecar", "checkpoint"])
 def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, undisturbed, tmp_path, name, how):
     path = tmp_path / "last.ckpt"
 
@@ -688,7 +688,7 @@ def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, undisturb
         return {"scheme": scheme, "checkpoint_replicas": True, "checkpoint_io": io, "ranks_per_node": 1}
 
     saves = [SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)]
-    # rank 0 writes a companion and the checkpoint itself, whose name is in that of its companion, too
+    # rank 0 writes a sidecar and the checkpoint itself, whose name is in that of its sidecar, too
     io = Fails(name, how) if "rank" in name else FailsAtItself(name, how)
     with pytest.raises(Exception, match="No space left on device" if "space" in how else "SIGKILL"):
         fit(Net(), strategy(io), max_epochs=2, callbacks=saves, forked=True, **TWO_NODES)
@@ -697,7 +697,7 @@ def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, undisturb
     resumed = fit(Net(), strategy(), max_epochs=2, **again, **TWO_NODES)
     assert resumed[1]["report"] == undisturbed[1][STEPS:]
     # what was left behind goes with the next one
-    assert companions_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
+    assert sidecars_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
 
 
 class FailsAtItself(Fails):
@@ -780,7 +780,7 @@ def trained_noisily(fit, path, replicas: bool, resumed: bool):
     )
 
 
-@pytest.mark.parametrize("replicas", [True, False], ids=["companions", "plain checkpoint"])
+@pytest.mark.parametrize("replicas", [True, False], ids=["sidecars", "plain checkpoint"])
 def test_the_loss_so_far_the_scale_and_numpys_stream_go_on(fit, tmp_path, replicas):
     whole = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=False)
     again = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=True)
@@ -846,8 +846,8 @@ def load(tmp_path):
     def run(rank, identity="good", nodes=((0,), (1,)), module=None):
         module = module or usual
         topology, scheme = attached(rank, nodes, module)
-        state = load_companion(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology)
-        check_companion(state, module, [scheme])
+        state = load_sidecar(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology)
+        check_sidecar(state, module, [scheme])
         return state
 
     for identity in ("good", "other"):
@@ -855,12 +855,12 @@ def load(tmp_path):
             module = torch.nn.Linear(2, 2)
             optimizer = torch.optim.Adam(module.parameters())
             topology, scheme = attached(rank, ((0,), (1,)), module)
-            state = companion_state(identity, topology, module, [optimizer], [scheme], Untouched(), {}, False)
-            DurableCheckpointIO().save_checkpoint(state, companion_path(tmp_path / "saved.ckpt", rank, identity))
+            state = sidecar_state(identity, topology, module, [optimizer], [scheme], Untouched(), {}, False)
+            DurableCheckpointIO().save_checkpoint(state, sidecar_path(tmp_path / "saved.ckpt", rank, identity))
     return run
 
 
-def test_a_companion_is_what_its_rank_saved(load):
+def test_a_sidecar_is_what_its_rank_saved(load):
     assert [load(rank)["rank"] for rank in range(2)] == [0, 1]
 
 
@@ -871,15 +871,15 @@ def is_refused(load, file: Path, message: str, error=ValueError, **arguments) ->
     assert "Set checkpoint_replicas=False to resume from the averaged parameters instead." in str(raised.value)
 
 
-def test_a_companion_of_another_place_is_refused(load, tmp_path):
-    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+def test_a_sidecar_of_another_place_is_refused(load, tmp_path):
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
     whole = file.read_bytes()
     is_refused(load, tmp_path / "saved.ckpt", "saved without checkpoint_replicas=True", identity=None)
     is_refused(load, file, r"saved by nodes \[\[0\], \[1\]\], but this run has \[\[0, 1\]\]", nodes=((0, 1),))
     is_refused(load, file, "another model: bias, weight are not the same", module=torch.nn.Linear(3, 3))
-    file.write_bytes(Path(companion_path(tmp_path / "saved.ckpt", 0, "good")).read_bytes())
+    file.write_bytes(Path(sidecar_path(tmp_path / "saved.ckpt", 0, "good")).read_bytes())
     is_refused(load, file, "saved by rank 0, not by rank 1")
-    file.write_bytes(Path(companion_path(tmp_path / "saved.ckpt", 1, "other")).read_bytes())
+    file.write_bytes(Path(sidecar_path(tmp_path / "saved.ckpt", 1, "other")).read_bytes())
     is_refused(load, file, "another checkpoint")
     file.unlink()
     is_refused(load, file, "is missing", FileNotFoundError)
@@ -887,34 +887,34 @@ def test_a_companion_of_another_place_is_refused(load, tmp_path):
     assert load(1)["rank"] == 1
 
 
-def test_a_companion_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
-    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+def test_a_sidecar_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
     whole = file.read_bytes()
     for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
         is_refused(load, file, "is damaged, and cannot be read")
     for something in ([1, 2], {}, {"identity": "good"}):
         torch.save(something, file)
-        is_refused(load, file, "is no companion of a checkpoint")
+        is_refused(load, file, "is not a sidecar of a checkpoint")
 
 
-@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (2, "format 2")])
-def test_a_companion_of_another_format_is_refused(load, tmp_path, number, found):
-    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (3, "format 3")])
+def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
     state = torch.load(file, weights_only=True)
     state["format"] = number
     torch.save(state, file)
     with pytest.raises(ValueError, match=r"^.* has .*\.$") as raised:
         load(1)
     assert str(raised.value) == (
-        f"{file} has {found}, but this version of lightning-hiercomm reads only format 1. Set checkpoint_replicas=False"
+        f"{file} has {found}, but this version of lightning-hiercomm reads only format 2. Set checkpoint_replicas=False"
         " to resume from the averaged parameters instead."
     )
 
 
-@pytest.mark.long("loads a companion for every 29th of its bytes, on two threads each time")
+@pytest.mark.long("loads a sidecar for every 29th of its bytes, on two threads each time")
 def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
-    file = Path(companion_path(tmp_path / "saved.ckpt", 1, "good"))
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
     whole, expected = file.read_bytes(), checksum(load(1))
     refused = 0
     for place in range(0, len(whole), 29):
@@ -963,10 +963,10 @@ def test_what_other_arguments_have_made_of_the_model_is_refused(saved, now):
         optimizer = module.configure_optimizers()["optimizer"]
         runs = [TrainingRun(scheme, Replicas(module, [optimizer]), topology) for scheme in (saved, now)]
         first, second = (run.schemes for run in runs)
-        said = companion_state("1", topology, module, [optimizer], first, runs[0].gradients, {}, False) | {"path": "it"}
-        check_companion(said, module, first)
+        said = sidecar_state("1", topology, module, [optimizer], first, runs[0].gradients, {}, False) | {"path": "it"}
+        check_sidecar(said, module, first)
         with pytest.raises(ValueError, match=r"it was saved with .* but this run has"):
-            check_companion(said, module, second)
+            check_sidecar(said, module, second)
         for run in runs:
             run.close(timeout=5.0)
 

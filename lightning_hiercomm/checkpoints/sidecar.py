@@ -1,4 +1,4 @@
-"""The companion of a checkpoint: what one rank alone knows, for a bit-exact resume."""
+"""Sidecars: per-rank shards beside a checkpoint, for a bit-exact resume."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ from lightning_hiercomm.schemes.optimizer_state import own_state
 _REMEDY = "Set checkpoint_replicas=False to resume from the averaged parameters instead."
 
 
-def companion_path(checkpoint_path: Any, rank: int, identity: str) -> str:
-    """Where a rank's companion of a checkpoint lies.
+def sidecar_path(checkpoint_path: Any, rank: int, identity: str) -> str:
+    """Return the path of a rank's sidecar, in the folder of its checkpoint.
 
-    It lies beside it, under a name that no companion of another checkpoint has that was written to the same place
-    before: so those stay valid until the checkpoint itself is replaced.
+    The identity keeps the sidecars of the previous checkpoint at this path valid until that is replaced.
     """
-    return f"{companion_prefix(checkpoint_path)}{rank:04d}.{identity}"
+    return f"{sidecar_prefix(checkpoint_path)}{rank:04d}.{identity}"
 
 
-def companion_prefix(checkpoint_path: Any) -> str:
-    """What the paths of all companions at a checkpoint's place begin with."""
+def sidecar_prefix(checkpoint_path: Any) -> str:
+    """Return the common prefix of the paths of a checkpoint's sidecars."""
     folder, separator, name = str(checkpoint_path).rpartition("/")
     return f"{folder}{separator}{name_beside(name)}.rank-"
 
 
-def companion_state(
+def sidecar_state(
     identity: str,
     topology: Topology,
     module: nn.Module,
@@ -58,23 +57,23 @@ def companion_state(
     precision: Mapping[str, Any] | None = None,
     entries: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """This rank's own parameters, buffers, optimizer and scheme state, and random streams.
+    """Return this rank's parameters, buffers, optimizer and scheme state, and random states.
 
     Args:
-        identity: The same in the checkpoint and in all of its companions.
+        identity: The same in the checkpoint and in all of its sidecars.
         topology: The nodes.
-        module: What trains.
+        module: The trained module.
         optimizers: The user's optimizers.
-        schemes: Theirs.
-        gradients: The way of the module's gradients.
-        own_values: By ``id`` of a tensor, its own value, where the module holds the agreed one at the moment.
+        schemes: Of the optimizers.
+        gradients: Of the module.
+        own_values: By ``id`` of a tensor, this rank's value while the module holds the averaged one.
         mid_epoch: Whether more batches of the epoch follow.
-        loss: What this rank knows of the epoch's loss so far.
-        precision: State of the precision plugin: every node's gradient scaler goes its own way.
-        entries: Of the checkpoint, what callbacks and the module say on this rank.
+        loss: Sums of the epoch's loss so far.
+        precision: State of the precision plugin: gradient scalers differ between nodes.
+        entries: Entries of callbacks and the module in the checkpoint of this rank.
 
     Raises:
-        TypeError: If something that a callback or hook saves cannot be pickled.
+        TypeError: If an entry of a callback or hook cannot be pickled.
     """
     state, places, objects = take_out(
         {
@@ -99,53 +98,46 @@ def companion_state(
     return {**state, "checksum": checksum(state)}
 
 
-def load_companion(
+def load_sidecar(
     checkpoint_io: CheckpointIO,
     checkpoint_path: Any,
     identity: str | None,
     topology: Topology,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Read this rank's companion; see that it is whole, and belongs to the checkpoint and to this rank.
+    """Read and verify this rank's sidecar, and add its ``"path"``.
 
     Args:
         checkpoint_io: Reads the file.
         checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
-        identity: What the checkpoint says; None if it says that there are no companions.
+        identity: Of the checkpoint; None if it has no sidecars.
         topology: The nodes.
-        weights_only: As given to ``Trainer.fit``: whether Python objects of callbacks and hooks may be unpickled. What
-            the strategy itself has saved never needs that.
-
-    Returns:
-        What :func:`companion_state` took, and the ``"path"`` of the file.
+        weights_only: Of ``Trainer.fit``: whether Python objects of callbacks and hooks may be unpickled.
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is damaged, has another format, or belongs to another checkpoint or rank, or to a run with
-            other nodes.
-        pickle.UnpicklingError: If it holds Python objects that ``weights_only`` loading refuses.
+        ValueError: If it is damaged, or has another format, checkpoint, rank or nodes.
+        pickle.UnpicklingError: If it holds Python objects that ``weights_only`` refuses.
     """
     if identity is None:
         raise ValueError(
-            f"{checkpoint_path} holds nothing of single ranks: it was saved without checkpoint_replicas=True, or once"
-            f" the run had ended. {_REMEDY}"
+            f"{checkpoint_path} has no per-rank state: it was saved without checkpoint_replicas=True, or after the end"
+            f" of the run. {_REMEDY}"
         )
     place = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
-    path = companion_path(place, topology.rank, identity)
+    path = sidecar_path(place, topology.rank, identity)
     try:
         state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path}, the part of the checkpoint that belongs to this rank, is missing. {_REMEDY}"
-        ) from error
-    except Exception as error:  # what torch raises depends on which byte is wrong
+        raise FileNotFoundError(f"{path}, this rank's sidecar of the checkpoint, is missing. {_REMEDY}") from error
+    except Exception as error:  # torch raises different errors for different bytes
         raise ValueError(f"{path} is damaged, and cannot be read ({error}). {_REMEDY}") from error
     said = state.pop("checksum", None) if isinstance(state, dict) else None
     if said is None:
-        raise ValueError(f"{path} is no companion of a checkpoint: it has no checksum. {_REMEDY}")
+        raise ValueError(f"{path} is not a sidecar of a checkpoint: it has no checksum. {_REMEDY}")
     check_format(state.get("format"), path, _REMEDY)
     if said != checksum(state):
-        raise ValueError(f"{path} is damaged: its contents do not have the checksum that was saved. {_REMEDY}")
+        raise ValueError(f"{path} is damaged: its checksum is wrong. {_REMEDY}")
     if state["identity"] != identity:
         raise ValueError(f"{path} belongs to another checkpoint than {checkpoint_path}. {_REMEDY}")
     if state["rank"] != topology.rank:
@@ -160,22 +152,15 @@ def load_companion(
     return {**state, "path": path}
 
 
-def check_companion(
+def check_sidecar(
     state: Mapping[str, Any],
     module: nn.Module,
     schemes: Sequence[RunningScheme[Scheme]],
     per_rank: Collection[str] = (),
 ) -> None:
-    """See that a companion belongs to a run like this one.
+    """Refuse a sidecar of a run with other parameters, schemes, buckets or wires.
 
-    Args:
-        state: As :func:`load_companion` returns it.
-        module: What trains.
-        schemes: Of the optimizers.
-        per_rank: Names of tensors that may have another shape on every rank.
-
-    Raises:
-        ValueError: If it belongs to a run with other parameters, schemes, buckets or wires.
+    ``per_rank`` names tensors that may have another shape on every rank.
     """
     path = state["path"]
     saved, own = (
@@ -191,7 +176,7 @@ def check_companion(
 
 
 @torch.no_grad()
-def restore_companion(
+def restore_sidecar(
     state: Mapping[str, Any],
     module: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -199,18 +184,10 @@ def restore_companion(
     gradients: GradientPath,
     per_rank: Collection[str] = (),
 ) -> None:
-    """Put back what :func:`companion_state` took, but for the random streams.
-
-    Args:
-        state: As :func:`load_companion` returns it.
-        module: What trains.
-        optimizers: The user's optimizers.
-        schemes: Theirs.
-        gradients: The way of the module's gradients.
-        per_rank: Names of tensors that may have another shape on every rank.
+    """Restore a sidecar, except for the random states.
 
     Raises:
-        ValueError: If this rank holds other parts of the model now.
+        ValueError: If this rank holds other shards of the model now.
     """
     tensors = _tensors(module)
     if unequal := state["tensors"].keys() ^ tensors.keys():  # buffers that modules register while they train
@@ -225,9 +202,8 @@ def restore_companion(
             continue
         if saved.shape != tensor.shape:
             raise ValueError(
-                f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its part of the"
-                " checkpoint: shard the model as it was. Set checkpoint_replicas=False to resume from the agreed"
-                " parameters instead."
+                f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its sidecar:"
+                f" shard the model as before. {_REMEDY}"
             )
         tensor.copy_(saved)
     for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
@@ -238,7 +214,7 @@ def restore_companion(
 
 
 def _put(module: nn.Module, name: str, values: Tensor) -> None:
-    """Give a module other values of a buffer or frozen parameter, of another shape."""
+    """Replace a buffer or frozen parameter by one of another shape."""
     owner_name, _, own_name = name.rpartition(".")
     owner = module.get_submodule(owner_name)
     is_parameter = own_name in owner._parameters
@@ -246,9 +222,9 @@ def _put(module: nn.Module, name: str, values: Tensor) -> None:
 
 
 def checksum(state: Any) -> str:
-    """128 bits of everything in nested containers, numbers, strings and tensors: an error anywhere changes them.
+    """Return a 128-bit checksum of nested containers, numbers, strings and tensors.
 
-    Of the contents and not of a file, for files are written and read by whatever ``CheckpointIO`` the user brings.
+    It covers the contents instead of the file, because users bring their own ``CheckpointIO``.
     """
     digest = hashlib.blake2b(digest_size=16)
     _digest(state, digest)
@@ -273,23 +249,23 @@ def _digest(value: Any, digest: hashlib.blake2b) -> None:
         digest.update(b"]")
     elif value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         digest.update(f"{value!r},".encode())
-    else:  # what it looks like may be another in another process
+    else:  # its representation may differ in another process
         digest.update(f"{type(value).__name__},".encode())
 
 
 def random_state() -> dict[str, Any]:
-    """The state of torch's, Python's and NumPy's random streams on this rank, as tensors and primitives."""
+    """Return the random states of torch, Python and NumPy, as tensors and primitives."""
     version, numbers, gauss = random.getstate()
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None  # of the current device
     state = {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
-    if "numpy" in sys.modules:  # or nobody has drawn from it
+    if "numpy" in sys.modules:  # otherwise it is unused
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`random_state` took."""
+    """Restore the random states."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -300,7 +276,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
-    """For each scheme, what the shapes of its state depend on besides the model and the nodes."""
+    """Return the settings on which the shapes of each scheme's state depend."""
     return [
         f"{type(scheme.config).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire={scheme.wire.codec},"
         f" wire_raw={scheme.wire.raw})"
@@ -309,22 +285,22 @@ def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
 
 
 def _parts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
-    """For each scheme, which of its state is whose: what travels by itself, and who holds the same parameters."""
+    """Return the settings that divide each scheme's state into fragments."""
     names = ("gradients", "fragments", "segments")
     configurations = [{name: getattr(scheme.config, name, None) for name in names} for scheme in schemes]
     return [repr({name: value for name, value in each.items() if value is not None}) for each in configurations]
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds of the module's parameters and buffers."""
+    """Return this rank's shards of the module's parameters and buffers."""
     reshard(module)
     return {name: local(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _held_state(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state with what this rank holds instead of DTensors, which know a mesh of one run only.
+    """Replace DTensors in an optimizer's state by this rank's shards: a mesh belongs to one run.
 
-    A placeholder for no optimizer has none, and wrappers of optimizers may have a layout of their own.
+    A placeholder for no optimizer has no state, and wrappers of optimizers may have another layout.
     """
     if "state" not in state:
         return dict(with_plain_numbers(state))

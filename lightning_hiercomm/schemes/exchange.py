@@ -1,0 +1,299 @@
+"""Exchanges of fragments: launch, collect, merge, and repeat without ranks that are non-finite."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.wide_sum import is_short
+from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.guard import NonFiniteGuard
+from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.base import Reducer
+from lightning_hiercomm.schemes.reducers.graphs import Graph
+from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange
+from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
+from lightning_hiercomm.schemes.reference import ReferenceParameters
+
+if TYPE_CHECKING:
+    from lightning_hiercomm.schemes.parameter_sync import ParameterSync, SyncState
+
+
+class Exchanger:
+    """Exchanges fragments of a replica with other nodes, waited for or overlapped with training.
+
+    All collectives between nodes, waited for or not, use the same duplicated communicators, in the order of the
+    program.
+
+    Args:
+        config: The fragments, the reducer and the merge.
+        state: Counters and pending exchanges, which it changes.
+        reference: The reference parameters, which it steps.
+        guard: Repairs exchanges of which a rank is non-finite.
+        topology: The nodes.
+        wire: What travels between them.
+        inbound: The background thread that completes exchanges.
+        outbound: The background thread on which values that differ inside a node leave it.
+
+    Attributes:
+        fragments: The model's fragments, each by the indexes of its buckets.
+        reducer: Averages the buckets of all fragments.
+        merge: What a node does with the average.
+    """
+
+    def __init__(
+        self,
+        config: ParameterSync,
+        state: SyncState,
+        reference: ReferenceParameters,
+        guard: NonFiniteGuard,
+        topology: Topology,
+        wire: Wire,
+        inbound: Background,
+        outbound: Background | None,
+    ) -> None:
+        self._config = config
+        self._state = state
+        self._reference = reference
+        self._guard = guard
+        self._topology = topology
+        self._wire = wire
+        self._inbound = inbound
+        self._outbound = outbound
+        self._is_alone = reference.is_alone
+        shares_communicators = self._is_alone or (topology.may_grow and not config.staleness)
+        self._through = topology if shares_communicators else topology.duplicate()
+        self._second: Topology | None = None
+        self.fragments: list[range] = []
+        self.reducer: Reducer
+        self._overlapped: Reducer
+
+    # ---- fragments and reducers ----------------------------------------------------------------------------------
+
+    def cut(self, replica: Replica) -> None:
+        """Cut a replica into fragments, from its present values. Collective."""
+        self._replica = replica
+        self._second = self._opened_second(self._second)
+        if self._is_alone:
+            self.reducer = self._overlapped = ShardedAllReduce(replica, self._topology, buckets=[])
+        else:
+            config = self._config
+            cut = [replica.buckets_of_parameters]
+            if config.fragments != 1:
+                cut = replica.cut(config.fragments, replica.bucket_bytes)
+            ends = list(accumulate(map(len, cut)))
+            self.fragments = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
+            self.reducer = self._overlapped = self._new_reducer([bucket for part in cut for bucket in part], self._wire)
+            if config.is_exact_overlapped:
+                self._overlapped = self._new_reducer(replica.buckets_of_parameters, Wire())
+                self._overlapped.disagreement = self.reducer.disagreement
+        self._reference.follow(self.reducer)
+
+    def _opened_second(self, second: Topology | None) -> Topology | None:
+        """Duplicate the communicators again, if a codec that does not add needs them for its second round."""
+        dtypes, topology, staleness = self._replica.dtypes, self._topology, self._config.staleness
+        has_rounds = not self._wire.codec.adds or any(map(is_short, dtypes))
+        has_rounds |= staleness > 0 and bool(self._buffers_with_parameters)
+        # elastic nodes that wait for every exchange need one set of communicators
+        needs_second = staleness > 0 if topology.may_grow else topology.num_nodes > 2
+        if second is None and has_rounds and needs_second and not self._is_alone:
+            return topology.duplicate()
+        return second
+
+    def _new_reducer(self, buckets: list[Bucket], wire: Wire) -> Reducer:
+        config, state, guard = self._config, self._state, self._guard
+        if isinstance(config.reducer, Graph):
+            return NeighborExchange(
+                buckets,
+                config.reducer,
+                self._topology,
+                self._through,
+                self._inbound,
+                wire,
+                # by steps, a graph that repeats might take the same of its turns at every synchronization
+                turn=lambda: 1 + state.fragments_sent // max(1, len(self.fragments)),
+                average_in_node=lambda leaving: guard.average_in_node(leaving, state.steps),
+                update_reference=self._reference.update,
+                look=lambda leaving: guard.look(leaving, state.steps),
+            )
+        all_reduce = LeaderAllReduce if config.reducer == "leader" else ShardedAllReduce
+        return all_reduce(
+            self._replica,
+            self._topology,
+            wire,
+            self._through,
+            self._second,
+            buckets=buckets + self._buffers_with_parameters,
+            update_reference=self._reference.update,
+            on_nonfinite=guard.policy.on_nonfinite,
+            checks_buffers=True,
+        )
+
+    @property
+    def _buffers_with_parameters(self) -> list[Bucket]:
+        """Float buffers that are reduced with the parameters whenever training waits for all of them."""
+        is_apart = self._reference.merge.keeps_reference or not self._config.averages_all_nodes
+        return [] if is_apart else self._replica.buckets_of_buffers
+
+    @property
+    def all_fragments(self) -> Sequence[int]:
+        """All fragments of the model."""
+        return range(len(self.fragments))
+
+    def _buckets_of(self, fragments: Sequence[int]) -> list[int]:
+        return [index for fragment in fragments for index in self.fragments[fragment]]
+
+    def average_buffers(self) -> None:
+        """Replace float buffers by their mean over all ranks; blocks."""
+        if self._replica.buffers and self._guard.average(self._replica.buckets_of_buffers, self._state.steps):
+            self._guard.begin_optimizer_anew()
+
+    # ---- waited for ----------------------------------------------------------------------------------------------
+
+    def run(self, fragments: Sequence[int]) -> None:
+        """Exchange fragments, merge them, and wait for it; float buffers, too, if those are all."""
+        state, is_all = self._state, len(fragments) == len(self.fragments)
+        if is_all:
+            state.pending.drop()
+        indexes = range(len(self.reducer.buckets)) if is_all else self._buckets_of(fragments)
+        verdict = self.reducer(state.steps, self._next_turn(), indexes, self._take)
+        state.fragments_sent += len(fragments)
+        if is_all and not self._buffers_with_parameters:
+            self.average_buffers()
+        self._recover(
+            self.reducer, verdict, indexes
+        )  # last: it sets which ranks the optimizer's state is averaged over
+        self._end_round(fragments)
+        state.synchronizations += 1
+        if is_all and self._reference.merge.makes_equal and self._config.averages_all_nodes:
+            state.unsynchronized_steps = 0
+            self._guard.average_optimizer_state()
+
+    def _take(self, bucket: Bucket, mean: Tensor) -> None:
+        if any(bucket is of_buffers for of_buffers in self._replica.buckets_of_buffers):
+            bucket.unpack(mean)
+        else:
+            self._reference.merge.at_once(bucket, mean, self._topology.num_nodes)
+
+    # ---- overlapped with training --------------------------------------------------------------------------------
+
+    def overlap(self, arrived: PendingExchange | None, leaving: Sequence[int], staleness: int) -> None:
+        """Merge an exchange that is due, and start the next.
+
+        Bucket by bucket: the first of the next are sent when the last that are due are still on the link. Earlier ones
+        would take their share of the link from those that training waits for.
+
+        Args:
+            arrived: Due now, if any.
+            leaving: The fragments of the next.
+            staleness: Steps until that is due.
+        """
+        state = self._state
+        self._guard.verify(state.steps)
+        if arrived is not None and arrived.verdict.is_nonfinite:  # what leaves now is what it is repaired to
+            self._merge_up_to(None, arrived)
+        sent = self._begin(leaving, staleness) if leaving else None
+        indexes = [] if arrived is None else [each.index for each in arrived.buckets]
+        if arrived is not None:
+            arrived.verdict.wait()
+            self._end_round(arrived.fragments, arrived)  # before what leaves now arrives, and is stepped
+        waiting: deque[int] = deque()
+        for index in self._buckets_of(leaving):
+            if arrived is not None and arrived.holds(index):
+                self._merge_up_to(index, arrived)
+            waiting.append(index)
+            if arrived is None or arrived.is_nearly_done():
+                self._send(waiting, sent)
+        if arrived is not None:
+            self._merge_up_to(None, arrived)
+            state.synchronizations += 1
+        self._send(waiting, sent)
+        if arrived is not None:
+            self._recover(self._overlapped, arrived.verdict, indexes)
+
+    def _begin(self, leaving: Sequence[int], staleness: int) -> PendingExchange:
+        """Launch the preflight of an exchange."""
+        state = self._state
+        indexes = self._buckets_of(leaving)
+        verdict = self._overlapped.begin(state.steps, self._next_turn(), indexes, self._inbound, self._outbound)
+        state.fragments_sent += len(leaving)
+        exchange = state.pending.start(state.steps, state.steps + staleness, leaving, verdict)
+        if self._topology.may_grow:
+            exchange.undo = self._reference.undo_point()
+        return exchange
+
+    def _send(self, waiting: deque[int], exchange: PendingExchange | None) -> None:
+        needs_sent = self._reference.merge.needs_sent
+        while waiting and exchange is not None:
+            index = waiting.popleft()
+            exchange.buckets.append(self._overlapped.start(index, self._inbound, needs_sent, self._outbound))
+
+    def _merge_up_to(self, last: int | None, arrived: PendingExchange) -> None:
+        """Merge the buckets that are left of an exchange, in their order, up to one of them, or all."""
+        while arrived.buckets:
+            pending = arrived.buckets.popleft()
+            pending.arrived.wait()
+            self._inbound.hands_out(pending.flat)
+            bucket = self.reducer.buckets[pending.index]
+            if arrived.verdict.is_nonfinite:
+                bucket.unpack(pending.flat)
+            elif not arrived.verdict.is_flagged():
+                self._reference.merge(bucket, pending, arrived.staleness, pending.nodes)
+            if pending.index == last:
+                return
+
+    def drop_pending(self) -> None:
+        """Drop pending exchanges, but count their rounds: their outer steps were taken."""
+        pending = self._state.pending
+        pending.settle()
+        for dropped in pending.exchanges:
+            self._end_round(dropped.fragments)
+        pending.drop()
+
+    # ---- for both ------------------------------------------------------------------------------------------------
+
+    def _recover(self, reducer: Reducer, verdict: Verdict, indexes: Sequence[int]) -> None:
+        """Repeat a flagged exchange without the ranks that cannot send, on present values; wait for it.
+
+        Args:
+            reducer: Of the exchange.
+            verdict: Likewise.
+            indexes: Its buckets.
+        """
+        state, reference = self._state, self._reference
+        state.was_nonfinite = verdict.is_nonfinite  # and repaired by its neighbors
+        if verdict.is_flagged():
+            state.pending.settle()  # what follows uses the communicators of what has just left
+            if not reference.merge.keeps_reference:
+                state.pending.drop()  # it left from values that the nodes are about to lose
+            repair = self._guard.repair
+            state.was_nonfinite = repair(reducer, indexes, state.steps, self._take, reference.update)
+        if state.was_nonfinite:
+            self._guard.begin_optimizer_anew()
+
+    def _end_round(self, fragments: Sequence[int], arriving: PendingExchange | None = None) -> None:
+        """Step the outer scheduler when all fragments have arrived again."""
+        if self._reference.outer is not None and self._ends_round(fragments):
+            if arriving is not None:
+                arriving.wait()
+            self._reference.end_round()
+
+    def _ends_round(self, fragments: Sequence[int]) -> bool:
+        return bool(fragments) and fragments[-1] == len(self.fragments) - 1
+
+    def pending_rounds(self) -> int:
+        """Return how many rounds of all fragments end with pending exchanges."""
+        return sum(self._ends_round(each.fragments) for each in self._state.pending.exchanges)
+
+    def _next_turn(self) -> int:
+        self._state.exchanges_started += 1
+        return self._state.exchanges_started - 1
