@@ -103,10 +103,10 @@ def why_no_namespaces() -> str | None:
             return f"'{tool}' is missing: apt-get install iproute2 util-linux"
     probe = f"hcprobe{os.getpid()}"
     try:
-        _command("ip", "netns", "add", probe)
+        command("ip", "netns", "add", probe)
     except subprocess.CalledProcessError as error:
         return f"'ip netns add' failed: {error.stderr.strip()}"
-    _command("ip", "netns", "del", probe)
+    command("ip", "netns", "del", probe)
     return None
 
 
@@ -214,18 +214,18 @@ class NamespaceNetwork(Network):
 
     def set_rate(self, mbit: float | None) -> None:
         for node in self.nodes:
-            for namespace, interface in self._ends(node):
+            for namespace, interface in self.ends(node):
                 if mbit is None:
-                    _command("tc", "-n", namespace, "qdisc", "del", "dev", interface, "root", check=False)
+                    command("tc", "-n", namespace, "qdisc", "del", "dev", interface, "root", check=False)
                 else:
                     shape = ["rate", f"{mbit:g}mbit", "burst", str(burst_bytes(mbit)), "latency", "100ms"]
-                    _command("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
+                    command("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *shape)
 
     def stop_processes(self, grace: float = 10.0) -> None:
         super().stop_processes(grace)
         # torchrun puts its workers into sessions of their own; whatever is still inside our namespaces is ours.
         for node in self.nodes:
-            left = _command("ip", "netns", "pids", str(node.namespace), check=False)
+            left = command("ip", "netns", "pids", str(node.namespace), check=False)
             for pid in left.split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
@@ -233,27 +233,27 @@ class NamespaceNetwork(Network):
     def close(self) -> None:
         self.stop_processes()
         for namespace in (*(str(node.namespace) for node in self.nodes), self._switch):
-            _command("ip", "netns", "del", namespace, check=False)
+            command("ip", "netns", "del", namespace, check=False)
             shutil.rmtree(_hosts_folder(namespace), ignore_errors=True)
 
     def _build(self) -> None:
-        _command("ip", "netns", "add", self._switch)
-        _command("ip", "-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-        _command("ip", "-n", self._switch, "link", "set", "bridge0", "up", "mtu", str(self._mtu))
+        command("ip", "netns", "add", self._switch)
+        command("ip", "-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+        command("ip", "-n", self._switch, "link", "set", "bridge0", "up", "mtu", str(self._mtu))
         hosts = "127.0.0.1 localhost\n" + "".join(f"{node.address} {node.hostname}\n" for node in self.nodes)
         for node in self.nodes:
             namespace, port = str(node.namespace), f"port{node.index}"
-            _command("ip", "netns", "add", namespace)
+            command("ip", "netns", "add", namespace)
             peer = ["peer", "name", port, "netns", self._switch]
-            _command("ip", "link", "add", INTERFACE, "netns", namespace, "type", "veth", *peer)
-            _command("ip", "-n", self._switch, "link", "set", port, "master", "bridge0", "up", "mtu", str(self._mtu))
-            _command("ip", "-n", namespace, "link", "set", INTERFACE, "up", "mtu", str(self._mtu))
-            _command("ip", "-n", namespace, "link", "set", "lo", "up")
-            _command("ip", "-n", namespace, "addr", "add", f"{node.address}/24", "dev", INTERFACE)
+            command("ip", "link", "add", INTERFACE, "netns", namespace, "type", "veth", *peer)
+            command("ip", "-n", self._switch, "link", "set", port, "master", "bridge0", "up", "mtu", str(self._mtu))
+            command("ip", "-n", namespace, "link", "set", INTERFACE, "up", "mtu", str(self._mtu))
+            command("ip", "-n", namespace, "link", "set", "lo", "up")
+            command("ip", "-n", namespace, "addr", "add", f"{node.address}/24", "dev", INTERFACE)
             _hosts_folder(namespace).mkdir(parents=True)
             (_hosts_folder(namespace) / "hosts").write_text(hosts)
 
-    def _ends(self, node: Node) -> list[tuple[str, str]]:
+    def ends(self, node: Node) -> list[tuple[str, str]]:
         """Both ends of a node's cable, as (namespace, interface)."""
         return [(str(node.namespace), INTERFACE), (self._switch, f"port{node.index}")]
 
@@ -276,5 +276,5 @@ def _hosts_folder(namespace: str) -> Path:
     return Path("/etc/netns") / namespace
 
 
-def _command(*argv: str, check: bool = True) -> str:
+def command(*argv: str, check: bool = True) -> str:
     return subprocess.run(argv, check=check, capture_output=True, text=True, timeout=30).stdout

@@ -93,9 +93,8 @@ def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = No
 
     def work(rank: Rank) -> tuple[torch.Tensor, list[Any]]:
         while rank.scheme.state.steps < steps:
-            for residuals in (
-                rank.scheme.exchanger.reducer._feedback if rank.scheme.state.steps == reconnects_at else ()
-            ):
+            residuals_of = rank.scheme.exchanger.reducer._feedback  # noqa: SLF001
+            for residuals in residuals_of if rank.scheme.state.steps == reconnects_at else ():
                 residuals.clear()
             step_stay(rank, rank.topology.node, rank.topology.local_rank)
         rank.scheme.finish()
@@ -115,7 +114,7 @@ def put(rank: Rank, state: Mapping[str, Any]) -> None:
     rank.scheme.load_state_dict(state["schedule"])
     reference = state["schedule"].get("last_agreed")
     if reference is not None:
-        tensors = rank.scheme.reference._tensors(rank.scheme.replica)
+        tensors = rank.scheme.reference._tensors(rank.scheme.replica)  # noqa: SLF001
         rank.scheme.reference.set_values(dict(zip(map(id, tensors), reference, strict=True)))
 
 
@@ -143,7 +142,7 @@ def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
         membership.form_quorum = wrapped(membership.form_quorum, before=True)
     elif moment == "in the exchange":
         for group in own.rank.topology.all_groups if own.local == 0 else ():
-            group._launch = wrapped(group._launch, before=False)
+            group._launch = wrapped(group._launch, before=False)  # noqa: SLF001  # noqa: SLF001
     elif moment == "before the vote":
         membership.vote = wrapped(membership.vote, before=True)
     else:

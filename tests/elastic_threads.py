@@ -38,7 +38,7 @@ class ThreadLighthouse:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._asking: dict[str, Mapping[str, Any]] = {}
-        self._alive: dict[str, str] = {}
+        self.alive: dict[str, str] = {}
         self._last: set[str] = set()
         self._answers: dict[str, list[Mapping[str, Any]]] = {}
         self.memory = RunMemory()
@@ -46,7 +46,7 @@ class ThreadLighthouse:
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
         with self._changed:
-            self._alive[replica_id] = data["node"]
+            self.alive[replica_id] = data["node"]
             if replica_id not in self._answers:
                 self._asking[replica_id] = data
             self._look()
@@ -62,15 +62,15 @@ class ThreadLighthouse:
     def lose(self, node: str) -> None:
         """A node is gone."""
         with self._changed:
-            for replica_id in [replica_id for replica_id, name in self._alive.items() if name == node]:
-                del self._alive[replica_id]
+            for replica_id in [replica_id for replica_id, name in self.alive.items() if name == node]:
+                del self.alive[replica_id]
                 self._asking.pop(replica_id, None)
             self._look()
 
     def _look(self) -> None:
         asking = set(self._asking)
         is_fast = bool(self._last) and self._last <= asking
-        if len(asking) >= self.min_nodes and (is_fast or asking >= set(self._alive)):
+        if len(asking) >= self.min_nodes and (is_fast or asking >= set(self.alive)):
             everyone = [self._asking[replica_id] for replica_id in sorted(asking)]
             self._answers |= {replica_id: [*everyone, self.memory.to_json()] for replica_id in asking}
             self.memory = self.memory.after(everyone)
@@ -233,7 +233,7 @@ class Threads:
         self.results: dict[tuple[str, int], Any] = {}
         self.errors: dict[tuple[str, int], BaseException] = {}
         self._intra: dict[str, ThreadWorld] = {}
-        self._threads: list[threading.Thread] = []
+        self.started: list[threading.Thread] = []
         self._lives = 0
         self._address: dict[str, str] = {}
 
@@ -257,7 +257,7 @@ class Threads:
         for local in range(ranks):
             thread = threading.Thread(target=self._run, args=(name, address, local, ranks, world, work, restarts))
             thread.daemon = True
-            self._threads.append(thread)
+            self.started.append(thread)
             thread.start()
 
     def _run(
@@ -325,11 +325,11 @@ class Threads:
 
     def is_alive(self, node: int | str) -> bool:
         """Whether the lighthouse counts a node as alive."""
-        return str(node) in self.lights._alive.values()
+        return str(node) in self.lights.alive.values()
 
     def end(self, timeout: float = 60.0) -> dict[tuple[str, int], Any]:
         """What the work has returned, by node and rank; raises what any raised."""
-        for thread in self._threads:
+        for thread in self.started:
             thread.join(timeout)
             assert not thread.is_alive(), "a rank still runs"
         for error in self.errors.values():

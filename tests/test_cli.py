@@ -136,8 +136,8 @@ def strategy(tmp_path):
 def test_grouped_options_from_yaml_and_from_the_command_line(strategy):
     text = PERIODIC.replace("ranks_per_node: 1", "health:\n        hang_timeout: 60\n        verify_replicas: warn")
     built = strategy(text, args=["--trainer.strategy.init_args.health.on_nonfinite=skip"])
-    assert built._settings.health == Health("skip", "warn", 60.0)
-    assert strategy(PERIODIC)._settings.health == Health()
+    assert built._settings.health == Health("skip", "warn", 60.0)  # noqa: SLF001
+    assert strategy(PERIODIC)._settings.health == Health()  # noqa: SLF001
 
 
 def test_scheme_and_fields_from_yaml(strategy):
@@ -222,7 +222,7 @@ def test_an_outer_optimizer_and_its_scheduler_from_yaml(strategy):
         (seen,) = ThreadWorld(1).run(lambda rank, world, scheme=scheme: outer_optimizer(scheme, world))
         assert isinstance(seen.optimizer, AdamW)
         assert seen.learning_rate == 0.25
-        assert isinstance(seen._scheduler, StepLR)
+        assert isinstance(seen._scheduler, StepLR)  # noqa: SLF001
 
 
 def outer_optimizer(scheme, world):

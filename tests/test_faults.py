@@ -64,11 +64,11 @@ def test_what_is_left_behind_is_seen(tmp_path, monkeypatch):
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleeper, cwd=tmp_path, start_new_session=True) as process:
         began = time.monotonic()
-        assert faults._processes_left([], tmp_path) == [f"process {process.pid}"]
+        assert faults.processes_left([], tmp_path) == [f"process {process.pid}"]
         assert time.monotonic() - began < 10
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "half.ckpt").write_bytes(b"PK")
-    (left,) = faults._files_left(tmp_path)
+    (left,) = faults.files_left(tmp_path)
     assert left.startswith("half.ckpt: ")
 
 
@@ -84,4 +84,4 @@ def test_what_is_left_behind_is_seen(tmp_path, monkeypatch):
 )
 def test_only_the_rank_itself_counts_as_named(victim, said, is_named):
     (case,) = faults.drawn(1, seed=0)
-    assert faults._is_named(replace(case, fault="killed", victim=victim), said) is is_named
+    assert faults.is_named_in(replace(case, fault="killed", victim=victim), said) is is_named

@@ -475,7 +475,7 @@ def test_a_rank_that_reports_its_error_is_not_killed_early():
     for rank in ranks:
         rank.start()
     began = time.monotonic()
-    WatchfulLauncher._watch(ranks, has_finished=[0, 0, 0], is_over=threading.Event())
+    WatchfulLauncher._watch(ranks, has_finished=[0, 0, 0], is_over=threading.Event())  # noqa: SLF001
     assert time.monotonic() - began < SOON
     for rank in ranks:
         rank.join(20)

@@ -205,13 +205,13 @@ def test_who_mixes_the_trees_is_told_what_to_import(tree, wrong, shown, right):
     ],
 )
 def test_import_statements_point_to_the_second_tree(written, meant):
-    assert ast.unparse(_second_tree._PointToSecondTree().visit(ast.parse(written))) == meant
+    assert ast.unparse(_second_tree._PointToSecondTree().visit(ast.parse(written))) == meant  # noqa: SLF001
 
 
 @pytest.mark.parametrize("written", ["import lightning.pytorch", "from lightning import Trainer"])
 def test_imports_that_cannot_be_pointed_there_are_refused(written):
     with pytest.raises(ImportError):
-        _second_tree._PointToSecondTree().visit(ast.parse(written))
+        _second_tree._PointToSecondTree().visit(ast.parse(written))  # noqa: SLF001
 
 
 def test_a_module_that_exists_once_has_no_second_name():

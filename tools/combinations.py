@@ -99,7 +99,7 @@ _DTYPES = {"mixed": ("float32", "float64", "float64"), "mixed and narrow": ("flo
 _SHAPES = {"a": (3,), "b": (2, 2), "c": (4,)}
 _SAID_EVERY = 250
 _HANGS = 20.0  # seconds; a run takes milliseconds, but not on a busy machine
-_HALVES = (("a", "b"), ("c",))
+HALVES = (("a", "b"), ("c",))
 
 
 def _with_memory(update: LocalUpdate) -> None:
@@ -484,10 +484,10 @@ class Told:
     buffer: Tensor | None = None
 
 
-def _halves(c: Combination) -> list[dict[str, tuple[int, ...]]]:
+def halves_of(c: Combination) -> list[dict[str, tuple[int, ...]]]:
     if not c.two:
         return [_SHAPES]
-    return [{name: _SHAPES[name] for name in half} for half in _HALVES]
+    return [{name: _SHAPES[name] for name in half} for half in HALVES]
 
 
 def _target(rank: int, name: str, step: int) -> Tensor:
@@ -503,11 +503,11 @@ def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[T
     states: dict[int, Any] = {}
 
     def body(first: int, end: int, topology: Topology) -> list[Told]:
-        told = [Told() for _ in _halves(c)]
+        told = [Told() for _ in halves_of(c)]
         with ExitStack() as stack:
             if c.reweight is not None and first >= c.reweight:
                 topology.set_weights(c.weights_at(first))
-            halves = [stack.enter_context(_attached(c, scheme, topology, shapes, first)) for shapes in _halves(c)]
+            halves = [stack.enter_context(_attached(c, scheme, topology, shapes, first)) for shapes in halves_of(c)]
             if first:
                 for half, state in zip(halves, states[topology.rank], strict=True):
                     half.load(state)
@@ -1229,13 +1229,13 @@ def check(c: Combination) -> None:
         _check_same(told, run(c, looks=False, resumes=False), "a look at the agreed model changed the run")
     if c.resume is not None:
         _check_same(told, run(c), f"a resume after step {c.resume} changed the run")
-    tolerance = _tolerance(c)
+    tolerance = tolerance_of(c)
     if tolerance is not None:
-        for half, shapes in enumerate(_halves(c)):
+        for half, shapes in enumerate(halves_of(c)):
             _compare(c, [ranks[half] for ranks in told], _REFERENCES[c.scheme](c, shapes).run(), tolerance)
 
 
-def _tolerance(c: Combination) -> float | None:
+def tolerance_of(c: Combination) -> float | None:
     """How far a run may be from its reference; None: they are not to be compared."""
     if c.sick is not None:
         return None
@@ -1291,17 +1291,17 @@ def _compare(c: Combination, told: list[Told], reference: Reference, tolerance: 
     buffer = _expected_statistics(c) if c.buffer == "statistics" and c.reweight is None else None
     for rank, seen in enumerate(told):
         assert seen.end is not None
-        _close(seen.end.double(), reference.end.double(), tolerance, f"rank {rank} ends with")
+        is_close(seen.end.double(), reference.end.double(), tolerance, f"rank {rank} ends with")
         if buffer is not None:
             assert seen.buffer is not None
             expected = torch.full_like(seen.buffer.double(), buffer)
-            _close(seen.buffer.double(), expected, 1e-5, f"rank {rank} ends with the buffer")
+            is_close(seen.buffer.double(), expected, 1e-5, f"rank {rank} ends with the buffer")
     for step, expected in enumerate(reference.trace):
         for rank, seen in enumerate(told):
-            _close(seen.trace[step], expected[rank], tolerance, f"after step {step} rank {rank} holds")
+            is_close(seen.trace[step], expected[rank], tolerance, f"after step {step} rank {rank} holds")
     for step, values in reference.looks.items():
         for rank, seen in enumerate(told):
-            _close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
+            is_close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
 
 
 def _expected_statistics(c: Combination) -> float:
@@ -1321,7 +1321,7 @@ def _is_outer(c: Combination) -> bool:
     return c.scheme == "diloco" or c.argument("merge") in _OUTER
 
 
-def _close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -> None:
+def is_close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -> None:
     assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance), (
         f"{message} {actual.tolist()} in place of {expected.tolist()}"
     )

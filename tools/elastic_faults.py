@@ -344,7 +344,7 @@ class ThreadTransport:
 
     def cut(self, node: int, off: bool) -> None:
         """Cut a node off from all others and the lighthouse, or connect it again."""
-        self._ip(self._made._switch, "link", "set", f"port{node}", "down" if off else "up")
+        self._ip(self._made._switch, "link", "set", f"port{node}", "down" if off else "up")  # noqa: SLF001
 
     def part(self, one: int, other: int, off: bool) -> None:
         """Let two nodes not reach each other, or do so again; both reach everybody else."""

@@ -169,11 +169,11 @@ def run(case: Case, folder: Path) -> Outcome:
         process.wait()
     at = _read_time(folder / "struck")
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("output-*")))
-    left = (*_processes_left(launchers, folder), *_files_left(folder))
+    left = (*processes_left(launchers, folder), *files_left(folder))
     if launcher_waits and alone_since is not None:
         ended = alone_since
     seconds = None if hangs and not launcher_waits else ended - (at or ended)
-    return Outcome(seconds, launcher_waits, at is not None, _is_named(case, output), left, output)
+    return Outcome(seconds, launcher_waits, at is not None, is_named_in(case, output), left, output)
 
 
 def _read_time(path: Path) -> float | None:
@@ -183,7 +183,7 @@ def _read_time(path: Path) -> float | None:
         return None
 
 
-def _is_named(case: Case, output: str) -> bool:
+def is_named_in(case: Case, output: str) -> bool:
     if case.fault in ("SIGTERM", "Ctrl-C"):  # whoever does that knows; all stop together, or at once
         return True
     who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
@@ -228,7 +228,7 @@ def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
         yield ForkedPython([*job, *on_nodes], environment, next(outputs), folder)
 
 
-def _processes_left(sessions: Sequence[int], folder: Path) -> list[str]:
+def processes_left(sessions: Sequence[int], folder: Path) -> list[str]:
     """Processes of the sessions, or whose working folder is the run's, that do not go; ends them."""
     deadline = time.monotonic() + _GRACE
     while left := [*_processes_of(sessions, folder)]:
@@ -253,7 +253,7 @@ def _processes_of(sessions: Sequence[int], folder: Path) -> Iterator[int]:
             yield int(entry.name)
 
 
-def _files_left(folder: Path) -> Iterator[str]:
+def files_left(folder: Path) -> Iterator[str]:
     """Half-written files, and checkpoints that cannot be read."""
     for path in sorted((folder / "checkpoints").glob("*")):
         if path.name.endswith(".ckpt"):

@@ -65,8 +65,8 @@ class SharedMemoryCommunicator(TorchCommunicator):
     ) -> None:
         ranks = communicator.ranks
         super().__init__(communicator.group, ranks, ranks[communicator.rank], communicator.tier, communicator.meter)
-        self._lines = [line for line in lines if line is not None]
-        for line in self._lines:
+        self.lines = [line for line in lines if line is not None]
+        for line in self.lines:
             line.settimeout(timeout.total_seconds())
         self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, _SLOT)
         self._round = 0
@@ -169,9 +169,9 @@ class SharedMemoryCommunicator(TorchCommunicator):
         """Return when every member has written its piece, which must be as large as this one's."""
         written = piece.nbytes
         try:
-            for line in self._lines:
+            for line in self.lines:
                 line.send(struct.pack("=I", written))
-            for line in self._lines:
+            for line in self.lines:
                 news = line.recv(4)
                 if not news:
                     raise ConnectionError("a member has gone")
@@ -179,10 +179,10 @@ class SharedMemoryCommunicator(TorchCommunicator):
                     raise ConnectionError("members move tensors of different sizes")
         except OSError as error:
             self._hang_up()  # so that all others hear of it
-            raise self._failure(RuntimeError(str(error) or "a member does not answer")) from error
+            raise self.failure(RuntimeError(str(error) or "a member does not answer")) from error
 
     def _hang_up(self) -> None:
-        for line in self._lines:
+        for line in self.lines:
             line.close()
 
 

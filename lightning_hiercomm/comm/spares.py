@@ -31,7 +31,7 @@ class Spares:
     """
 
     def __init__(self) -> None:
-        self._free: list[Tensor] = []
+        self.kept: list[Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -40,9 +40,9 @@ class Spares:
             return torch.empty(numel, dtype=dtype, device=device)
         needed = numel * dtype.itemsize
         with self._lock:
-            fitting = [place for place, spare in enumerate(self._free) if needed <= spare.nbytes < 2 * needed]
+            fitting = [place for place, spare in enumerate(self.kept) if needed <= spare.nbytes < 2 * needed]
             if fitting:
-                spare = self._free.pop(min(fitting, key=lambda place: self._free[place].nbytes))
+                spare = self.kept.pop(min(fitting, key=lambda place: self.kept[place].nbytes))
             else:
                 spare = torch.empty(needed, dtype=torch.uint8)
         return spare[:needed].view(dtype)
@@ -66,9 +66,9 @@ class Spares:
             return
         spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())
         with self._lock:
-            self._free.append(spare)
-            while sum(kept.nbytes for kept in self._free) > _MOST_KEPT:
-                self._free.pop(0)
+            self.kept.append(spare)
+            while sum(kept.nbytes for kept in self.kept) > _MOST_KEPT:
+                self.kept.pop(0)
 
 
 def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

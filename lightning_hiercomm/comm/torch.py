@@ -100,7 +100,7 @@ class TorchCommunicator(Communicator):
             values: list[Any] = [None] * self.size
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
         return values
 
     def _gather_words(self, own: bytes) -> list[bytes]:
@@ -310,9 +310,9 @@ class TorchCommunicator(Communicator):
                 works = [work for work in start() if work is not None]
             return _TorchHandle(self, works, tensors, finish, second_round)
         except RuntimeError as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
 
-    def _failure(self, error: RuntimeError) -> CommunicationError:
+    def failure(self, error: RuntimeError) -> CommunicationError:
         some = f"{list(self.ranks[:8])}{f' and {self.size - 8} more' if self.size > 8 else ''}"
         return CommunicationError(f"rank {self.ranks[self.rank]} lost its {self.tier} group (ranks {some}): {error}")
 
@@ -355,7 +355,7 @@ class _TorchHandle(Handle):
                         if second_work is not None:
                             second_work.wait()
         except RuntimeError as error:
-            raise communicator._failure(error) from error
+            raise communicator.failure(error) from error
         self._tensors, self._works = (), []
 
     def future(self, value: Tensor) -> Future[Tensor]:
@@ -459,7 +459,7 @@ def _own_group(
       program; what a background stream launches has a twin's own groups.
     """
     wanted, how = [own or [dist.get_rank()]], dict[str, Any](use_local_synchronization=True)
-    if not _names_agree() or dist.get_backend() == "mpi":
+    if not group_names_agree() or dist.get_backend() == "mpi":
         others = sorted({*range(dist.get_world_size())}.difference(*groups))
         wanted, how = [*groups, *[others] * bool(others)], {}
     with without_splitting_gloo():
@@ -478,7 +478,7 @@ def is_of_communicator(group: dist.ProcessGroup) -> bool:
     return group in _groups
 
 
-def _names_agree() -> bool:
+def group_names_agree() -> bool:
     """Whether members of a group give it one name, even if they have been in unequal numbers of groups before."""
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     return (major, minor) >= (2, 14)

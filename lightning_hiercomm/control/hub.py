@@ -179,10 +179,10 @@ class Hub:
         self._listener = listener
         self._size = size
         self._token = token
-        self._strangers: dict[Channel, Stranger] = {}  # the oldest first
-        self._members: dict[Channel, Member] = {}
+        self.strangers: dict[Channel, Stranger] = {}  # the oldest first
+        self.members: dict[Channel, Member] = {}
         self._joined: dict[int, Channel] = {}
-        self._missing = {*range(size)} - {*gone}  # ranks that have not connected yet
+        self.missing = {*range(size)} - {*gone}  # ranks that have not connected yet
         self._hang_timeout = hang_timeout
         self._give_up_at = time.monotonic() + patience if patience is not None else math.inf
         self._checked_at = time.monotonic()
@@ -190,7 +190,7 @@ class Hub:
         self._all_silent = False
         self._progress: dict[int, int] = {}
         self._standstill_reported = False
-        self._released = 0  # the number of the last barrier that all ranks have passed
+        self.released = 0  # the number of the last barrier that all ranks have passed
         self._arrived: set[int] = set()  # ranks that wait at a later one
         self._left = {rank: f"rank {rank}" for rank in gone}  # ranks that have ended their run, and their names
         self._holds: dict[int, dict[int, int]] = {}  # by round: 0 is the stop, others are requeues
@@ -210,7 +210,7 @@ class Hub:
         parent_lives = True
         pause = min(1.0, (self._hang_timeout or 10.0) / 10)
         checks_at = 0.0  # not after each message, because a check goes over all ranks
-        while time.monotonic() < self._ends_at and (parent_lives or self._members):
+        while time.monotonic() < self._ends_at and (parent_lives or self.members):
             for key, _ in self._selector.select(timeout=pause):
                 if key.fd == parent:
                     parent_lives = False
@@ -233,45 +233,45 @@ class Hub:
         except BlockingIOError:
             return False
         except OSError:  # most likely too many open files
-            if self._strangers:
+            if self.strangers:
                 self._drop_oldest_stranger()
             else:
                 time.sleep(0.05)
             return False
-        if len(self._strangers) >= MAX_STRANGERS + len(self._missing):
+        if len(self.strangers) >= MAX_STRANGERS + len(self.missing):
             self._drop_oldest_stranger()
         connection.setblocking(False)  # no peer may block the hub
         probe_peer(connection)
         channel = Channel(connection, limit=STRANGER_BYTES)
         stranger = Stranger(secrets.token_hex(16), time.monotonic() + STRANGER_SECONDS)
-        self._strangers[channel] = stranger
+        self.strangers[channel] = stranger
         self._selector.register(channel, selectors.EVENT_READ)
         self._send(channel, {"kind": "challenge", "nonce": stranger.nonce})
         return True
 
     def _receive(self, channel: Channel) -> None:
-        if channel not in self._members and channel not in self._strangers:
+        if channel not in self.members and channel not in self.strangers:
             return  # dropped meanwhile
         try:
             messages = channel.receive()
         except (OSError, ValueError):
             self._drop(channel)
             return
-        if channel in self._members:
-            self._members[channel].heard_at = time.monotonic()
+        if channel in self.members:
+            self.members[channel].heard_at = time.monotonic()
         for message in messages:
-            if channel in self._strangers:
+            if channel in self.strangers:
                 self._admit(channel, message)
-            elif channel in self._members:
+            elif channel in self.members:
                 try:
-                    self._handle(channel, message)
+                    self.handle(channel, message)
                 except (KeyError, TypeError, ValueError):
                     self._drop(channel)
 
     def _admit(self, channel: Channel, hello: Message) -> None:
         """Make a stranger a member, if its first message proves that it is a rank."""
         kind, rank, place, shown = (hello.get(name) for name in ("kind", "rank", "place", "proof"))
-        stranger = self._strangers[channel]
+        stranger = self.strangers[channel]
         if (
             kind == "hello"
             and type(rank) is int
@@ -280,10 +280,10 @@ class Hub:
             and hmac.compare_digest(shown.encode(), proof(self._token, stranger.nonce, rank).encode())
             and rank not in self._joined
         ):
-            del self._strangers[channel]
-            self._members[channel] = Member(rank, place, time.monotonic())
+            del self.strangers[channel]
+            self.members[channel] = Member(rank, place, time.monotonic())
             self._joined[rank] = channel
-            self._missing.discard(rank)
+            self.missing.discard(rank)
             channel.limit = MAX_MESSAGE
             self._send(channel, {"kind": "welcome"})
             if self._failure is not None:
@@ -293,13 +293,13 @@ class Hub:
         else:
             self._drop(channel)
 
-    def _handle(self, channel: Channel, message: Message) -> None:
+    def handle(self, channel: Channel, message: Message) -> None:
         """Act on a member's message."""
-        member = self._members[channel]
+        member = self.members[channel]
         rank = member.rank
         if message["kind"] == "bye":
             self._left[rank] = member.place
-            del self._members[channel], self._joined[rank]
+            del self.members[channel], self._joined[rank]
             self._drop(channel)
             if 0 in self._joined:  # rank 0 would start a new hub with this information
                 self._send(self._joined[0], {"kind": "left", "rank": rank})
@@ -311,7 +311,7 @@ class Hub:
             member.wait, member.line = message["wait"], message["line"]
         elif message["kind"] == "arrive":
             member.arrival, member.barriers = message, int(message["number"])
-            if member.barriers > self._released:
+            if member.barriers > self.released:
                 self._arrived.add(rank)
             self._release()
         elif message["kind"] == "failed":
@@ -331,16 +331,16 @@ class Hub:
 
     def _release(self) -> None:
         """Release a barrier at which all ranks have arrived."""
-        if self._missing or self._left or len(self._arrived) < len(self._members):
+        if self.missing or self._left or len(self._arrived) < len(self.members):
             return
-        number = min(member.barriers for member in self._members.values())
-        arrivals = [(m, m.arrival) for m in self._members.values() if m.barriers == number and m.arrival is not None]
+        number = min(member.barriers for member in self.members.values())
+        arrivals = [(m, m.arrival) for m in self.members.values() if m.barriers == number and m.arrival is not None]
         difference = _difference(arrivals)
         if difference is not None:
             self._fail_of_itself(difference)
             return
-        self._released = number
-        self._arrived = {member.rank for member in self._members.values() if member.barriers > number}
+        self.released = number
+        self._arrived = {member.rank for member in self.members.values() if member.barriers > number}
         self._send_to_all({"kind": "release", "number": number})
 
     def _propose(self, requeue: int) -> None:
@@ -350,19 +350,19 @@ class Hub:
             self._send_to_all(self._proposals[requeue])
 
     def _drop_oldest_stranger(self) -> None:
-        self._drop(next(iter(self._strangers)))
+        self._drop(next(iter(self.strangers)))
 
     def _drop(self, channel: Channel) -> None:
         self._selector.unregister(channel)
         channel.close()
-        self._strangers.pop(channel, None)
-        member = self._members.pop(channel, None)
+        self.strangers.pop(channel, None)
+        member = self.members.pop(channel, None)
         if member is None:
             return
         del self._joined[member.rank]
         message = f"{member.place} died"
-        if self._missing:  # a launcher may have ended all ranks because of these
-            message += f" while {names_of_ranks(self._missing)} had not come yet"
+        if self.missing:  # a launcher may have ended all ranks because of these
+            message += f" while {names_of_ranks(self.missing)} had not come yet"
         self._fail_of_itself(message)
 
     def _fail(self, failure: Message) -> None:
@@ -384,10 +384,10 @@ class Hub:
         if now - self._checked_at > 5.0:  # the hub was stopped, perhaps together with all ranks
             self._reset_silence(now)
         self._checked_at = now
-        for channel in [channel for channel, stranger in self._strangers.items() if stranger.deadline < now]:
+        for channel in [channel for channel, stranger in self.strangers.items() if stranger.deadline < now]:
             self._drop(channel)
-        if self._failure is None and self._missing and now > self._give_up_at:
-            self._fail_of_itself(f"{names_of_ranks(self._missing)} did not come back")
+        if self._failure is None and self.missing and now > self._give_up_at:
+            self._fail_of_itself(f"{names_of_ranks(self.missing)} did not come back")
         if self._failure is None:
             self._check_for_broken_barrier()
         if self._failure is None and self._hang_timeout is not None:
@@ -397,7 +397,7 @@ class Hub:
             self._check_for_standstill(now, self._hang_timeout)
 
     def _reset_silence(self, now: float) -> None:
-        for member in self._members.values():
+        for member in self.members.values():
             member.heard_at = now
         self._moved_at = now
 
@@ -407,9 +407,9 @@ class Hub:
         If all are silent, the whole job was stopped, as by Ctrl-Z. Its processes may continue at different moments, so
         the silence until then does not count.
         """
-        silent = [channel for channel, member in self._members.items() if now - member.heard_at > timeout]
-        stuck = [channel for channel, member in self._members.items() if member.stuck[1] > timeout]
-        all_were_silent, self._all_silent = self._all_silent, len(silent) == len(self._members)
+        silent = [channel for channel, member in self.members.items() if now - member.heard_at > timeout]
+        stuck = [channel for channel, member in self.members.items() if member.stuck[1] > timeout]
+        all_were_silent, self._all_silent = self._all_silent, len(silent) == len(self.members)
         if self._all_silent or not (silent or stuck):
             return
         if all_were_silent:
@@ -417,10 +417,10 @@ class Hub:
             return
         reports = []
         for channel in dict.fromkeys([*silent, *stuck]):
-            member = self._members[channel]
+            member = self.members[channel]
             how = "nothing was heard of it" if channel in silent else f"{member.stuck[0]} has been stopped or stuck"
             reports.append(f"{member.place} is frozen: {how} for {timeout:g} s, and before it was {member.doing}")
-        silent_ranks = [self._members[channel].rank for channel in silent]
+        silent_ranks = [self.members[channel].rank for channel in silent]
         self._fail_of_itself("; ".join(reports[:10]), frozen=True, silent=silent_ranks[:1000])
         for channel in silent:
             channel.send_urgently()
@@ -430,11 +430,11 @@ class Hub:
 
         A report contains batches and epochs of the same moment, so reports of different age can be compared.
         """
-        ahead = max(self._members.values(), key=lambda member: member.ended, default=None)
+        ahead = max(self.members.values(), key=lambda member: member.ended, default=None)
         if ahead is None:
             return
         epochs, batches = ahead.ended
-        for member in self._members.values():
+        for member in self.members.values():
             its_batches = member.ended[1] if member.ended[0] == epochs else member.batches
             if its_batches > batches or (member.ended[0] == epochs and its_batches < batches):
                 shorter, longer = (ahead, member) if its_batches > batches else (member, ahead)
@@ -446,8 +446,8 @@ class Hub:
 
     def _check_for_broken_barrier(self) -> None:
         """End the run if a rank waits at a barrier at which another one cannot arrive any more."""
-        waiting = [m for m in self._members.values() if m.arrival is not None and m.barriers > self._released]
-        others = (m for m in self._members.values() if m.barriers <= self._released)
+        waiting = [m for m in self.members.values() if m.arrival is not None and m.barriers > self.released]
+        others = (m for m in self.members.values() if m.barriers <= self.released)
         ahead = max(others, key=lambda other: other.batches, default=None)
         for member in waiting:
             assert member.arrival is not None
@@ -469,9 +469,9 @@ class Hub:
 
         A collective in which all ranks wait in the same place is slow, not stuck.
         """
-        members = sorted(self._members.values(), key=lambda member: member.rank)
+        members = sorted(self.members.values(), key=lambda member: member.rank)
         waits = [member.wait for member in members if member.wait is not None and member.wait["seconds"] >= timeout]
-        if not members or len(waits) < len(members) or self._missing:
+        if not members or len(waits) < len(members) or self.missing:
             return
         pairs = zip(members, waits, strict=True)
         places = {(m.batches, m.ended, wait["place"], wait["collectives"]) for m, wait in pairs}
@@ -512,18 +512,16 @@ class Hub:
 
     def _check_for_standstill(self, now: float, timeout: float) -> None:
         """Report once if all ranks are alive and none makes progress."""
-        progress = {member.rank: member.progress for member in self._members.values()}
+        progress = {member.rank: member.progress for member in self.members.values()}
         if progress != self._progress:
             self._progress, self._moved_at, self._standstill_reported = progress, now, False
             return
         last_beats = 2 * seconds_between_beats(self._size, timeout)  # these may show a deadlock
         is_short = now - self._moved_at <= timeout + last_beats
-        has_begun = all(progress.values()) or any(
-            m.wait and m.wait["seconds"] > timeout for m in self._members.values()
-        )
+        has_begun = all(progress.values()) or any(m.wait and m.wait["seconds"] > timeout for m in self.members.values())
         if self._failure is not None or self._standstill_reported or is_short or not has_begun:
             return
-        members = sorted(self._members.values(), key=lambda member: member.rank)
+        members = sorted(self.members.values(), key=lambda member: member.rank)
         if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # no rank is frozen
             self._standstill_reported = True
             where = "; ".join(map(_activity, members[:20]))
@@ -534,7 +532,7 @@ class Hub:
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def _send_to_all(self, message: Message) -> None:
-        for channel in self._members:
+        for channel in self.members:
             self._send(channel, message)
 
     def _send(self, channel: Channel, message: Message) -> None:

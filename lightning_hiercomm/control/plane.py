@@ -119,13 +119,13 @@ class ControlPlane:
         self._is_lost = False
         self.doing = "starting"
         self._progress = 0
-        self._gone: set[int] = set()
+        self.gone: set[int] = set()
         self._barriers = 0  # to which this rank has come
         self._released = 0  # that all ranks have passed
         self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
         self._said: dict[tuple[str, bool], hub.Message] = {}
-        self._listener: socket.socket | None = None
-        self._hub: subprocess.Popen[bytes] | None = None
+        self.listener: socket.socket | None = None
+        self.hub_process: subprocess.Popen[bytes] | None = None
         self._channel: hub.Channel | None = None
         self._waker: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
@@ -145,21 +145,21 @@ class ControlPlane:
         Raises:
             OSError: If that port is taken.
         """
-        self._listener = _listen_on(host, port)
-        invitation = Invitation(host, self._listener.getsockname()[1], secrets.token_hex(16))
-        self._start_hub(self._listener, invitation.token)
+        self.listener = _listen_on(host, port)
+        invitation = Invitation(host, self.listener.getsockname()[1], secrets.token_hex(16))
+        self._start_hub(self.listener, invitation.token)
         return invitation
 
     def _start_hub(self, listener: socket.socket, token: str, patience: float | None = None) -> None:
         # in a separate session, because signals for rank 0 and its children must not end it
         command = [sys.executable, "-I", "-S", hub.__file__]
         handle = listener.fileno()
-        self._hub = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[handle], start_new_session=True)
-        assert self._hub.stdin is not None
+        self.hub_process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[handle], start_new_session=True)
+        assert self.hub_process.stdin is not None
         settings = {"listener": handle, "size": self.size, "token": token, "hang_timeout": self.hang_timeout}
-        settings |= {"gone": sorted(self._gone), "patience": patience}
-        self._hub.stdin.write(json.dumps(settings).encode() + b"\n")
-        self._hub.stdin.flush()
+        settings |= {"gone": sorted(self.gone), "patience": patience}
+        self.hub_process.stdin.write(json.dumps(settings).encode() + b"\n")
+        self.hub_process.stdin.flush()
 
     def join(self, invitation: Invitation) -> None:
         """Connect to the hub.
@@ -172,7 +172,7 @@ class ControlPlane:
         deadline = time.monotonic() + _JOIN_SECONDS
         while True:
             try:
-                link = self._greet(self._call(invitation, deadline - time.monotonic()), invitation)
+                link = self.greet(self.call(invitation, deadline - time.monotonic()), invitation)
                 break
             except (ConnectionResetError, BrokenPipeError):
                 # the hub drops the oldest of too many unknown connections, which may have been this one
@@ -184,17 +184,17 @@ class ControlPlane:
         )
         self._thread.start()
 
-    def _call(self, invitation: Invitation, timeout: float) -> socket.socket:
+    def call(self, invitation: Invitation, timeout: float) -> socket.socket:
         address = (invitation.host, invitation.port)
-        if self._listener is not None:  # rank 0 may not reach its own public address
-            host, port = self._listener.getsockname()[:2]
+        if self.listener is not None:  # rank 0 may not reach its own public address
+            host, port = self.listener.getsockname()[:2]
             address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         where = _named(address[0]), address[1]
         connection = socket.create_connection(where, timeout=max(0.1, timeout))  # type: ignore[arg-type]
         hub.probe_peer(connection)
         return connection
 
-    def _greet(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
+    def greet(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
         """Authenticate; return the channel and the messages after the hub's welcome."""
         channel = hub.Channel(connection)
         messages: list[hub.Message] = []
@@ -256,8 +256,8 @@ class ControlPlane:
         if isinstance(error, KeyboardInterrupt):
             return f"{self.place} was interrupted"
         ended = ""
-        if isinstance(error, RuntimeError) and self._gone:  # it may have waited for them
-            ended = f" ({hub.names_of_ranks(self._gone)} had ended the run before)"
+        if isinstance(error, RuntimeError) and self.gone:  # it may have waited for them
+            ended = f" ({hub.names_of_ranks(self.gone)} had ended the run before)"
         return f"{self.place} failed{ended}: {type(error).__name__}: {error}"
 
     def wait_for_failure(self, timeout: float) -> str | None:
@@ -349,14 +349,14 @@ class ControlPlane:
             arrival = {"number": number, "batches": self._batch, "purpose": purpose, "what": what, "line": line}
             self._say({"kind": "arrive", **arrival, "steps": [*steps]})
             is_over = self._changed.wait_for(
-                lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self._gone,
+                lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self.gone,
                 timeout=self._timeout,
             )
             self.check()
             where = hub.in_line(line)
             if not is_over:
                 raise RankFailure(f"{self.place} has waited{where} for other ranks for timeout={self._timeout:g} s")
-            if self._released < number and 0 in self._gone:
+            if self._released < number and 0 in self.gone:
                 raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{where} for it")
 
     def close(self) -> None:
@@ -374,13 +374,13 @@ class ControlPlane:
             for end in self._waker:
                 end.close()
             self._waker = None
-        if self._hub is not None:
+        if self.hub_process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._hub.communicate(timeout=2.0)  # it ends when rank 0 has left
-            self._hub = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+                self.hub_process.communicate(timeout=2.0)  # it ends when rank 0 has left
+            self.hub_process = None
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
 
     def _say(self, message: hub.Message) -> None:
         self._outbox.put(message)
@@ -390,7 +390,7 @@ class ControlPlane:
 
     def forget(self) -> None:
         """Close connections that a forked child has inherited, because they would hide the death of this rank."""
-        inherited = [self._channel, self._listener, self._hub and self._hub.stdin, *(self._waker or ())]
+        inherited = [self._channel, self.listener, self.hub_process and self.hub_process.stdin, *(self._waker or ())]
         for connection in inherited:
             if connection is not None:
                 connection.close()
@@ -426,10 +426,10 @@ class ControlPlane:
                 for message in messages:
                     if message["kind"] == "closed":
                         with self._changed:
-                            self._gone.add(0)
+                            self.gone.add(0)
                             self._changed.notify_all()
                         return
-                    self._receive(message)
+                    self.receive(message)
                 while not self._outbox.empty():
                     message = self._outbox.get()
                     self._said[message["kind"], "round" in message] = message  # for a new hub
@@ -454,19 +454,19 @@ class ControlPlane:
     def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
         """Return a new connection after the old one broke; None if rank 0 died, or starts no hub."""
         log.warning("%s lost the connection to the control plane's hub and looks for a new one", self.place)
-        if self._hub is not None and self._listener is not None:
-            self._hub.kill()
-            self._hub.wait()
-            self._start_hub(self._listener, invitation.token, patience=_REJOIN_SECONDS)
+        if self.hub_process is not None and self.listener is not None:
+            self.hub_process.kill()
+            self.hub_process.wait()
+            self._start_hub(self.listener, invitation.token, patience=_REJOIN_SECONDS)
         deadline = time.monotonic() + _REJOIN_SECONDS
         while not self._closing.is_set() and time.monotonic() < deadline:
             try:
-                connection = self._call(invitation, timeout=2.0)
+                connection = self.call(invitation, timeout=2.0)
             except OSError:  # rank 0's socket accepts connections as long as rank 0 is alive
                 self._learn_failure("rank 0 died, and the control plane's hub with it")
                 return None
             with contextlib.suppress(OSError):
-                return self._greet(connection, invitation)
+                return self.greet(connection, invitation)
             self._closing.wait(0.2)
         if self._closing.is_set():
             return None
@@ -480,7 +480,7 @@ class ControlPlane:
         )
         return None
 
-    def _receive(self, message: hub.Message) -> None:
+    def receive(self, message: hub.Message) -> None:
         if message["kind"] == "failed":
             if message.get("frozen"):
                 process.dump_stacks(f"{message['message']}. What {self.place} does:")
@@ -489,7 +489,7 @@ class ControlPlane:
         elif message["kind"] == "dump":
             process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
         elif message["kind"] == "left":
-            self._gone.add(message["rank"])
+            self.gone.add(message["rank"])
         elif message["kind"] == "release":
             with self._changed:
                 self._released = max(self._released, message["number"])

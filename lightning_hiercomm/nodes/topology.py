@@ -100,8 +100,8 @@ class Topology:
         self.node = next(m for m, ranks in enumerate(self.nodes) if rank in ranks)
         self.local_rank = self.nodes[self.node].index(rank)
         self.num_shards = min(map(len, self.nodes))
-        self._connect = connect
-        self._duplicates: list[Topology] = []
+        self.connect = connect
+        self.duplicates: list[Topology] = []
         self._groups: dict[str, Sequence[Sequence[int]]] = {}
         self.is_closed = False
         self.is_left_behind = False
@@ -119,7 +119,7 @@ class Topology:
             raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
         self._given_weights = tuple(weights)
         self.weights, self._node_weights = _shares(self._given_weights, self.nodes)
-        for other in self._duplicates:
+        for other in self.duplicates:
             other.set_weights(weights)
 
     @property
@@ -191,7 +191,7 @@ class Topology:
         """
         for name, ranks in groups.items():
             self._groups[name] = ranks
-            self.holders[name] = Holders(self._require(self._connect(ranks, "intra")), len(ranks[0]))
+            self.holders[name] = Holders(self._require(self.connect(ranks, "intra")), len(ranks[0]))
 
     def duplicate(self) -> Topology:
         """Duplicate the communicators, for asynchronous collectives outside of the training thread; collective.
@@ -211,8 +211,8 @@ class Topology:
     def _duplicate(self, nodes: Sequence[Sequence[int]]) -> Topology:
         # the given weights: normalizing twice may change the last bit
         given = self._given_weights
-        other = Topology(nodes, self.rank, self._connect, self.meter, given, self.waits_on_host, self.world)
-        self._duplicates.append(other)
+        other = Topology(nodes, self.rank, self.connect, self.meter, given, self.waits_on_host, self.world)
+        self.duplicates.append(other)
         return other
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class Topology:
         if self.is_closed:
             return
         self.is_closed = True
-        for other in self._duplicates:
+        for other in self.duplicates:
             other.close()
         divided = [self.holders[name].group for name in self._groups]
         for communicator in (self.world if self._owns_world else None, self.intra, self.inter, *divided):

@@ -45,8 +45,8 @@ class ShardedGradients:
         bucket_bytes: int,
     ) -> None:
         self.parameters = list(dict.fromkeys(parameters))
-        self._path = path
-        self._topology = topology
+        self.path = path
+        self.topology = topology
         held = {id(local(parameter)): parameter for parameter in reversed(self.parameters)}
         shares = shares_of(self.parameters, node)
         self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
@@ -79,7 +79,7 @@ class ShardedGradients:
         self.average()
         if self._leaves_early is None:
             several = torch.tensor([max(self._times_written.values(), default=0)], device=self._device)
-            self._topology.world.all_reduce(several, op="max").wait()
+            self.topology.world.all_reduce(several, op="max").wait()
             self._leaves_early = int(several) <= 1
 
     @outside_autocast()
@@ -94,7 +94,7 @@ class ShardedGradients:
         are_somewhere = torch.ones(len(are_here), dtype=torch.uint8, device=self._device)
         if not has_all:
             are_somewhere = torch.tensor(are_here, dtype=torch.uint8, device=self._device)
-        inter = self._topology.inter  # ranks of a node with the same parameters use the same ones
+        inter = self.topology.inter  # ranks of a node with the same parameters use the same ones
         assert inter is not None
         asked = inter.all_reduce(are_somewhere, op="max", waiting=True)
         while self._in_flight:
@@ -134,17 +134,17 @@ class ShardedGradients:
         self._sent += 1
         for stream in {self._written_in[id(p)] for p in self._owners[index] if id(p) in self._written_in}:
             streams.current(self._device).wait_stream(stream)
-        flat = bucket.empty(multiple_of=self._topology.holders[bucket.held_by].num_shards)
+        flat = bucket.empty(multiple_of=self.topology.holders[bucket.held_by].num_shards)
         for parameter, (piece, values) in zip(self._owners[index], bucket.split(flat), strict=True):
             if parameter.grad is None:
                 values.zero_()
             else:
                 parameter.grad = placed_as(parameter.grad, parameter)
                 values.copy_(local(parameter.grad).reshape(-1)[piece.start : piece.start + piece.length])
-        if self._path.keeps_back:
+        if self.path.keeps_back:
             owners = zip(self._owners[index], bucket.slices, strict=True)
-            self._path.note_contents(index, ((parameter, piece.start) for parameter, piece in owners))
-        handle = self._path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
+            self.path.note_contents(index, ((parameter, piece.start) for parameter, piece in owners))
+        handle = self.path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
         self._in_flight.append((index, flat, handle))
         if len(self._in_flight) == BUCKETS_IN_FLIGHT:
             self._finish()

@@ -139,6 +139,7 @@ class RunningScheme(Generic[S]):
     Attributes:
         config: As above.
         state: All that changes: counters, phases, pending exchanges.
+        state_type: Its dataclass.
         gradients: The ranks over which gradients are averaged in the present phase.
         phase: The name of the present phase, for progress bars.
         replica: The parameters (and float buffers) that are synchronized.
@@ -151,6 +152,7 @@ class RunningScheme(Generic[S]):
 
     phase: str = "training"
     state: SchemeState
+    state_type: type[SchemeState] = SchemeState
 
     def __init__(self, config: S, context: Context) -> None:
         topology = context.topology
@@ -167,7 +169,7 @@ class RunningScheme(Generic[S]):
         )
         self.guard.follow(self.replica)
         self.state = self._new_state()
-        self._backgrounds: list[Background] = []
+        self.backgrounds: list[Background] = []
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
@@ -253,13 +255,14 @@ class RunningScheme(Generic[S]):
         Args:
             timeout: Seconds to wait for each; a thread that is stuck in a collective is left behind.
         """
-        for background in self._backgrounds:
+        for background in self.backgrounds:
             background.close(timeout)
 
     # ---- the averaged model --------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Wait for pending exchanges, and keep what they bring for its scheduled merge."""
+        self.state.settle()
 
     def synchronize(self) -> None:
         """Write the averaged parameters to the replica: the weighted mean over all ranks.
@@ -336,7 +339,7 @@ class RunningScheme(Generic[S]):
     # ---- for schemes ---------------------------------------------------------------------------------------------
 
     def _new_state(self) -> SchemeState:
-        return SchemeState()
+        return self.state_type()
 
     def before_step(self, last: bool) -> Update | None:
         """Prepare the user's step.
@@ -398,7 +401,7 @@ class RunningScheme(Generic[S]):
         """
         puts_off = waits_for_nodes and self.topology.waits_on_host
         background = Background(self.replica.device, self.topology.meter, puts_off=puts_off)
-        self._backgrounds.append(background)
+        self.backgrounds.append(background)
         return background
 
     @property

@@ -159,11 +159,19 @@ class GossipState(SchemeState):
     pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
     has_new_nodes: bool = field(default=False, metadata=TRANSIENT)
 
+    @property
+    def is_settled(self) -> bool:
+        return not self.pending
+
+    def settle(self) -> None:
+        self.pending.settle()
+
 
 class RunningGossip(RunningScheme[Gossip]):
     """Gossip at work."""
 
     state: GossipState
+    state_type = GossipState
     phase = "gossip"
 
     def __init__(self, config: Gossip, context: Context) -> None:
@@ -177,9 +185,6 @@ class RunningGossip(RunningScheme[Gossip]):
         self._segments, self._peers = self._cut(context.replica)
         self.state.weights = self._equal_weights()
 
-    def _new_state(self) -> GossipState:
-        return GossipState()
-
     # ---- a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
@@ -188,7 +193,7 @@ class RunningGossip(RunningScheme[Gossip]):
         self._restart()
 
     def before_step(self, last: bool) -> Update | None:
-        has_plain_weights = all(weight == 1.0 for weight in self._own_weights)
+        has_plain_weights = all(weight == 1.0 for weight in self.own_weights)
         if self.is_alone or not (self.state.pending or self._share_of_updates != 1.0 or not has_plain_weights):
             return None
         return self._mix_and_step
@@ -203,9 +208,6 @@ class RunningGossip(RunningScheme[Gossip]):
         self._send()
         if not self.config.overlap:
             self._merge()
-
-    def settle(self) -> None:
-        self.state.pending.settle()
 
     def _write_mean(self) -> bool:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
@@ -235,7 +237,7 @@ class RunningGossip(RunningScheme[Gossip]):
         was_nonfinite = self._merge()
         if optimizer_step is None or was_nonfinite:  # its gradients are those of what it was
             return
-        weights, share = self._own_weights, self._share_of_updates
+        weights, share = self.own_weights, self._share_of_updates
         seen = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
         self._scale(weights)
         before = [parameter.detach().clone() for parameter in self.replica.parameters] if share != 1.0 else []
@@ -341,7 +343,7 @@ class RunningGossip(RunningScheme[Gossip]):
         return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
-        go_on, own = super().before_nodes_change(), self._own_weights
+        go_on, own = super().before_nodes_change(), self.own_weights
 
         def go_on_with_weights() -> None:
             go_on()
@@ -354,7 +356,7 @@ class RunningGossip(RunningScheme[Gossip]):
         """Hear what push-sum weights nodes have that have come together; who comes has 1. Collective."""
         if self.state.has_new_nodes:
             self._compare_with_other_ranks(self._segments)
-            everyone = self.topology.world.all_gather_object(self._own_weights)
+            everyone = self.topology.world.all_gather_object(self.own_weights)
             of_nodes = [everyone[ranks[0]] for ranks in self.topology.nodes]
             self.state.weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
             self.state.has_new_nodes = False
@@ -379,7 +381,7 @@ class RunningGossip(RunningScheme[Gossip]):
         ]
 
     @property
-    def _own_weights(self) -> list[float]:
+    def own_weights(self) -> list[float]:
         """This node's push-sum weight, by segment."""
         return [weights[self.topology.node] for weights in self.state.weights]
 

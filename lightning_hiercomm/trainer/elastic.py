@@ -23,7 +23,7 @@ from lightning_hiercomm._lightning.healing import (
     take_state,
     tell_stage_of_dataloaders,
 )
-from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
+from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
@@ -206,7 +206,7 @@ class ElasticNode:
         self.membership.leave(at_once=at_once and not self._was_told_to_leave, is_over=not at_once)
         prepare_train_dataloaders_again(self._trainer)
         draw_train_data_once(self._trainer)
-        number_names_as_ever(self._trainer)
+        restore_numbering(self._trainer)
 
 
 def elastic_node(

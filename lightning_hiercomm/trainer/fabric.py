@@ -156,7 +156,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     @property
     def schemes(self) -> list[RunningScheme[Scheme]]:
         """One per optimizer, in the order of ``fabric.setup``."""
-        return [scheme for run in self._runs for scheme in run.schemes]
+        return [scheme for run in self.runs for scheme in run.schemes]
 
     @property
     def node_process_group(self) -> dist.ProcessGroup | None:
@@ -255,13 +255,13 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._keep_loss(tensor)
         with ExitStack() as backward:
-            for run in self._runs:
+            for run in self.runs:
                 run.note_loss_scale(self.precision)
                 run.optimizer_steps.end_forward()
                 backward.enter_context(run.backward())
             super().backward(tensor, module, *args, **kwargs)
         self._has_gone_backward = True
-        self._reduction.end_backward(self._runs, self._topology, self.root_device)
+        self._reduction.end_backward(self.runs, self._topology, self.root_device)
         for own in self._loop.modules:
             own.reduce_late()
             own.check_unused(type(self))
@@ -326,7 +326,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     @contextmanager
     def _excused(self) -> Iterator[None]:
         with ExitStack() as excused:
-            for run in self._runs:
+            for run in self.runs:
                 excused.enter_context(run.optimizer_steps.excused())
             yield
 
@@ -353,7 +353,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         rest = super().load_checkpoint(path, state, *args, **kwargs)
         if not state:  # the program only reads the file
             return rest
-        read = [run for run in self._runs if _holds(state, run.module)]
+        read = [run for run in self.runs if _holds(state, run.module)]
         for run in read:
             run.begin_from_module()  # all ranks have read the same
         self._loop.load_modules()
@@ -382,7 +382,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         return self.topology
 
     @property
-    def _runs(self) -> list[TrainingRun]:
+    def runs(self) -> list[TrainingRun]:
         return self._loop.runs
 
 

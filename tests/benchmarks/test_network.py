@@ -59,8 +59,8 @@ def test_eight_nodes_have_a_link_each_and_reach_each_other() -> None:
     with network.NamespaceNetwork(8) as eight:
         eight.set_rate(500)
         for node in eight.nodes:
-            for namespace, interface in eight._ends(node):
-                assert "rate 500Mbit" in network._command("tc", "-n", namespace, "qdisc", "show", "dev", interface)
+            for namespace, interface in eight.ends(node):
+                assert "rate 500Mbit" in network.command("tc", "-n", namespace, "qdisc", "show", "dev", interface)
         first, last = eight.nodes[0], eight.nodes[-1]
         listening = "import socket; s = socket.create_server(('', 5000)); s.accept()[0].sendall(b'here')"
         asking = (
@@ -69,8 +69,8 @@ def test_eight_nodes_have_a_link_each_and_reach_each_other() -> None:
         with open(os.devnull, "wb") as nowhere:
             eight.start(first, [sys.executable, "-c", listening], {}, nowhere)
             asked = ["ip", "netns", "exec", str(last.namespace), sys.executable, "-c", asking]
-            assert network._command(*asked).strip() == "b'here'"
-    assert first.namespace not in network._command("ip", "netns", "list")
+            assert network.command(*asked).strip() == "b'here'"
+    assert first.namespace not in network.command("ip", "netns", "list")
 
 
 def test_leaving_ends_what_was_started(tmp_path: Path) -> None:

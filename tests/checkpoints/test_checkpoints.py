@@ -96,7 +96,7 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
         assert on_two_nodes(scheme(after), work) == [((5, 5, 0), (10, 5, 1))] * 2
     names = [type(scheme(name)).__name__ for name in (before, after)]
     told = [str(warning.message) for warning in caught if "the checkpoint was saved with" in str(warning.message)]
-    expected = f"the checkpoint was saved with {names[0]}: {names[1]} goes on from its parameters"
+    expected = f"the checkpoint was saved with {names[0]}: {names[1]} continues from its parameters"
     assert [message.startswith(expected) for message in told] == [True] * (before != after)
 
 

@@ -90,7 +90,7 @@ def test_a_kill_during_slurms_checkpoint_keeps_the_one_before(tmp_path, monkeypa
 def test_two_interleaved_writes_of_a_file_are_both_complete(path, monkeypatch, ends):
     """As a node that was stopped in its write, and whose place another has taken since."""
     newest = {"x": torch.full((300,), 2.0)}
-    save = durable._save
+    save = durable._save  # noqa: SLF001
 
     def write_between(checkpoint, file):
         save(checkpoint, file)

@@ -72,11 +72,11 @@ def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(fake_dev
     monkeypatch.setattr("lightning_hiercomm.comm.mpi._progress", lambda: progress)
     with fake_device.watching():
         sent, received = torch.arange(3.0) + 1, torch.zeros(3)
-        moved = communicator._exchange([(sent, 0)], [(received, 0)])  # with itself, as MPI allows
+        moved = communicator._exchange([(sent, 0)], [(received, 0)])  # with itself, as MPI allows  # noqa: SLF001
         moved.wait()
         assert fake_device.waits == []  # for the GPU; that MPI is done is asked on a thread of its own
         assert received.tolist() == [1.0, 2.0, 3.0]
-        again = communicator._exchange([(sent + 1, 0)], [(received, 0)]).future(received)
+        again = communicator._exchange([(sent + 1, 0)], [(received, 0)]).future(received)  # noqa: SLF001
         assert again.wait().tolist() == [2.0, 3.0, 4.0]
     communicator.close()
     progress.close()
@@ -96,8 +96,8 @@ def test_what_went_wrong_on_a_gpu_reaches_whoever_waits_for_a_move_of_it(fake_de
 
     monkeypatch.setattr(FakeEvent, "query", query)
     with fake_device.watching():
-        move = communicator._exchange([(torch.ones(3), 0)], [(torch.zeros(3), 0)])
-        move._completion._ended.wait(5.0)
+        move = communicator._exchange([(torch.ones(3), 0)], [(torch.zeros(3), 0)])  # noqa: SLF001
+        move._completion._ended.wait(5.0)  # noqa: SLF001
         assert move.is_done()
         with pytest.raises(RuntimeError, match="device-side assert"):
             move.wait()

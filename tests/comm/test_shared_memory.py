@@ -66,7 +66,7 @@ def lose_a_member(rank):
     group = rank.group(twin="lost")
     group.barrier()
     if rank.rank == 3:
-        for line in group._lines:  # as the kernel does when a process dies
+        for line in group.lines:  # as the kernel does when a process dies
             line.close()
         return
     started = time.monotonic()
@@ -115,7 +115,7 @@ def test_only_groups_whose_members_can_share_memory_do(world):
 def leave_nothing_behind(rank):
     group = rank.connect(PAIRS, "intra")
     group.all_reduce(torch.zeros(3)).wait()
-    lines = group._lines
+    lines = group.lines
     assert not [name for name in os.listdir("/dev/shm") if "hiercomm" in name]
     group.close()
     assert all(line.fileno() == -1 for line in lines)

@@ -42,7 +42,7 @@ def test_no_more_than_64_mib_are_kept():
     known = {address(tensor) for tensor in taken}
     again = [spares.take(2**20, torch.float32, CPU) for _ in range(20)]
     assert sum(address(tensor) in known for tensor in again[:16]) == 16
-    assert sum(spare.nbytes for spare in spares._free) == 0
+    assert sum(spare.nbytes for spare in spares.kept) == 0
 
 
 def test_other_devices_keep_what_is_freed_themselves():
@@ -50,7 +50,7 @@ def test_other_devices_keep_what_is_freed_themselves():
     taken = spares.take(5, torch.float32, torch.device("meta"))
     assert taken.device.type == "meta"
     spares.give_back(taken)
-    assert not spares._free
+    assert not spares.kept
 
 
 def test_memory_from_inference_mode_can_be_written_in_training():
@@ -68,4 +68,4 @@ def test_tensors_without_elements_do_not_pile_up():
     spares = Spares()
     for _ in range(3):
         spares.give_back(spares.take(0, torch.float32, CPU))
-    assert not spares._free
+    assert not spares.kept

@@ -179,7 +179,7 @@ def test_ranks_of_a_node_launch_what_moves_inside_it_in_one_order(on_nonfinite, 
 
     def work(topology) -> list[tuple[int, str]]:
         trained(topology, with_policy(SCHEMES["alone"], on_nonfinite=on_nonfinite), wire=None)
-        return topology.intra._launched
+        return topology.intra._launched  # noqa: SLF001
 
     launched = on_ranks(work, ((0, 1, 2), (3, 4)), connect=noting, waits_on_host=True)
     assert launched[0] == launched[1] == launched[2]

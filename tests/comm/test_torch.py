@@ -54,7 +54,7 @@ def pretend(rank: int, size: int = 5) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
-@pytest.mark.skipif(not over_torch._names_agree(), reason="before torch 2.14 all ranks make all groups")
+@pytest.mark.skipif(not over_torch.group_names_agree(), reason="before torch 2.14 all ranks make all groups")
 @pytest.mark.parametrize("rank", range(5))
 def test_a_rank_makes_its_own_groups_only_and_as_many_as_every_other(rank, made):
     pretend(rank)
@@ -80,8 +80,8 @@ def test_all_ranks_make_all_groups_where_names_may_differ(made, monkeypatch):
         ("3.0", True),
     ):
         monkeypatch.setattr(torch, "__version__", version)
-        assert over_torch._names_agree() == agree
-    monkeypatch.setattr(over_torch, "_names_agree", lambda: False)
+        assert over_torch.group_names_agree() == agree
+    monkeypatch.setattr(over_torch, "group_names_agree", lambda: False)
     pretend(4)
     assert connect_torch(Meter())(NODES, "intra").ranks == (3, 4)
     assert [ranks for ranks, _ in made] == list(NODES)
@@ -94,7 +94,7 @@ def test_where_all_ranks_make_all_groups_every_rank_is_in_one_of_them(rank, made
 
     Ranks in no lane split it once more than others, and waited for ever.
     """
-    monkeypatch.setattr(over_torch, "_names_agree", lambda: False)
+    monkeypatch.setattr(over_torch, "group_names_agree", lambda: False)
     pretend(rank)
     lane = connect_torch(Meter())(LANES, "inter")
     assert (lane and list(lane.ranks)) == (None if rank == 2 else LANES[rank % 3])
@@ -111,7 +111,7 @@ def _groups_of_one(folder):
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
     default = dist.distributed_c10d._get_default_group()
     default.bound_device_id = torch.device("cuda", 0)
-    over_torch._names_agree = lambda: False  # then all ranks make all groups
+    over_torch.group_names_agree = lambda: False  # then all ranks make all groups
     own = connect_torch(Meter())([[0], [1]], "intra")
     try:
         return own.ranks, str(default.bound_device_id)
@@ -132,7 +132,7 @@ def test_large_groups_connect_when_needed_unless_somebody_says_otherwise(made, m
 
 def test_an_error_of_a_large_group_names_a_few_of_its_ranks(made):
     pretend(0, size=4000)
-    error = TorchCommunicator(None, range(4000), 0, "world", Meter())._failure(RuntimeError("reset by peer"))
+    error = TorchCommunicator(None, range(4000), 0, "world", Meter()).failure(RuntimeError("reset by peer"))
     assert str(error) == "rank 0 lost its world group (ranks [0, 1, 2, 3, 4, 5, 6, 7] and 3992 more): reset by peer"
 
 
@@ -241,7 +241,7 @@ class Work:
 
 def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo, fake_device):
     work, bucket = Work(), torch.ones(3)
-    handle = over_gloo._launch(lambda: [work], [bucket])
+    handle = over_gloo._launch(lambda: [work], [bucket])  # noqa: SLF001
     assert handle.future(bucket).wait() is bucket
     assert work.waits == 1
 
@@ -256,7 +256,7 @@ def test_reduce_scatter_of_a_gpu_over_gloo_keeps_its_inputs_alive(over_gloo, fak
         output, tensor = torch.zeros(3), torch.arange(3.0)
         background = Background(output.device, Meter())
         background.uses(output)
-        job = background.submit(over_gloo._reduce_scatter(output, tensor).wait)
+        job = background.submit(over_gloo._reduce_scatter(output, tensor).wait)  # noqa: SLF001
         torch.ones(3)  # which may get the memory of what has been given back
         job.wait()
         assert output.tolist() == [0.0, 1.0, 2.0]
@@ -274,7 +274,7 @@ def test_gloo_gets_no_address_of_a_gpu_s_memory(over_gloo, fake_device, monkeypa
     monkeypatch.setattr(over_gloo, "_post", post)
     with fake_device.watching():
         sent, received = torch.arange(3.0), torch.zeros(3)
-        handle = over_gloo._exchange([(sent, 1)], [(received, 1)])
+        handle = over_gloo._exchange([(sent, 1)], [(received, 1)])  # noqa: SLF001
         handle.wait()
         assert fake_device.waits == ["an event"]
         assert received.tolist() == [0.0, 1.0, 2.0]

@@ -144,7 +144,7 @@ def test_a_crowd_of_strangers_keeps_no_rank_out(served):
     assert is_closed(early)
     assert is_closed(crowd[0])
     served.member(1)
-    assert len(served.hub._strangers) <= hub.MAX_STRANGERS + 3
+    assert len(served.hub.strangers) <= hub.MAX_STRANGERS + 3
 
 
 def test_the_token_is_not_said(served):
@@ -272,7 +272,7 @@ class Beating:
     def __init__(self, served: Served, ranks: int = 3) -> None:
         self.members = [served.member(rank) for rank in range(ranks)]
         self.news: list[list[dict]] = [[] for _ in self.members]
-        self._channels = [hub.Channel(member) for member in self.members]
+        self.channels = [hub.Channel(member) for member in self.members]
 
     def beat(self, seconds: float, *alive: int, progress: bool = True, stuck: tuple[str, float] = ("", 0.0)) -> None:
         """Stuck is the last of the living."""
@@ -287,7 +287,7 @@ class Beating:
         """One beat."""
         said = {"doing": "", "progress": 0, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0), **what}
         said = {"wait": None, "line": "", **said}
-        self._channels[rank].send({"kind": "beat", **said})
+        self.channels[rank].send({"kind": "beat", **said})
 
     def hear(self) -> None:
         """Keep what the hub has said."""
@@ -458,7 +458,7 @@ def test_ranks_that_wait_at_different_batches_end_the_run(serve):
 
 def test_ranks_that_wait_for_one_that_has_left_end_the_run(serve):
     ranks = Beating(serve(size=3, hang_timeout=60.0))
-    ranks._channels[2].send({"kind": "bye"})
+    ranks.channels[2].send({"kind": "bye"})
     for rank in (0, 1):
         ranks.say(rank, wait=BACKWARD)
     assert read(ranks.members[0]) == {"kind": "left", "rank": 2}
@@ -493,7 +493,7 @@ ARRIVAL["steps"] = []
 def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
     for rank, steps in enumerate(([4, 2], [4, 3])):
-        ranks._channels[rank].send({**ARRIVAL, "steps": steps})
+        ranks.channels[rank].send({**ARRIVAL, "steps": steps})
     assert read(ranks.members[0])["message"] == (
         "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers. All ranks must take"
         " equally many steps: give them equally many batches, or set limit_train_batches, and in manual optimization"
@@ -504,18 +504,18 @@ def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(serve):
 def test_ranks_pass_a_barrier_when_all_have_come(serve):
     ranks = Beating(serve(hang_timeout=60.0))
     for rank in (0, 1):
-        ranks._channels[rank].send(ARRIVAL)
+        ranks.channels[rank].send(ARRIVAL)
     time.sleep(0.2)
     ranks.hear()
     assert ranks.news == [[], [], []]
-    ranks._channels[2].send(ARRIVAL)
+    ranks.channels[2].send(ARRIVAL)
     assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 3
 
 
 def test_a_new_hub_lets_ranks_pass_a_barrier_that_others_have_passed_before(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[0].send(ARRIVAL)
-    ranks._channels[1].send({**ARRIVAL, "number": 2})
+    ranks.channels[0].send(ARRIVAL)
+    ranks.channels[1].send({**ARRIVAL, "number": 2})
     assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 2
 
 
@@ -537,22 +537,22 @@ def test_a_barrier_of_many_ranks_takes_time_in_proportion_to_them():
     size = 500
     with socket.create_server(("127.0.0.1", 0)) as listener:
         center = hub.Hub(listener, size=size, token=TOKEN)
-        center._missing, center._send_to_all = set(), lambda message: None
-        center._members = {object(): Member(rank, f"rank {rank}", 0.0) for rank in range(size)}
-        last, *channels = center._members
+        center.missing, center._send_to_all = set(), lambda message: None  # noqa: SLF001
+        center.members = {object(): Member(rank, f"rank {rank}", 0.0) for rank in range(size)}
+        last, *channels = center.members
         for channel in channels:
-            center._handle(channel, ARRIVAL)
-        center._check_for_broken_barrier()
-        assert center._released == 0
-        center._handle(last, ARRIVAL)
-    assert center._released == 1
+            center.handle(channel, ARRIVAL)
+        center._check_for_broken_barrier()  # noqa: SLF001
+        assert center.released == 0
+        center.handle(last, ARRIVAL)
+    assert center.released == 1
     assert reads < 10 * size
 
 
 def test_a_rank_that_saves_while_another_validates_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[0].send({**ARRIVAL, "purpose": "save"})
-    ranks._channels[1].send(ARRIVAL)
+    ranks.channels[0].send({**ARRIVAL, "purpose": "save"})
+    ranks.channels[1].send(ARRIVAL)
     assert read(ranks.members[0])["message"] == (
         "rank 0 called trainer.save_checkpoint, and rank 1 asked for the averaged model in train.py:3 (on_fit). Call"
         " trainer.save_checkpoint on all ranks; only rank 0 writes the file"
@@ -561,9 +561,9 @@ def test_a_rank_that_saves_while_another_validates_ends_the_run(serve):
 
 def test_values_logged_on_some_ranks_only_end_the_run(serve):
     ranks = Beating(serve(size=3, hang_timeout=60.0), ranks=3)
-    ranks._channels[0].send({**ARRIVAL, "purpose": "save", "line": ""})
+    ranks.channels[0].send({**ARRIVAL, "purpose": "save", "line": ""})
     for rank in (1, 2):
-        ranks._channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
+        ranks.channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
     assert read(ranks.members[0])["message"] == (
         "ranks 1, 2 reduced a value (sum of float32) in train.py:3 (on_fit), and rank 0 called trainer.save_checkpoint."
         " Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"
@@ -573,7 +573,7 @@ def test_values_logged_on_some_ranks_only_end_the_run(serve):
 def test_ranks_that_reduce_different_values_end_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
     for rank, what in enumerate([" (sum of float32)", " (sum of int64)"]):
-        ranks._channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": what})
+        ranks.channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": what})
     assert (
         "rank 0 reduced a value (sum of float32), and rank 1 reduced a value (sum of int64) in train.py:3"
         in (read(ranks.members[0])["message"])
@@ -582,7 +582,7 @@ def test_ranks_that_reduce_different_values_end_the_run(serve):
 
 def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[0].send({**ARRIVAL, "purpose": "save"})
+    ranks.channels[0].send({**ARRIVAL, "purpose": "save"})
     ranks.say(1, batches=4)
     ranks.say(1, batches=5)
     assert read(ranks.members[0])["message"] == (
@@ -594,21 +594,21 @@ def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(serve):
 @pytest.mark.parametrize("hang_timeout", [60.0, None])
 def test_a_rank_that_leaves_before_a_barrier_ends_the_run(serve, hang_timeout):
     ranks = Beating(serve(size=2, hang_timeout=hang_timeout), ranks=2)
-    ranks._channels[0].send(ARRIVAL)
-    ranks._channels[1].send({"kind": "bye"})
+    ranks.channels[0].send(ARRIVAL)
+    ranks.channels[1].send({"kind": "bye"})
     assert read(ranks.members[0]) == {"kind": "left", "rank": 1}
     assert "rank 0 asked for the averaged model after 4 batches of the run" in read(ranks.members[0])["message"]
 
 
 def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0, gone=[1]), ranks=1)
-    ranks._channels[0].send(ARRIVAL)
+    ranks.channels[0].send(ARRIVAL)
     assert "and rank 1 has ended its run" in read(ranks.members[0])["message"]
 
 
 def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks._channels[1].send({**ARRIVAL, "purpose": "end", "batches": 8, "line": ""})
+    ranks.channels[1].send({**ARRIVAL, "purpose": "end", "batches": 8, "line": ""})
     ranks.say(0, batches=8, ended=(1, 8))
     ranks.say(0, batches=9, ended=(1, 8))
     message = read(ranks.members[0])["message"]
@@ -676,7 +676,7 @@ def test_rank_zero_hears_who_left_for_the_hub_that_it_may_have_to_start(served):
 def test_ranks_that_come_all_at_once_are_all_let_in_and_leave_with_a_message_each(serve, monkeypatch):
     size = 300
     told: list[str] = []
-    tell = hub.Hub._send
+    tell = hub.Hub._send  # noqa: SLF001
     monkeypatch.setattr(
         hub.Hub, "_send", lambda self, channel, said: (told.append(said["kind"]), tell(self, channel, said))
     )

@@ -33,10 +33,10 @@ class Star:
         return self.planes
 
     def lose_hub(self) -> None:
-        hub = self.planes[0]._hub
+        hub = self.planes[0].hub_process
         assert hub is not None
         os.kill(hub.pid, 9)
-        wait_until(lambda: self.planes[0]._hub is not hub)
+        wait_until(lambda: self.planes[0].hub_process is not hub)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_only_the_first_failure_counts(star):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_a_connection_that_breaks_is_a_death(star, capfd, host):
     planes = star(2, host, joining=1)
-    channel, _ = planes[1]._greet(planes[1]._call(star.invitation, 5.0), star.invitation)
+    channel, _ = planes[1].greet(planes[1].call(star.invitation, 5.0), star.invitation)
     channel.close()
     assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) died"
     # the hub says so itself, because a launcher may end everybody else at once
@@ -167,11 +167,11 @@ def test_a_barrier_outlasts_a_lost_hub(star):
 def test_an_error_after_other_ranks_have_ended_names_them(star):
     planes = star(3)
     planes[2].close()
-    wait_until(lambda: planes[0]._gone)
+    wait_until(lambda: planes[0].gone)
     described = planes[0].description(RuntimeError("Connection closed"))
     assert described == "rank 0 (node 0) failed (rank 2 had ended the run before): RuntimeError: Connection closed"
     planes[0].close()
-    wait_until(lambda: planes[1]._gone)
+    wait_until(lambda: planes[1].gone)
     assert "failed (rank 0 had ended the run before)" in planes[1].description(RuntimeError("Connection closed"))
 
 
@@ -212,17 +212,17 @@ def test_a_rank_that_has_not_heard_where_to_save_when_the_hub_is_lost_hears_it_f
     planes, begun = star(3), (3, 10, 6)
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
-    receive, missed = planes[2]._receive, []
-    planes[2]._receive = lambda message: missed.append(message) if message["kind"] == "stop_at" else receive(message)
+    receive, missed = planes[2].receive, []
+    planes[2].receive = lambda message: missed.append(message) if message["kind"] == "stop_at" else receive(message)
     planes[0].request_requeue()
     wait_until(lambda: all(plane.requeue_requested for plane in planes))
     assert stopping_batches(planes[:2], begun[:2]) == [11, 11]
     for plane in planes[:2]:
         plane.go_on()
     wait_until(lambda: missed)
-    planes[2]._receive = receive
+    planes[2].receive = receive
     star.lose_hub()
-    wait_until(lambda: planes[2]._stop_at is not None)
+    wait_until(lambda: planes[2]._stop_at is not None)  # noqa: SLF001
     assert stopping_batches(planes[2:], begun[2:]) == [11]
 
 
@@ -274,7 +274,7 @@ def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
 
 def test_what_the_lost_hub_did_not_pass_on_the_new_one_does(star):
     planes = star(3)
-    planes[0]._said["failed"] = {"kind": "failed", "message": "told to the old hub"}
+    planes[0]._said["failed"] = {"kind": "failed", "message": "told to the old hub"}  # noqa: SLF001
     star.lose_hub()
     assert planes[2].wait_for_failure(5.0) == "told to the old hub"
 
@@ -295,7 +295,7 @@ def test_without_a_hub_that_answers_ranks_go_on_and_stop_alone(star, monkeypatch
     planes = star(2)
     monkeypatch.setattr(control, "_REJOIN_SECONDS", 0.5)
     monkeypatch.setattr(ControlPlane, "_start_hub", lambda *_, **__: None)
-    os.kill(planes[0]._hub.pid, 9)
+    os.kill(planes[0].hub_process.pid, 9)
     wait_until(lambda: sum("continues without the control plane" in message for message in caplog.messages) == 2)
     assert not planes[1].should_stop()
     planes[1].request_stop()
@@ -307,11 +307,11 @@ def test_without_a_hub_that_answers_ranks_go_on_and_stop_alone(star, monkeypatch
 
 def test_a_hub_that_is_lost_with_rank_zero_is_a_death(star):
     planes = star(2)
-    hub, planes[0]._hub = planes[0]._hub, None
-    planes[0]._closing.set()
-    assert planes[0]._listener is not None
-    planes[0]._listener.close()
-    planes[0]._listener = None
+    hub, planes[0].hub_process = planes[0].hub_process, None
+    planes[0]._closing.set()  # noqa: SLF001
+    assert planes[0].listener is not None
+    planes[0].listener.close()
+    planes[0].listener = None
     hub.kill()
     hub.communicate()
     assert planes[1].wait_for_failure(5.0) == "rank 0 died, and the control plane's hub with it"
@@ -371,7 +371,7 @@ def test_a_frozen_rank_is_ended_by_its_neighbours_before_they_leave(star, monkey
     ended: list[object] = []
     monkeypatch.setattr(control.process, "end_process", ended.append)
     first.processes, first.grace = {1: ["here", "4711", "12"]}, 0.2
-    first._end_frozen([1])
+    first._end_frozen([1])  # noqa: SLF001
     assert not ended  # it is still dumping its stacks
     first.close()
     assert ended == [["here", "4711", "12"]]
@@ -379,20 +379,20 @@ def test_a_frozen_rank_is_ended_by_its_neighbours_before_they_leave(star, monkey
 
 def test_only_the_address_of_the_ranks_listens(star):
     star(1)
-    assert star.planes[0]._listener.getsockname()[0] == "127.0.0.1"
+    assert star.planes[0].listener.getsockname()[0] == "127.0.0.1"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", star.invitation.port), timeout=5.0)
 
 
 def test_if_one_rank_cannot_reach_the_hub_none_uses_it_and_one_says_so(monkeypatch, caplog):
-    call = ControlPlane._call
+    call = ControlPlane.call
 
     def call_if_not_rank_two(self, *arguments):
         if self.rank == 2:
             raise OSError(errno.EHOSTUNREACH, "No route to host")
         return call(self, *arguments)
 
-    monkeypatch.setattr(ControlPlane, "_call", call_if_not_rank_two)
+    monkeypatch.setattr(ControlPlane, "call", call_if_not_rank_two)
     assert start_all(3, "127.0.0.1") == [None] * 3
     (message,) = caplog.messages
     assert message.startswith("No control plane: rank 2 (node 2) cannot reach 127.0.0.1:")
@@ -426,6 +426,6 @@ def test_what_answers_like_something_else_is_not_joined(says):
         threads.submit(answer, listener)
         invitation = Invitation("127.0.0.1", listener.getsockname()[1], "token")
         with pytest.raises(OSError, match=r"server at this address is not|closed by the peer|reset by peer"):
-            plane._greet(plane._call(invitation, 5.0), invitation)
+            plane.greet(plane.call(invitation, 5.0), invitation)
     assert not plane.is_connected
     assert not plane.should_stop()

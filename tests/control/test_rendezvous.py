@@ -115,7 +115,7 @@ def test_the_store_has_as_much_to_do_as_there_are_ranks(size, monkeypatch):
 
     def work(meeting):
         assert meeting.broadcast("hello") == "hello"
-        assert meeting.gather(f"I am {meeting._rank}") == [f"I am {rank}" for rank in range(size)]
+        assert meeting.gather(f"I am {meeting._rank}") == [f"I am {rank}" for rank in range(size)]  # noqa: SLF001
 
     with ThreadPoolExecutor(size) as threads:
         [*threads.map(work, everyone)]

@@ -18,7 +18,7 @@ from lightning_hiercomm.control.waiting import MainThread, Wait
 INSTALLED = "/x/site-packages"
 C10D = f"{INSTALLED}/torch/distributed/distributed_c10d.py"
 BACKWARD = f"{INSTALLED}/torch/autograd/graph.py"
-PACKAGE = waiting._PACKAGE
+PACKAGE = waiting._PACKAGE  # noqa: SLF001
 
 
 def function(name: str, file: str) -> Callable[..., object]:

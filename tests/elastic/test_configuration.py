@@ -46,7 +46,7 @@ def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monke
         Elastic(min_nodes=3).address()
     monkeypatch.setenv("HIERCOMM_LIGHTHOUSE", "[::1]:29510")
     assert Elastic().address() == "[::1]:29510"
-    assert HierarchicalStrategy("diloco", elastic="10.0.0.1:29510")._settings.elastic.address() == "10.0.0.1:29510"
+    assert HierarchicalStrategy("diloco", elastic="10.0.0.1:29510")._settings.elastic.address() == "10.0.0.1:29510"  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monke
 )
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int4"])
 def test_schemes_whose_nodes_wait_for_each_other_and_agree_now_and_then_are_taken(scheme, wire):
-    assert HierarchicalStrategy(scheme, elastic=Elastic(), wire_dtype=wire)._settings.elastic == Elastic()
+    assert HierarchicalStrategy(scheme, elastic=Elastic(), wire_dtype=wire)._settings.elastic == Elastic()  # noqa: SLF001
 
 
 @pytest.mark.parametrize(

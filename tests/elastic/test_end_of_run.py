@@ -49,7 +49,7 @@ def test_waiting_node_that_is_told_to_leave_leaves(ranks, waits_for):
 
     def work(own: ElasticRank):
         if own.local == ranks - 1:
-            own.membership.rendezvous._around.leaves_by = lambda: ToldToLeave() if own.membership.me.number else None
+            own.membership.rendezvous._around.leaves_by = lambda: ToldToLeave() if own.membership.me.number else None  # noqa: SLF001
         with pytest.raises(ToldToLeave):
             own.join()
         return True
@@ -87,7 +87,7 @@ def test_node_does_not_wait_for_others_that_have_ended():
     nodes.lights.min_nodes = 2
     nodes.start(0, work)
     nodes.start(1, work)
-    nodes._threads[0].join(60.0)
+    nodes.started[0].join(60.0)
     nodes.wires.dead.add(nodes.address("0"))
     has_ended.set()
     with pytest.raises(RunFinished):
@@ -113,9 +113,9 @@ def test_suspended_nodes_do_not_begin_another_end(suspended):
     nodes.lights.min_nodes = len(names)
     for node in names:
         nodes.start(node, work)
-    nodes._threads[0].join(60.0)
+    nodes.started[0].join(60.0)
     is_over.set()
-    for thread in nodes._threads:
+    for thread in nodes.started:
         thread.join(10.0)
     assert {node: type(error) for (node, _), error in nodes.errors.items()} == dict.fromkeys(suspended, RunFinished)
 
@@ -139,7 +139,7 @@ def test_node_waits_for_one_that_trains_though_a_third_has_ended():
 
     def wait(own: ElasticRank) -> None:
         if own.node == "1":
-            nodes._threads[2].join(10.0)
+            nodes.started[2].join(10.0)
             nodes.wires.dead.add(nodes.address("2"))
             wait_longer_than_a_node_hopes()
 
@@ -213,7 +213,7 @@ def test_new_node_reports_that_it_begins_after_a_finished_run(is_program_of_two,
     nodes.start(0, train)
     nodes.end()
     if not is_program_of_two:
-        rendezvous._ended_here.clear()
+        rendezvous._ended_here.clear()  # noqa: SLF001
     nodes.start(1, train)
     assert len(nodes.end()) == 2
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]

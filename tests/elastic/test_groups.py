@@ -180,7 +180,7 @@ def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(fake_device):
     def work(own) -> list[str]:
         done: list[str] = []
         with attached(ElasticTopology(own), DiLoCo(4, staleness=2)) as rank:
-            job = rank.scheme._new_background().submit(lambda: done.append("arrived"))
+            job = rank.scheme._new_background().submit(lambda: done.append("arrived"))  # noqa: SLF001
             done.append("trains on")
             job.wait()
         return done

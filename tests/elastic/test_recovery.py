@@ -213,7 +213,7 @@ def test_joining_node_asks_again_when_the_members_cannot_connect(who, rejects):
 def test_joining_node_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
     """On a busy machine a member may answer too late."""
     nodes, failed = threads("periodic"), []
-    ask_all, poll = nodes.wires.ask_all, Healing._poll
+    ask_all, poll = nodes.wires.ask_all, Healing._poll  # noqa: SLF001
 
     def silent_once(addresses, query):
         if failed:

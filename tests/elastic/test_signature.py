@@ -80,7 +80,7 @@ def test_node_with_another_token_does_not_begin_a_run_of_its_own():
     threads.lights.min_nodes = 3
 
     def stranger(own: ElasticRank):
-        waits = own.membership.rendezvous._ask(time.monotonic()).waits
+        waits = own.membership.rendezvous._ask(time.monotonic()).waits  # noqa: SLF001
         threads.results["2", 0] = waits
         own.die()
 
@@ -113,7 +113,7 @@ def test_changed_state_is_rejected(is_changed, caplog):
         member = Healing(topology.intra, Transport(), store, 1.0, Signer("token"))
         member.commit([recovering_node])
         member.send(lambda: {"values": torch.arange(5.0)}, {})
-        member._threads[0].join()
+        member._threads[0].join()  # noqa: SLF001
         if is_changed:
             key = Signer("token").key(f"heal/{recovering_node.replica_id}/{recovering_node.number}") + "/0"
             data = bytearray(store.get(key))

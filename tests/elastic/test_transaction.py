@@ -260,7 +260,7 @@ def test_push_sum_loses_what_a_lost_node_holds(name, moment):
             die_at(own, moment, sync=6)
 
         def note() -> None:
-            at[own.node] = copy.deepcopy(own.state()) | {"weights": own.scheme._own_weights}
+            at[own.node] = copy.deepcopy(own.state()) | {"weights": own.scheme.own_weights}
 
         return own.train(12, {5: note}), own.rank.trace
 

@@ -75,9 +75,9 @@ class Oracle(pl.LightningModule):
         return []
 
     def on_train_start(self) -> None:
-        control = self.trainer.strategy._control.plane
+        control = self.trainer.strategy._control.plane  # noqa: SLF001
         if control is not None and control.rank == 0:
-            (self.arguments.out / "hub").write_text(str(control._hub.pid))
+            (self.arguments.out / "hub").write_text(str(control.hub_process.pid))
 
     def on_train_batch_end(self, *_: object) -> None:
         self.trace.append(self.x.item())

@@ -70,7 +70,7 @@ def test_gradients_leave_and_arrive_outside_of_an_autocast_around_the_backward_p
             said.append(f"autocast {torch.is_autocast_enabled(place.device.type)}")
             return Recording.reduce(path, bucket, *args, **keywords)
 
-        path = gradients._path
+        path = gradients.path
         path.reduce = reduce
         with torch.autocast(place.device.type, torch.bfloat16):
             for _ in range(2):
@@ -82,7 +82,7 @@ def test_gradients_leave_and_arrive_outside_of_an_autocast_around_the_backward_p
 
 
 def own(gradients: ShardedGradients) -> float:
-    return 1.0 + 2.0 * gradients._topology.rank
+    return 1.0 + 2.0 * gradients.topology.rank
 
 
 def test_every_pass_leaves_the_mean_and_from_the_second_on_buckets_leave_when_they_are_written():
@@ -100,7 +100,7 @@ def test_every_pass_leaves_the_mean_and_from_the_second_on_buckets_leave_when_th
 
 def test_a_gradient_that_one_node_lacks_counts_as_zero_and_one_that_all_lack_stays_away():
     def work(layers, gradients, said):
-        used = nn.Sequential(layers[0], *([layers[2]] if gradients._topology.rank == 0 else []))
+        used = nn.Sequential(layers[0], *([layers[2]] if gradients.topology.rank == 0 else []))
         for _ in range(2):
             layers.zero_grad()
             result = backward(used, gradients, 4.0)
@@ -114,7 +114,7 @@ def test_a_gradient_that_one_node_lacks_counts_as_zero_and_one_that_all_lack_sta
 
 def test_a_gradient_of_zeros_on_one_node_is_one_of_zeros_on_a_node_that_lacks_it():
     def work(layers, gradients, said):
-        used = layers if gradients._topology.rank == 0 else layers[2:]
+        used = layers if gradients.topology.rank == 0 else layers[2:]
         for _ in range(2):  # from the second on, buckets leave during the pass
             result = backward(used, gradients, 0.0)
         return result, layers[0].weight.grad
@@ -126,7 +126,7 @@ def test_a_gradient_of_zeros_on_one_node_is_one_of_zeros_on_a_node_that_lacks_it
 def test_a_step_crosses_the_slow_link_in_the_rounds_of_lanes_only():
     def work(layers, gradients, said):
         backward(layers, gradients, 1.0)  # which asks everybody, once, whether buckets may leave early
-        messages = gradients._topology.meter.messages
+        messages = gradients.topology.meter.messages
         before = messages.copy()
         backward(layers, gradients, 1.0)
         return {tier: messages[tier] - before[tier] for tier in ("inter", "world")}
@@ -139,7 +139,7 @@ def test_where_a_pass_writes_gradients_several_times_all_buckets_wait_for_its_en
     def work(layers, gradients, said):
         for _ in range(2):
             layers.zero_grad()
-            backward_several(1 + gradients._topology.rank, layers, gradients)  # only one node does
+            backward_several(1 + gradients.topology.rank, layers, gradients)  # only one node does
         return [p.grad.item() for p in layers.parameters()], said[-3:]
 
     for result, last in on_two_nodes(work):

@@ -281,14 +281,14 @@ def test_nodes_restart_from_average_from_their_agreement_when_parameters_are_add
     def work(run: TrainingRun) -> tuple[float, bool, bool]:
         add(run, 0, run.topology.rank + 1.0)
         own = run.schemes[0]
-        threads = list(own._backgrounds)
+        threads = list(own.backgrounds)
         extra = nn.Parameter(torch.zeros(1, device=place.device))
         run.module.register_parameter("extra", extra)
         run.optimizers[0].add_param_group({"params": [extra]})
         add(run, 0, 0.0)
         with run.averaged_model():
             agreed = run.module.first.weight.item()
-        return agreed, any(t is extra for t in own.replica.parameters), own._backgrounds == threads
+        return agreed, any(t is extra for t in own.replica.parameters), own.backgrounds == threads
 
     everyone = on_two_nodes(scheme, work)
     assert [agreed for agreed, _, _ in everyone] == [1.5, 1.5]

@@ -89,7 +89,7 @@ def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
 
     def work(rank):
         rank.train(0.0)
-        x, w = rank.values * rank.scheme._own_weights[0], rank.scheme._own_weights[0]
+        x, w = rank.values * rank.scheme.own_weights[0], rank.scheme.own_weights[0]
         first = (x.item(), w, rank.values.item())
         for _ in range(60):
             rank.train(0.0)
@@ -201,7 +201,7 @@ def test_mixing_conserves_the_sum_of_every_segment_and_brings_replicas_together(
             rank.train(0.0)
         x = (
             rank.values
-            * torch.tensor(rank.scheme._own_weights, dtype=torch.float64).repeat_interleave(-(-4 // segments))[:4]
+            * torch.tensor(rank.scheme.own_weights, dtype=torch.float64).repeat_interleave(-(-4 // segments))[:4]
         )
         return x, rank.agreed(), rank.values
 
@@ -302,7 +302,7 @@ SHAPES = {"stem": 10, "layer1": 6, "layer10": 6, "head": 2}
 )
 def test_segments_come_by_count_size_and_module(options, expected):
     def work(rank):
-        return [bucket.numel for bucket in rank.scheme._segments]
+        return [bucket.numel for bucket in rank.scheme._segments]  # noqa: SLF001
 
     assert simulate(work, Gossip(**options), [0, 0], shapes=SHAPES) == [expected] * 2
 
@@ -387,7 +387,7 @@ def test_push_sum_s_weights_are_saved_to_the_bit():
     def work(rank):
         rank.scheme.state.weights = copy.deepcopy(weights)
         state = rank.scheme.state_dict()
-        rank.scheme._restart()
+        rank.scheme._restart()  # noqa: SLF001
         rank.scheme.load_state_dict(state)
         return rank.scheme.state.weights
 
@@ -399,10 +399,10 @@ def test_a_state_saved_while_everything_is_frozen_loads(nodes):
     def work(rank):
         state = rank.scheme.state_dict()
         rank.scheme.load_state_dict(state)
-        return state["weights"].shape
+        return state["weights"]
 
     saved = on_nodes(work, Gossip(push_sum=True), [[rank] for rank in range(nodes)], shapes={"a": 3}, frozen=["a"])
-    assert saved == [(0, nodes)] * nodes
+    assert saved == [[]] * nodes
 
 
 def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
@@ -446,7 +446,7 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
 
 def test_a_graph_is_asked_once_for_a_step_and_segment():
     def work(rank):
-        rank.scheme._peers.graph = graph = Counted()
+        rank.scheme._peers.graph = graph = Counted()  # noqa: SLF001
         for _ in range(3):
             rank.train(0.0)
         return graph.asked

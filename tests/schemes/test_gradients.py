@@ -402,7 +402,7 @@ class Growing(Oracle):
     """Reports in which scale the gradients' way has kept something back of each batch."""
 
     def on_train_batch_end(self, *_):
-        self.report.append(self.trainer.strategy._run.gradients.state_dict()["scale"])
+        self.report.append(self.trainer.strategy._run.gradients.state_dict()["scale"])  # noqa: SLF001
 
 
 @pytest.mark.pooled

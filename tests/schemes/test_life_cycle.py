@@ -84,7 +84,7 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
         scheme.begin_run(1, None)
         scheme.begin_epoch(0, {})
         steps(scheme, optimizer, 4)
-        groups, backgrounds = topology._connect.groups, len(scheme._backgrounds)
+        groups, backgrounds = topology.connect.groups, len(scheme.backgrounds)
         for _ in range(50):
             unfrozen = nn.Parameter(torch.zeros(2, device=place.device))
             if len(parameters) < 3:
@@ -94,7 +94,7 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
             scheme.follow(Replica(parameters))
             steps(scheme, optimizer, 3)
         scheme.finish()
-        return topology._connect.groups - groups, len(scheme._backgrounds) - backgrounds, len(topology._siblings)
+        return topology.connect.groups - groups, len(scheme.backgrounds) - backgrounds, len(topology.duplicates)
 
     before = {*threading.enumerate()}  # of which some of another test may just end
     for groups, backgrounds, siblings in on_ranks(work, connect=Counting):
@@ -187,7 +187,7 @@ def test_two_optimizers_share_one_gradient_path():
         run = TrainingRun(AllReduce(), Replicas(layers, optimizers), topology)
         run.gradients.reduce(torch.ones(4, device=place.device)).wait()
         run.close(timeout=5.0)
-        return topology._connect.groups
+        return topology.connect.groups
 
     one, two = (on_ranks(partial(work, count=count), [[0], [1]], connect=Counting) for count in (1, 2))
     assert one == two
@@ -240,7 +240,7 @@ def test_closing_a_topology_closes_what_schemes_opened_on_it(wire):
         scheme = DiLoCo(2, staleness=1).build(context)
         scheme.close()
         topology.close()
-        return [topology.is_closed, *(sibling.is_closed for sibling in topology._siblings)]
+        return [topology.is_closed, *(sibling.is_closed for sibling in topology.duplicates)]
 
     for closed in on_ranks(work, connect=Counting):
         assert all(closed)

@@ -152,11 +152,11 @@ def test_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
 def test_node_that_trains_other_parameters_is_at_another_position():
     """Its tensors would not fit theirs, and each exchange would fail."""
     own, scheme = node(), SimpleNamespace(steps=5)
-    own._run.schemes = [scheme]
+    own._run.schemes = [scheme]  # noqa: SLF001
     positions = []
     for sizes in ((3, 4), (3,)):
         scheme.replica = Replica([torch.zeros(size) for size in sizes])
-        positions.append(own._position())
+        positions.append(own._position())  # noqa: SLF001
     assert positions == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
 
 
@@ -237,7 +237,7 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, a
 
     class Looks(pl.Callback):
         def on_train_start(self, trainer, pl_module):
-            ports.append(trainer.strategy._elastic_node.membership.votes._store.port)
+            ports.append(trainer.strategy._elastic_node.membership.votes._store.port)  # noqa: SLF001
             socket.create_connection(("127.0.0.1", ports[0]), 5.0).close()
 
     run = fit_alone(tmp_path, Quadratic(), Looks())
@@ -278,6 +278,6 @@ def test_a_program_that_fits_once_more_was_not_started_again_in_that_run(monkeyp
     """Every node would take the second run for the first one, which is over."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setattr(rendezvous, "_ended_here", set())
-    assert elastic._was_restarted()
-    rendezvous._ended_here.add("the first")
-    assert not elastic._was_restarted()
+    assert elastic._was_restarted()  # noqa: SLF001
+    rendezvous._ended_here.add("the first")  # noqa: SLF001
+    assert not elastic._was_restarted()  # noqa: SLF001

@@ -25,6 +25,8 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
+    Health,
+    HeterogeneousBatches,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -85,7 +87,7 @@ def on_this_rank(scheme, work, *arguments, **settings):
 
     def work_and_end(fabric, strategy, *arguments):
         returned = work(fabric, strategy, *arguments)
-        for run in strategy._runs:
+        for run in strategy.runs:
             run.close(timeout=20.0)
         strategy.topology.close()
         return returned
@@ -341,7 +343,7 @@ def by_closures(fabric, strategy, make, watched):
         optimizer.step(closure)
         node = fabric.all_gather(module.weight.detach())[fabric.global_rank // 2 * 2 :][:2]
         assert node[0] == node[1] != -1.0
-        assert strategy._runs[0].loss_so_far().get("count", 0) == watched
+        assert strategy.runs[0].loss_so_far().get("count", 0) == watched
 
 
 @pytest.mark.parametrize(
@@ -511,8 +513,8 @@ def turns(fabric, strategy):
     one, sgd = fabric.setup(first, torch.optim.SGD(first.parameters(), 0.1))
     two, adam = fabric.setup(second, torch.optim.Adam(second.parameters(), 0.1))
     seen = []
-    for run in strategy._runs:
-        run.watch_loss = lambda loss, run=run: seen.append((strategy._runs.index(run), float(loss)))
+    for run in strategy.runs:
+        run.watch_loss = lambda loss, run=run: seen.append((strategy.runs.index(run), float(loss)))
 
     def backward(model, value):
         fabric.backward(0.0 * model(torch.ones(1, 1)).sum() + value)
@@ -593,7 +595,7 @@ def test_a_module_without_values_is_refused_by_name(launched):
 def test_names_are_registered_with_fabric():
     strategy = Fabric(accelerator="cpu", devices=1, strategy="hierarchical_daso").strategy
     assert type(strategy) is HierarchicalFabricStrategy
-    assert isinstance(strategy._settings.scheme, DASO)
+    assert isinstance(strategy._settings.scheme, DASO)  # noqa: SLF001
 
 
 def test_what_is_set_up_in_another_order_is_refused_by_name():
@@ -643,6 +645,20 @@ def test_bad_arguments_are_refused_by_name():
         Fabric(accelerator="cpu", devices=4, strategy=HierarchicalFabricStrategy(ranks_per_node=3))
     shown = "HierarchicalFabricStrategy(DiLoCo(sync_every=100), ranks_per_node=2, wire_dtype='int4')"
     assert repr(HierarchicalFabricStrategy("diloco", 2, wire_dtype="int4")) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batches": HeterogeneousBatches(8)}, "batches=.* needs a Trainer"),
+        ({"evaluate": "replica"}, r"evaluate='replica': .* strategy\.averaged_model\(\)"),
+        ({"checkpoint_replicas": True}, "checkpoint_replicas=True: .* leave it out"),
+        ({"health": Health(hang_timeout=60)}, r"health=Health\(.*hang_timeout=60\): the control plane needs a Trainer"),
+    ],
+)
+def test_arguments_that_need_a_trainer_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HierarchicalFabricStrategy(**arguments)
 
 
 def with_friends(fabric, strategy):

@@ -28,7 +28,7 @@ from lightning_hiercomm.trainer.hooks import HierarchicalHooks
     [
         (lambda s: s.total_communication(), "there is no topology yet: it is set up by Strategy.setup_environment"),
         (lambda s: s.ddp_inter_bytes(1), "there is no topology yet"),
-        (lambda s: s.on_train_batch_start(None, 1) or s.on_train_end() or s._run, "there is no training run yet"),
+        (lambda s: s.on_train_batch_start(None, 1) or s.on_train_end() or s._run, "there is no training run yet"),  # noqa: SLF001
         (lambda s: s.on_train_start(), "there is no LightningModule yet: it is set up by Strategy.connect"),
         (lambda s: s.configure_ddp(), "there is no LightningModule yet"),
         (lambda s: s._configure_launcher(), "there is no cluster environment yet"),
@@ -68,7 +68,7 @@ def test_the_limit_on_open_files_is_raised_for_a_mesh(fit, monkeypatch):
     monkeypatch.setattr(open_files, "_MOST_IN_MESH", 1)
     monkeypatch.setattr(hooks, "raise_limit", raised.append)
     for report in fit(Noting(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True):
-        assert min(report["report"]) >= open_files._BESIDE + 2 * 2
+        assert min(report["report"]) >= open_files._BESIDE + 2 * 2  # noqa: SLF001
 
 
 def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
@@ -186,4 +186,4 @@ def test_random_streams_of_a_file_are_not_put_back_in_the_next_run(tmp_path):
     run.fit(BoringModel())
     run.fit(BoringModel(), ckpt_path=tmp_path / "saved.ckpt")
     assert run.global_step == 2
-    assert not strategy._checkpoints.has_random_state
+    assert not strategy._checkpoints.has_random_state  # noqa: SLF001

@@ -851,7 +851,7 @@ def on_fabric(borrow, work, scheme, ranks_per_node=1, ranks=2):
                 strategy.finish()
             except RuntimeError as raised:
                 error = str(raised)
-        for run in strategy._runs:
+        for run in strategy.runs:
             run.close(timeout=20.0)
         strategy.topology.close()
         said = [str(warning.message) for warning in caught if "/lightning_hiercomm/" in warning.filename]

@@ -365,7 +365,7 @@ def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, messa
 def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_method):
     registered = StrategyRegistry.get(name + ending)
     assert isinstance(registered.scheme, SCHEMES[scheme])
-    assert registered._start_method == start_method
+    assert registered._start_method == start_method  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
@@ -722,8 +722,8 @@ class Growing(pl.LightningModule):
 
 def _wrapped_while_growing(folder):
     strategy, wrapped = HierarchicalStrategy(PeriodicAveraging(100), ranks_per_node=2), []
-    wrap = strategy._wrap_in_ddp
-    strategy._wrap_in_ddp = lambda: (wrapped.append(1), wrap())
+    wrap = strategy._wrap_in_ddp  # noqa: SLF001
+    strategy._wrap_in_ddp = lambda: (wrapped.append(1), wrap())  # noqa: SLF001
     module = Growing()
     one_trainer(folder, devices=2, strategy=strategy, max_epochs=1).fit(module)
     return len(wrapped), module.report
@@ -738,8 +738,8 @@ def test_ddp_is_made_anew_when_parameters_come_and_not_before_every_batch(borrow
 
 def _frozen_between_fits(folder):
     strategy = HierarchicalStrategy(AllReduce(), ranks_per_node=2, find_unused_parameters=True)
-    reduced, reduce = [], strategy._reduce_bucket
-    strategy._reduce_bucket = lambda bucket: (reduced.append(bucket.buffer().numel()), reduce(bucket))[1]
+    reduced, reduce = [], strategy._reduce_bucket  # noqa: SLF001
+    strategy._reduce_bucket = lambda bucket: (reduced.append(bucket.buffer().numel()), reduce(bucket))[1]  # noqa: SLF001
     trainer, module = one_trainer(folder, devices=2, strategy=strategy, max_epochs=1), Oracle(steps=1)
     module.unused = torch.nn.Parameter(torch.zeros(10))
     for _ in range(2):
@@ -763,7 +763,7 @@ class GivesUp(pl.Callback):
     is_content = False
 
     def on_train_batch_end(self, trainer, *_):
-        trainer.strategy._control.plane.grace = 60.0  # whoever is late, on a busy machine, is not ended
+        trainer.strategy._control.plane.grace = 60.0  # whoever is late, on a busy machine, is not ended  # noqa: SLF001
         if not self.is_content:
             raise GivenUp
 
@@ -829,7 +829,7 @@ class Phases(pl.Callback):
     """Which phase each epoch's last step was in."""
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        if trainer.is_last_batch and not trainer.fit_loop._skip_backward:
+        if trainer.is_last_batch and not trainer.fit_loop._skip_backward:  # noqa: SLF001
             pl_module.report = [*(pl_module.report or ()), trainer.strategy.phase]
 
 
@@ -897,7 +897,7 @@ class AskedToEnd(pl.Callback):
         if self.began == [0] and batch_idx == 3 + 2 * trainer.global_rank:
             os.kill(os.getpid(), signal.SIGUSR2)
         if self.began == [0] and batch_idx == 8:  # on a busy machine the news may be slower than batches are
-            plane, saved = trainer.strategy._control.plane, Path(trainer.default_root_dir) / "hpc_ckpt_1.ckpt"
+            plane, saved = trainer.strategy._control.plane, Path(trainer.default_root_dir) / "hpc_ckpt_1.ckpt"  # noqa: SLF001
             deadline = time.monotonic() + 30
             while not plane.requeue_requested and not saved.exists() and time.monotonic() < deadline:
                 time.sleep(0.001)
@@ -941,7 +941,7 @@ def test_waits_for_broadcast_buffers_count_with_the_gradients(tier, monkeypatch)
     monkeypatch.setattr(HierarchicalStrategy, "root_device", torch.device("cpu"))
     strategy = HierarchicalStrategy(AllReduce())
     strategy.topology = SimpleNamespace(meter=Meter())
-    strategy._run_or_none = SimpleNamespace(gradients=SimpleNamespace(tier=tier))
-    with strategy._waiting_for_buffers():
+    strategy._run_or_none = SimpleNamespace(gradients=SimpleNamespace(tier=tier))  # noqa: SLF001
+    with strategy._waiting_for_buffers():  # noqa: SLF001
         pass
     assert strategy.topology.meter.seconds.keys() == {tier}

@@ -53,7 +53,7 @@ def test_a_rank_that_leaves_alone_keeps_its_own_exit_code(control):
 
 
 def test_ranks_that_stop_together_exit_with_0(control):
-    control.plane._stop_at = 4
+    control.plane._stop_at = 4  # noqa: SLF001
     error = SIGTERMException()
     control.note_exception(error)
     assert not error.code
@@ -251,8 +251,6 @@ def test_a_checkpoint_saved_on_one_rank_ends_the_run(fit, capfd, scheme, hook):
     assert "test_watch.py" in said
     assert "rank 0" in said
     assert "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file" in said
-    if hook == "on_validation_end":
-        assert f"no rank made progress for {HANG:g} s (hang_timeout)" in said
 
 
 @pytest.mark.long("its run hangs until the control plane ends it")

@@ -63,7 +63,7 @@ def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = prin
     size = environment.world_size()
     if ranks_per_node is not None and (size > 1 or ranks_per_node < 1):  # one does not tell how many there will be
         nodes_by_count(ranks_per_node, size)
-    own = list(_local(size, environment.local_rank()))
+    own = list(local_findings(size, environment.local_rank()))
     if size == 1:
         for finding in own:
             say(str(finding))
@@ -72,7 +72,7 @@ def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = prin
     is_first = environment.global_rank() == 0
     try:
         with connected(ranks_per_node, _CONNECT) as ranks:
-            found = [*_gathered(ranks.topology.world, own), *_together(ranks)]
+            found = [*gathered(ranks.topology.world, own), *_together(ranks)]
     except (RuntimeError, ValueError, OSError) as error:
         found = [*own, _not_connected(error, environment.main_address, environment.main_port)]
         is_first = True  # whoever got this far is to be heard
@@ -98,7 +98,8 @@ def _not_connected(error: Exception, address: str, port: int) -> Finding:
 # ---- what one process can see ----------------------------------------------------------------------------------------
 
 
-def _local(world_size: int, local_rank: int = 0) -> Iterator[Finding]:
+def local_findings(world_size: int, local_rank: int = 0) -> Iterator[Finding]:
+    """Return what one process can find."""
     yield from versions(_installed)
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
@@ -246,7 +247,7 @@ def open_files(soft: int, hard: int, world_size: int) -> Finding:
 # ---- what only all of them can see -----------------------------------------------------------------------------------
 
 
-def _gathered(world: Communicator, own: list[Finding]) -> list[Finding]:
+def gathered(world: Communicator, own: list[Finding]) -> list[Finding]:
     """Every rank's findings, equal ones once."""
     everyone: list[list[Finding]] = world.all_gather_object(own)
     who: dict[Finding, list[int]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.planning.cluster import Cluster, Cost, Move, Workload
-from lightning_hiercomm.planning.predict.timeline import Task, Timeline
+from lightning_hiercomm.planning.predict.timeline import Operation, Timeline
 
 _FIRST_DDP_BUCKET = 2**20
 _DDP_BUCKET = 25 * 2**20
@@ -18,7 +18,7 @@ _STEPS_ALIKE = 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketGroup:
     """A part of the model that travels by itself.
 
     Attributes:
@@ -29,23 +29,23 @@ class Piece:
     bytes: float
     messages: int = 1
 
-    def scaled(self, by: float) -> Piece:
+    def scaled(self, by: float) -> BucketGroup:
         """As many messages of another size."""
-        return Piece(self.bytes * by, self.messages)
+        return BucketGroup(self.bytes * by, self.messages)
 
 
-Average = Callable[["Node", Piece, Task], Task]
+Average = Callable[["Node", BucketGroup, Operation], Operation]
 """What becomes of a bucket of gradients that is ready when a task has ended; returns what ends it."""
 
 
-def average_in_node(node: Node, piece: Piece, ready: Task) -> Task:
+def average_in_node(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
     """The mean of a bucket of gradients over the node."""
     if node.cluster.ranks_per_node == 1:
         return ready
     return node.intra("all_reduce", piece, [ready])
 
 
-def untouched(node: Node, piece: Piece, ready: Task) -> Task:
+def untouched(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
     """Every rank trains with its own gradients."""
     return ready
 
@@ -72,7 +72,7 @@ class Node:
         self._timeline = Timeline() if cluster.processors is None else Timeline(cluster.processors)
         self._steps = 0
         self._marks: list[_Mark] = []
-        self._waits: list[tuple[Task, float]] = []
+        self._waits: list[tuple[Operation, float]] = []
         self._alike: dict[Average, tuple[Result, float, float]] = {}
 
     @property
@@ -138,13 +138,15 @@ class Node:
         self.inter_bytes += steps * result.inter_bytes
         self.intra_bytes += steps * intra_bytes
 
-    def passes(self, size: float, times: float = 1.0, lane: str = "training", after: Iterable[Task] = ()) -> Task:
+    def passes(
+        self, size: float, times: float = 1.0, lane: str = "training", after: Iterable[Operation] = ()
+    ) -> Operation:
         """Every rank reads ``size`` bytes and writes as many, so many times."""
         bandwidth = self.cluster.memory_bandwidth
         seconds = 0.0 if bandwidth is None else times * size / bandwidth
         return self._timeline.add(lane, seconds, self.num_shards if self.workload.threads else 0.0, after)
 
-    def wait(self, *tasks: Task) -> Task:
+    def wait(self, *tasks: Operation) -> Operation:
         """Training goes on when these have ended."""
         return self._timeline.add("training", after=tasks)
 
@@ -152,12 +154,12 @@ class Node:
         """What a step entails has ended; what came after the optimizer belongs to it."""
         self._marks.append(_Mark(self._timeline.add("training"), self._steps, self.inter_bytes))
 
-    def _compute(self, seconds: float) -> Task:
+    def _compute(self, seconds: float) -> Operation:
         return self._timeline.add("training", seconds, self.cluster.ranks_per_node * self.workload.threads)
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 
-    def intra(self, move: Move, piece: Piece, after: Iterable[Task] = (), lane: str = "node") -> Task:
+    def intra(self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), lane: str = "node") -> Operation:
         """A move of the ranks of the node.
 
         Args:
@@ -174,7 +176,9 @@ class Node:
         self.intra_bytes += senders * piece.messages * cost.bytes
         return self._move(lane, cost, piece, ranks, after, "inside")
 
-    def inter(self, move: Move, piece: Piece, after: Iterable[Task] = (), carriers: int | None = None) -> Task:
+    def inter(
+        self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), carriers: int | None = None
+    ) -> Operation:
         """A move between the nodes.
 
         Args:
@@ -188,7 +192,7 @@ class Node:
         self.inter_bytes += carriers * piece.messages * cost.bytes
         return self._move("link", cost, piece, carriers, after)
 
-    def all_reduce_flat(self, piece: Piece, ready: Task) -> Task:
+    def all_reduce_flat(self, piece: BucketGroup, ready: Operation) -> Operation:
         """A ring over all ranks in node order, as DDP does it: each node sends everything to the next."""
         cluster, size = self.cluster, piece.bytes / piece.messages
         link = cluster.world or cluster.inter
@@ -202,8 +206,8 @@ class Node:
         return self._move("link", cost, piece, cluster.ranks_per_node, [ready])
 
     def _move(
-        self, lane: str, cost: Cost, piece: Piece, ranks: int, after: Iterable[Task], link: str | None = None
-    ) -> Task:
+        self, lane: str, cost: Cost, piece: BucketGroup, ranks: int, after: Iterable[Operation], link: str | None = None
+    ) -> Operation:
         processors = ranks * cost.processor_seconds / cost.seconds if cost.seconds else 0.0
         seconds = piece.messages * cost.seconds
         return self._timeline.add(lane, seconds, processors, after, cost.delay, cost.longer, link)
@@ -235,8 +239,8 @@ class Result:
         seconds: It took.
         exposed_seconds: Of these, training waited.
         inter_bytes: A node sent to others.
-        processors_busy: Share of the node's processors that was in use.
-        link_busy: Share of the time in which the node's link was.
+        processors_busy: ProcessorShare of the node's processors that was in use.
+        link_busy: ProcessorShare of the time in which the node's link was.
     """
 
     seconds: float
@@ -250,20 +254,20 @@ class Result:
 class _Mark:
     """The end of a step."""
 
-    task: Task
+    task: Operation
     steps: int
     inter_bytes: float
 
 
-def buckets(model_bytes: float, size: float = BUCKET_BYTES) -> list[Piece]:
+def buckets(model_bytes: float, size: float = BUCKET_BYTES) -> list[BucketGroup]:
     """The model in equal pieces of at most ``size`` bytes, or of several such if it is large."""
     messages = max(1, round(-(-model_bytes // size)))
     pieces = min(messages, _MOST_PIECES)
     counts = [messages * (i + 1) // pieces - messages * i // pieces for i in range(pieces)]
-    return [Piece(model_bytes * count / messages, count) for count in counts]
+    return [BucketGroup(model_bytes * count / messages, count) for count in counts]
 
 
-def ddp_buckets(model_bytes: float) -> list[Piece]:
+def ddp_buckets(model_bytes: float) -> list[BucketGroup]:
     """In the order in which DDP makes them: a small one first."""
     first = min(model_bytes, _FIRST_DDP_BUCKET)
-    return [Piece(first), *(buckets(model_bytes - first, _DDP_BUCKET) if model_bytes > first else [])]
+    return [BucketGroup(first), *(buckets(model_bytes - first, _DDP_BUCKET) if model_bytes > first else [])]

@@ -15,13 +15,13 @@ from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.cycles import fragments_of, sent_after
 from lightning_hiercomm.planning.predict.node import (
     Average,
+    BucketGroup,
     Node,
-    Piece,
     average_in_node,
     buckets,
     untouched,
 )
-from lightning_hiercomm.planning.predict.timeline import Task
+from lightning_hiercomm.planning.predict.timeline import Operation
 from lightning_hiercomm.schemes import (
     AllReduce,
     Full,
@@ -114,13 +114,13 @@ def follow(scheme: Scheme | None, node: Node, payload: Payload, steps: int) -> N
         node.train(average=_ddp)
 
 
-def _ddp(node: Node, piece: Piece, ready: Task) -> Task:
+def _ddp(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
     return node.all_reduce_flat(piece, ready)
 
 
 @follow.register
 def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
-    def sum_over_world(node: Node, bucket: Piece, ready: Task) -> Task:
+    def sum_over_world(node: Node, bucket: BucketGroup, ready: Operation) -> Operation:
         last = ready
         for piece in buckets(bucket.bytes):
             part = piece.bytes / node.num_shards
@@ -172,13 +172,13 @@ class _Exchange:
         self._payload = payload
         self._pieces = buckets(node.workload.model_bytes / parts)
         self._landing = _OUTER_STEP + outer_copies(scheme) - 1 if isinstance(scheme.merging, OuterOptimizer) else 0.0
-        self._in_flight: dict[int, list[Task]] = {}
+        self._in_flight: dict[int, list[Operation]] = {}
         self.gradients: Average = average_in_node if scheme.gradients == "node" else untouched
 
     def agree_now(self, parts: Sequence[int]) -> None:
         """Send, and wait for it: a few buckets are on their way at any time."""
         self._begin(parts)
-        node, in_flight = self._node, deque[tuple[Piece, Task]]()
+        node, in_flight = self._node, deque[tuple[BucketGroup, Operation]]()
 
         def finish() -> None:
             piece, arrived = in_flight.popleft()
@@ -225,7 +225,7 @@ class _Exchange:
             sent = self._in_flight.setdefault(waiting.popleft(), [])
             sent.append(self._send(self._pieces[len(sent)], waiting=False))
 
-    def _send(self, piece: Piece, waiting: bool) -> Task:
+    def _send(self, piece: BucketGroup, waiting: bool) -> Operation:
         """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
         node, payload, reducer = self._node, self._payload, self._scheme.reducer
         lane = "node" if waiting else "inbound"
@@ -245,12 +245,14 @@ class _Exchange:
         landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), lane, [summed])
         return node.intra("broadcast" if carriers < node.num_shards else "all_gather", piece, [landed], lane)
 
-    def _merge(self, piece: Piece) -> None:
+    def _merge(self, piece: BucketGroup) -> None:
         is_plain = isinstance(self._scheme.merging, Replace | OuterOptimizer)
         self._node.passes(piece.bytes, 1 if is_plain else _MIXING_MERGE)
 
 
-def _sum(node: Node, piece: Piece, payload: Payload, after: Sequence[Task], carriers: int | None = None) -> Task:
+def _sum(
+    node: Node, piece: BucketGroup, payload: Payload, after: Sequence[Operation], carriers: int | None = None
+) -> Operation:
     """A sum over the nodes of what each lane carries."""
     smaller = piece.scaled(payload.ratio)
     if payload.codec.adds or not payload.narrows:
@@ -286,8 +288,8 @@ def _share_in_node(graph: Graph, cluster: Cluster) -> float:
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
     sections = _sections(scheme, node.workload.model_bytes)
-    stepped: list[Task | None] = [None] * len(sections)
-    pulled: list[Task] = []
+    stepped: list[Operation | None] = [None] * len(sections)
+    pulled: list[Operation] = []
     for step in range(1, steps + 1):
         node.train()
         node.passes(node.workload.model_bytes, _LOOK)
@@ -326,7 +328,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
     gradients = average_in_node if scheme.hierarchical else untouched
     pieces = buckets(model_bytes, size)
-    in_flight: list[tuple[Piece, Task]] = []
+    in_flight: list[tuple[BucketGroup, Operation]] = []
 
     def merge() -> None:
         for piece, task in in_flight:
@@ -432,7 +434,7 @@ def _remembered_by(scheme: StepsDelay) -> int:
     return int(isinstance(scheme.rule, DelayCompensation) or (scheme.rule is glu and scheme.hold))
 
 
-def _sections(scheme: StepsDelay, model_bytes: float) -> list[Piece]:
+def _sections(scheme: StepsDelay, model_bytes: float) -> list[BucketGroup]:
     fine = max(MIN_BUCKET_BYTES, model_bytes / MIN_BUCKETS)
     return buckets(model_bytes, min(BUCKET_BYTES, fine))
 

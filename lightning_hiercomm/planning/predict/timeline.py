@@ -13,7 +13,7 @@ _NEVER = math.inf
 
 
 @dataclass(eq=False, slots=True)
-class Task:
+class Operation:
     """Something that takes time.
 
     Attributes:
@@ -31,7 +31,7 @@ class Task:
 
     seconds: float
     processors: float = 0.0
-    after: tuple[Task, ...] = ()
+    after: tuple[Operation, ...] = ()
     delay: float = 0.0
     longer: float = 1.0
     link: str | None = None
@@ -53,20 +53,20 @@ class Timeline:
 
     def __init__(self, processors: float = _NEVER) -> None:
         self.processors = processors
-        self._lanes: dict[str, list[Task]] = {}
-        self._added: list[tuple[str, Task]] = []
-        self._awaited: dict[str, Task | None] = {}
+        self._lanes: dict[str, list[Operation]] = {}
+        self._added: list[tuple[str, Operation]] = []
+        self._awaited: dict[str, Operation | None] = {}
 
     def add(
         self,
         lane: str,
         seconds: float = 0.0,
         processors: float = 0.0,
-        after: Iterable[Task] = (),
+        after: Iterable[Operation] = (),
         delay: float = 0.0,
         longer: float = 1.0,
         link: str | None = None,
-    ) -> Task:
+    ) -> Operation:
         """Put a task at the end of a lane.
 
         Args:
@@ -78,7 +78,7 @@ class Timeline:
             longer: How many times as long it takes while all processors are busy.
             link: What it occupies that tasks of other lanes need, too: who was added first goes first.
         """
-        task = Task(seconds, processors, tuple(after), delay, longer, link)
+        task = Operation(seconds, processors, tuple(after), delay, longer, link)
         self._lanes.setdefault(lane, []).append(task)
         self._added.append((lane, task))
         return task
@@ -93,7 +93,7 @@ class Timeline:
             self._run_undisturbed()
             return
         waiting = {name: deque(tasks) for name, tasks in self._lanes.items()}
-        running: dict[str, Task] = {}
+        running: dict[str, Operation] = {}
         left: dict[str, float] = {}
         ends: list[float] = []  # of tasks that have left their lane
         now = 0.0
@@ -135,8 +135,8 @@ class Timeline:
 
     def _begin(
         self,
-        waiting: dict[str, deque[Task]],
-        running: dict[str, Task],
+        waiting: dict[str, deque[Operation]],
+        running: dict[str, Operation],
         left: dict[str, float],
         ends: list[float],
         now: float,
@@ -155,7 +155,7 @@ class Timeline:
                         self._end(task, ends, now)
                         has_ended = True
 
-    def _may_begin(self, lane: str, task: Task, now: float) -> bool:
+    def _may_begin(self, lane: str, task: Operation, now: float) -> bool:
         """Whether all that a lane's next task waits for has ended; what it waited for last is looked at first."""
         awaited = self._awaited.get(lane)
         if awaited is not None and awaited.end > now:
@@ -168,12 +168,12 @@ class Timeline:
         return True
 
     @staticmethod
-    def _end(task: Task, ends: list[float], now: float) -> None:
+    def _end(task: Operation, ends: list[float], now: float) -> None:
         task.free, task.end = now, now + task.delay
         if task.delay:
             heapq.heappush(ends, task.end)
 
-    def _speeds(self, tasks: Sequence[Task]) -> list[float]:
+    def _speeds(self, tasks: Sequence[Operation]) -> list[float]:
         """How fast each task goes, from 0 to 1, when these run at the same time."""
         speeds = [1.0] * len(tasks)
         if self.processors == _NEVER:
@@ -224,5 +224,5 @@ class _Link:
         return end
 
 
-def _overlap(task: Task, start: float, end: float) -> float:
+def _overlap(task: Operation, start: float, end: float) -> float:
     return max(0.0, min(task.free, end) - max(task.start, start))

@@ -177,7 +177,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         check_optimizer(self._required_optimizer, self.replica.parameters, config.local_update)
         self._pull_topology = self.topology.duplicate() if self.topology.num_nodes > 1 else self.topology
         self._background = self._new_background()
-        self._server = self._new_server({})  # none on one node
+        self.server = self._new_server({})  # none on one node
         self._disagreement = Disagreement()
         self._delayed_steps = 0  # u
         self._has_pulled = False  # weights that the next iteration uses
@@ -194,9 +194,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
     # ---- life of a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
-        state = {} if self._server is None else self._whole_optimizer_state(self._server)
+        state = {} if self.server is None else self._whole_optimizer_state(self.server)
         super().follow(replica)
-        self._server = self._new_server(state)
+        self.server = self._new_server(state)
         self._start_from_replica()
 
     def _new_server(self, state: Mapping[Tensor, Mapping[str, Any]]) -> ShardedServer | None:
@@ -218,12 +218,12 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
-        if self._server is not None and self._server.optimizer.state:
-            self._server.take_optimizer_state(self._server.optimizer.state)
-            self._server.optimizer.state.clear()
+        if self.server is not None and self.server.optimizer.state:
+            self.server.take_optimizer_state(self.server.optimizer.state)
+            self.server.optimizer.state.clear()
 
     def before_step(self, last: bool) -> Update | None:
-        return None if self._server is None else self._serve
+        return None if self.server is None else self._serve
 
     def _serve(self, optimizer_step: Callable[[], object] | None) -> None:
         """Run one iteration instead of the optimizer's step."""
@@ -239,7 +239,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
         self._was_warming_up = self.phase == "warm-up"
-        server = self._server  # not before: a hook that saves may have begun another one
+        server = self.server  # not before: a hook that saves may have begun another one
         assert server is not None
         self._iterate(
             server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients(self.state.steps)
@@ -261,12 +261,12 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 )
 
     def after_step(self, last: bool) -> None:
-        if self._server is not None and self._was_warming_up:
+        if self.server is not None and self._was_warming_up:
             self.state.unsynchronized_steps = 0
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
-        state = {} if self._server is None else self._whole_optimizer_state(self._server, only_on=0)
+        state = {} if self.server is None else self._whole_optimizer_state(self.server, only_on=0)
         super().finish()
         self._required_optimizer.state.update(state)
         self._holds_final_weights = True
@@ -413,27 +413,27 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def _start_from_replica(self) -> None:
         """Restart from the replica's values, which are equal on all ranks."""
-        if self._server is None:
+        if self.server is None:
             return
         self._delayed_steps = 0
         self._has_pulled = False
         self._writes = None
-        self._pulled = [bucket.pack() for bucket in self._server.buckets]
-        self._parts = [bucket.bucket.in_cache_sized() for bucket in self._server.buckets]
+        self._pulled = [bucket.pack() for bucket in self.server.buckets]
+        self._parts = [bucket.bucket.in_cache_sized() for bucket in self.server.buckets]
         self._rule_state = [[{} for _ in parts] for parts in self._parts]
-        self._server.restart(self._pulled)
+        self.server.restart(self._pulled)
 
     # ---- the averaged model ---------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        if self._server is not None:
-            self._server.settle(self._has_pulled)
+        if self.server is not None:
+            self.server.settle(self._has_pulled)
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
         self.settle()
-        server = self._server
+        server = self.server
         if server is None or self._holds_final_weights:
             return
         self._handle_writes(server, verify=self._writes is not None)
@@ -445,7 +445,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     @property
     def is_synchronized(self) -> bool:
-        if self._server is None or self._holds_final_weights:
+        if self.server is None or self._holds_final_weights:
             return True
         return self.state.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
 
@@ -471,9 +471,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         return values if relative is None else {**values, "disagreement": relative}
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
-        if self._server is None or self._holds_final_weights:
+        if self.server is None or self._holds_final_weights:
             return super().optimizer_state(only_on)
-        whole = self._whole_optimizer_state(self._server, only_on)
+        whole = self._whole_optimizer_state(self.server, only_on)
         state = self._required_optimizer.state_dict()
         parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
@@ -481,20 +481,20 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        if self._server is not None:
+        if self.server is not None:
             state["exchange"] = {
                 "delayed_steps": self._delayed_steps,
                 "has_pulled": self._has_pulled,
                 "pulled": [tensor.clone() for tensor in self._pulled],
                 "rule": [_joined(states) for states in self._rule_state],
-                "server": self._server.state_dict(),
+                "server": self.server.state_dict(),
             }
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if self._server is None:
+        if self.server is None:
             return
         self._start_from_replica()
         exchange = state.get("exchange")
@@ -508,7 +508,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             _cut({name: value.to(self.replica.device) for name, value in whole.items()}, parts)
             for whole, parts in zip(exchange["rule"], self._parts, strict=True)
         ]
-        self._server.load_state_dict(exchange["server"])
+        self.server.load_state_dict(exchange["server"])
 
     def _whole_optimizer_state(self, server: ShardedServer, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
         self.settle()

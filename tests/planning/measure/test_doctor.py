@@ -157,7 +157,7 @@ def test_ranks_that_do_not_reach_it_are_named(monkeypatch):
 
 def test_equal_findings_of_several_ranks_are_one_line():
     def work(topology):
-        return doctor._gathered(
+        return doctor.gathered(
             topology.world, [Finding("ok", "same"), Finding("note", f"odd {topology.rank // 2}", "fix")]
         )
 
@@ -187,8 +187,8 @@ def test_doctor_names_gpus_with_backend_and_interface(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
-    said = [finding.text for finding in doctor._local(1)]
+    said = [finding.text for finding in doctor.local_findings(1)]
     assert "4 GPUs (A GPU), backend nccl" in said
-    shared = [finding.text for finding in doctor._local(8, local_rank=4) if finding.level == "FAIL"]
+    shared = [finding.text for finding in doctor.local_findings(8, local_rank=4) if finding.level == "FAIL"]
     assert "4 GPUs (A GPU) and more ranks: nccl refuses two on one" in shared
     assert any("NCCL_SOCKET_IFNAME" in text for text in said)

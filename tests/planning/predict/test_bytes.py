@@ -8,6 +8,7 @@ from harness import Rank, on_nodes
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.predict.cycles import cycle
 from lightning_hiercomm.planning.predict.node import Node
 from lightning_hiercomm.planning.predict.schemes import Payload, follow
 from lightning_hiercomm.schemes import (
@@ -118,7 +119,7 @@ def metered(scheme, nodes, ranks_per_node, steps, wire):
 def check(make, nodes, ranks_per_node, wire=None):
     scheme, cluster = make(), on(nodes, ranks_per_node)
     workload = Workload.of_step(NUMEL, 0.1)
-    period = max(4, 1 if scheme is None else scheme.profile.cycle)
+    period = max(4, cycle(scheme))
     inter, intra = metered(scheme, nodes, ranks_per_node, (period, 2 * period), wire)
     predicted = predict(scheme, cluster, workload, wire).inter_bytes * period
     # not predicted: the preflight of every agreement, and what pads unequal parts

@@ -170,7 +170,7 @@ def test_a_look_gives_back_the_memory_of_what_travels_and_changes_nothing(warmup
             run.train()
             if looks:
                 run.agreed()
-                shards = run.scheme._server._shards
+                shards = run.scheme.server._shards  # noqa: SLF001
                 mean = sum(shard.mean.untyped_storage().nbytes() for shard in shards)
                 held.append((mean, sum(shard.payload.untyped_storage().nbytes() for shard in shards)))
                 run.scheme.state_dict()  # as a companion of a checkpoint does
@@ -188,8 +188,8 @@ def test_a_look_gives_back_the_memory_of_what_travels_and_changes_nothing(warmup
 
 def test_a_small_model_is_sent_in_several_buckets():
     def numels(run: Rank) -> list[int]:
-        assert run.scheme._server is not None
-        return [bucket.bucket.numel for bucket in run.scheme._server.buckets]
+        assert run.scheme.server is not None
+        return [bucket.bucket.numel for bucket in run.scheme.server.buckets]
 
     shapes, scheme = ((1024, 1024), (1,)), StepsDelay(1, 10, local_update="sgd")
     (cut,) = set(map(tuple, train(numels, scheme, nodes=((0,), (1,)), shapes=shapes)))

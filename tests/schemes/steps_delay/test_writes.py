@@ -18,7 +18,7 @@ def parameters():
 def reads(monkeypatch):
     """Counts the parameters whose bits are read."""
     counted = []
-    original = writes._sums_of_bits
+    original = writes._sums_of_bits  # noqa: SLF001
     monkeypatch.setattr(writes, "_sums_of_bits", lambda tensor: (counted.append(tensor), original(tensor))[1])
     return counted
 
