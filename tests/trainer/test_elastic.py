@@ -151,7 +151,7 @@ def test_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
 
 def test_node_that_trains_other_parameters_is_at_another_position():
     """Its tensors would not fit theirs, and each exchange would fail."""
-    own, scheme = node(), SimpleNamespace(steps=5)
+    own, scheme = node(), SimpleNamespace(state=SimpleNamespace(steps=5))
     own._run.schemes = [scheme]  # noqa: SLF001
     positions = []
     for sizes in ((3, 4), (3,)):
