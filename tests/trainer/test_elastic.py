@@ -223,7 +223,7 @@ class WithTeacher(BoringModel):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
 def test_parameters_changed_after_a_sync_are_refused_except_a_teacher(tmp_path, address, hook):
-    with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Do that in configure_model"):
+    with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Change them in configure_model"):
         fit_alone(tmp_path, WithTeacher(hook, "layer.weight"))
     run = fit_alone(tmp_path, WithTeacher(hook, "teacher"))
     run.save_checkpoint(tmp_path / "saved.ckpt")
