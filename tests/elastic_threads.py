@@ -38,7 +38,7 @@ class ThreadLighthouse:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._asking: dict[str, Mapping[str, Any]] = {}
-        self._alive: dict[str, str] = {}
+        self.alive: dict[str, str] = {}
         self._last: set[str] = set()
         self._answers: dict[str, list[Mapping[str, Any]]] = {}
         self.memory = RunMemory()
@@ -46,7 +46,7 @@ class ThreadLighthouse:
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
         with self._changed:
-            self._alive[replica_id] = data["node"]
+            self.alive[replica_id] = data["node"]
             if replica_id not in self._answers:
                 self._asking[replica_id] = data
             self._look()
@@ -62,15 +62,15 @@ class ThreadLighthouse:
     def lose(self, node: str) -> None:
         """A node is gone."""
         with self._changed:
-            for replica_id in [replica_id for replica_id, name in self._alive.items() if name == node]:
-                del self._alive[replica_id]
+            for replica_id in [replica_id for replica_id, name in self.alive.items() if name == node]:
+                del self.alive[replica_id]
                 self._asking.pop(replica_id, None)
             self._look()
 
     def _look(self) -> None:
         asking = set(self._asking)
         is_fast = bool(self._last) and self._last <= asking
-        if len(asking) >= self.min_nodes and (is_fast or asking >= set(self._alive)):
+        if len(asking) >= self.min_nodes and (is_fast or asking >= set(self.alive)):
             everyone = [self._asking[replica_id] for replica_id in sorted(asking)]
             self._answers |= {replica_id: [*everyone, self.memory.to_json()] for replica_id in asking}
             self.memory = self.memory.after(everyone)
@@ -155,6 +155,15 @@ class ElasticRank:
         self.rank.train(drawn if gradient is None else gradient)
         self.membership.give_state(self.state)
 
+    def train(self, steps: int, at: Mapping[int, Callable[[], object]] | None = None) -> torch.Tensor:
+        """Train until after so many steps, calling what ``at`` has for a number of steps, and finish."""
+        while self.scheme.state.steps < steps:
+            if at is not None and self.scheme.state.steps in at:
+                at[self.scheme.state.steps]()
+            self.step()
+        self.scheme.finish()
+        return self.rank.values
+
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
         if not (self.scheme.is_synchronized or self.scheme.config.requirements.begins_with_copy):
@@ -224,7 +233,7 @@ class Threads:
         self.results: dict[tuple[str, int], Any] = {}
         self.errors: dict[tuple[str, int], BaseException] = {}
         self._intra: dict[str, ThreadWorld] = {}
-        self._threads: list[threading.Thread] = []
+        self.started: list[threading.Thread] = []
         self._lives = 0
         self._address: dict[str, str] = {}
 
@@ -248,7 +257,7 @@ class Threads:
         for local in range(ranks):
             thread = threading.Thread(target=self._run, args=(name, address, local, ranks, world, work, restarts))
             thread.daemon = True
-            self._threads.append(thread)
+            self.started.append(thread)
             thread.start()
 
     def _run(
@@ -302,9 +311,25 @@ class Threads:
         if is_first:
             self.lights.lose(name)
 
+    def play(self, work: Work, sizes: Sequence[int] = (1, 1)) -> dict[tuple[str, int], Any]:
+        """What ``work`` returns on every rank of nodes of these sizes, which begin together."""
+        self.lights.min_nodes = len(sizes)
+        for node, ranks in enumerate(sizes):
+            self.start(node, work, ranks)
+        return self.end()
+
+    def let_come(self, node: int, work: Work, ranks: int = 1, restarts: int = 0) -> None:
+        """Start a node, and wait until it has asked the lighthouse."""
+        self.start(node, work, ranks, restarts)
+        wait_until(lambda: self.is_alive(node))
+
+    def is_alive(self, node: int | str) -> bool:
+        """Whether the lighthouse counts a node as alive."""
+        return str(node) in self.lights.alive.values()
+
     def end(self, timeout: float = 60.0) -> dict[tuple[str, int], Any]:
         """What the work has returned, by node and rank; raises what any raised."""
-        for thread in self._threads:
+        for thread in self.started:
             thread.join(timeout)
             assert not thread.is_alive(), "a rank still runs"
         for error in self.errors.values():
@@ -314,12 +339,17 @@ class Threads:
 
 def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: Any) -> dict[tuple[str, int], Any]:
     """What ``work`` returns on every rank of nodes of these sizes, which begin together, and of which none is lost."""
-    # a busy machine's nodes may be late for a vote by half a second, and agree twice: other bits of what encoding keeps
-    threads = Threads(scheme, Elastic(dead_after=20.0), training)
-    threads.lights.min_nodes = len(sizes)
-    for node, ranks in enumerate(sizes):
-        threads.start(node, work, ranks)
-    return threads.end()
+    # on a busy machine a vote may be late by half a second, and a repeated synchronization has other bits
+    return Threads(scheme, Elastic(dead_after=20.0), training).play(work, sizes)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    """Wait until a condition holds."""
+    for _ in range(int(timeout / 0.005)):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("it did not come about")
 
 
 class Failing(Handle):

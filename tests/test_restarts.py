@@ -85,7 +85,7 @@ def accuracy(*agents: ForkedPython) -> float:
     """What a run reaches, once it has ended."""
     output = "\n".join(agent.communicate(timeout=SECONDS)[0] for agent in agents)
     assert [agent.returncode for agent in agents] == [0] * len(agents), output
-    (reached,) = re.findall(r"Test accuracy of the agreed model: ([\d.]+)%", output)
+    (reached,) = re.findall(r"Test accuracy of the averaged model: ([\d.]+)%", output)
     return float(reached)
 
 

@@ -1,12 +1,12 @@
-"""Programs drawn at random: ``python -m tools.programs --seconds 3600 --seed 1``, in a checkout.
+"""Random programs: ``python -m tools.programs --seconds 3600 --seed 1``, in a checkout.
 
-A program is a ``Trainer.fit`` whose hooks do what other people's programs do: one or two actions, each in a hook, at a
-moment, on all ranks or on some. Every program must end within ``hang_timeout`` and 5 s of its last progress, and either
+A program is a ``Trainer.fit`` with one or two actions that real programs contain, each in a hook, at a moment, on all
+ranks or on some. Every program must end within ``hang_timeout`` plus 5 s of its last progress, and either
 
 - end normally on all ranks, with the same model to the bit. All ranks reach the hooks that Lightning reaches on one
-  device, and hold at each of them what a calculation in one process gives (:mod:`programs_alone`). Where that is not
-  so, a warning names the cause;
-- or end with an error on all ranks that explains itself, which no program may that is right under plain DDP.
+  device, and hold at each of them the values of a calculation in one process (:mod:`programs_alone`). Otherwise a
+  warning names the cause;
+- or end with an error on all ranks that names the cause. A program that is right under plain DDP must not do so.
 """
 
 from __future__ import annotations
@@ -86,34 +86,34 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
 }
 NOT_CALCULATED = ("steps_delay",)
 OWN = ("bank", "own")
-"""Buffers of which every rank has another, or none."""
+"""Buffers that differ between ranks, or that some ranks lack."""
 
 
 class Hang(AssertionError):
-    """Ranks do not end, or end late."""
+    """Ranks that do not end, or end late."""
 
 
 class Death(AssertionError):
-    """A process dies, or some ranks end normally and others do not."""
+    """A process that dies, or a run that ends normally on some ranks only."""
 
 
 class Unexplained(AssertionError):
-    """An error does not name its cause."""
+    """An error that does not name its cause."""
 
 
 class Refusal(AssertionError):
-    """A program ends in an error that is right under DDP."""
+    """An error in a program that is right under DDP."""
 
 
 class WrongAnswer(AssertionError):
-    """A program ends normally, but not as it should, and no warning names the cause."""
+    """A wrong result without a warning that names the cause."""
 
 
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 
 def drawn(number: int) -> Program:
-    """The program of a number, always the same."""
+    """Return the program of a number, always the same."""
     draw = random.Random(number)
     program = Program(
         layout=draw.choice(["1x2", "2x1", "2x1", "2x2", "2x2", "3x1", "2+1"]),
@@ -138,7 +138,7 @@ def _action(draw: random.Random, program: Program) -> Action:
 
 
 def goes_together(program: Program) -> bool:
-    """Whether no documented rule forbids it."""
+    """Return whether no documented rule forbids a program."""
     if program.scheme.startswith("steps_delay") and (program.optimizer, program.wire) != ("sgd", None):
         return False  # refused: its local rule is for SGD, and its wire casts
     if program.has("swap") and program.has("best"):
@@ -156,7 +156,7 @@ def _fits(action: Action, program: Program) -> bool:
 
 
 def simpler(program: Program) -> Iterator[Program]:
-    """The same with less."""
+    """Yield simpler programs."""
     for action in program.actions:
         yield replace(program, actions=tuple(other for other in program.actions if other != action))
     plain = {"wire": None, "optimizer": "sgd", "in_module": False, "training": "automatic", "scheme": "all_reduce"}
@@ -177,7 +177,7 @@ def simpler(program: Program) -> Iterator[Program]:
 
 
 class Event(NamedTuple):
-    """A hook that a rank has reached, whether its batch is the epoch's last one, and the parameters before actions."""
+    """A hook that a rank has reached, with the parameters before its actions."""
 
     hook: str
     is_last: bool
@@ -185,7 +185,7 @@ class Event(NamedTuple):
 
 
 class Hooks(pl.Callback):
-    """Notes every hook in a file, and acts there, unless the module does."""
+    """Records every hook in a file, and runs the actions unless the module does."""
 
     def __init__(self, toy: Toy) -> None:
         self.toy, self.saved, self.restored = toy, None, None
@@ -234,18 +234,18 @@ for _hook in HOOKS:
 
 @dataclass
 class Outcome:
-    """What became of a rank.
+    """The outcome of a program on one rank.
 
     Attributes:
         how: ``"ended"``, ``"error"``, ``"hangs"``, or how its process died.
-        error: What it raised, with its notes.
-        state: Of its module.
+        error: Its exception, with notes.
+        state: The state of its module.
         saved: The step and the model of the checkpoint that an action saved.
-        number: What it logged.
-        states: Of the callback, when it was saved, and when a second fit has restored it.
+        number: The value that it logged.
+        states: The state of the callback when it was saved, and after a second fit has restored it.
         late: Seconds from the last event of all ranks, and ``hang_timeout``, to its end.
         events: The hooks that it has reached.
-        output: All that it printed.
+        output: Its standard output and error.
     """
 
     how: str
@@ -277,7 +277,7 @@ def run_rank(program: Program, folder: Path, hang_timeout: float) -> Outcome:
 
 
 def _print_to(path: Path) -> None:
-    """Send all output there, that of loggers and of child processes, too."""
+    """Redirect all output to a file, including that of loggers and child processes."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -336,7 +336,7 @@ def _trainer(toy: Toy, resumes: bool = False) -> pl.Trainer:
 
 
 class Watched(Ranks):
-    """Ranks each of which may end as it likes; they hang when none of them has reached a hook for long."""
+    """Ranks that may end in any way; they hang when none of them has reached a hook for long."""
 
     start_seconds = 60.0
 
@@ -347,8 +347,8 @@ class Watched(Ranks):
 
         Args:
             program: The program.
-            hang_timeout: The strategy's.
-            patience: So many seconds later ranks count as hanging.
+            hang_timeout: As in the strategy.
+            patience: Seconds after ``hang_timeout`` when ranks count as hanging.
         """
         self._folder, self._seconds_of_hang = Path(tempfile.mkdtemp()), (hang_timeout, patience)
         try:
@@ -403,7 +403,7 @@ ranks = Watched()
 
 
 def check(program: Program) -> None:
-    """Run a program, and see that it is right.
+    """Run a program, and check its outcome.
 
     Raises:
         AssertionError: If it is not.
@@ -412,7 +412,7 @@ def check(program: Program) -> None:
 
 
 def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE) -> None:
-    """See that what became of a program is right.
+    """Check the outcome of a program.
 
     Raises:
         AssertionError: If it is not.
@@ -443,7 +443,7 @@ def judge(program: Program, outcomes: list[Outcome], patience: float = PATIENCE)
 
 
 def _judge_loop(program: Program, outcomes: list[Outcome], ends: str) -> None:
-    """A rank that computes for ever cannot be told from one with a long task: a report names it and its line."""
+    """Check that a report names the rank that computes for ever, with its line: it may have a long task."""
     output = "".join(outcome.output for outcome in outcomes)
     report = "".join(re.findall(r"no rank made progress for .* \(hang_timeout\), and the run goes on: .*", output))
     busy = {int(rank) for rank in re.findall(r"rank (\d+) [^;]* is busy in programs_toy\.py:\d+ \(_loop\)", report)}
@@ -453,7 +453,7 @@ def _judge_loop(program: Program, outcomes: list[Outcome], ends: str) -> None:
 
 
 def _end(outcome: Outcome) -> str:
-    """How a rank has ended, in one line."""
+    """Describe in one line how a rank has ended."""
     events = outcome.events
     last = f"after hook {len(events)}, {events[-1].hook}," if events else "before all hooks"
     stacks = re.findall(r'most recent call first\):\n +File "[^"]*?([^/"]+)", line (\d+) in (\w+)', outcome.output)
@@ -477,7 +477,7 @@ def _may_end(program: Program) -> bool:
 
 
 def _may_be_unsupported(program: Program) -> bool:
-    """Whether the way to train is another on several nodes."""
+    """Return whether a program cannot train this way on several nodes."""
     if program.training == "loss.backward":
         return program.scheme == "all_reduce" or len(program.nodes) < program.world
     if program.training == "zero" and program.scheme.startswith("steps_delay"):
@@ -541,7 +541,7 @@ def _compare(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> N
 
 
 def expected_hooks(program: Program) -> list[str]:
-    """The hooks that Lightning reaches on one device."""
+    """Return the hooks that Lightning reaches on one device."""
     steers = ("save", "stop", "none", "leave", "twice")
     actions = [a for a in program.actions if a.name in steers and len(a.ranks) == program.world]
     alike = tuple(replace(action, ranks=(0,)) for action in actions)

@@ -1,4 +1,4 @@
-"""What a program of :mod:`programs` gives, calculated in one process: every rank is a module and an optimizer."""
+"""Calculates the result of a program of :mod:`programs` in one process, with a module and an optimizer per rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Alone:
 
     Args:
         program: The program.
-        keeps: Whether what hooks write while modules hold the averaged model stays in them afterwards.
+        keeps: Whether modules keep what hooks write while they hold the averaged model.
 
     Attributes:
         seen: All ranks' parameters at every hook, before its actions.
@@ -45,7 +45,7 @@ class Alone:
         self.saved: Tensor | None = None
 
     def replay(self, hooks: Sequence[tuple[str, bool]]) -> None:
-        """Do what a run has done.
+        """Replay a run.
 
         Args:
             hooks: Their names, and whether the batch is the epoch's last one.

@@ -1,4 +1,4 @@
-"""What a program of :mod:`programs` is: a module, and what its hooks do."""
+"""The module of a program of :mod:`programs`, and the actions of its hooks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Action:
-    """What some ranks do in a hook when they have reached it ``at`` times before."""
+    """An action of some ranks in a hook that they have reached ``at`` times before."""
 
     name: str
     hook: str
@@ -54,7 +54,7 @@ class Program:
     Attributes:
         layout: A name of ``LAYOUTS``.
         scheme: A name of ``programs.SCHEMES``.
-        actions: What its hooks do.
+        actions: The actions of its hooks.
         training: One of ``TRAININGS``.
         optimizer: A name of ``OPTIMIZERS``.
         wire: Payload type between nodes.
@@ -80,7 +80,7 @@ class Program:
 
     @property
     def on_all(self) -> bool:
-        """Whether all ranks do the same, apart from short waits."""
+        """Whether all ranks do the same, except for short waits."""
         return all(len(action.ranks) == self.world or action.name == "sleep" for action in self.actions)
 
     def has(self, *names: str) -> bool:
@@ -88,13 +88,13 @@ class Program:
 
 
 class Toy(pl.LightningModule):
-    """Goes towards a target of every rank and step.
+    """Minimizes the distance to a target of each rank and step.
 
     Args:
-        program: What it trains by.
+        program: The program.
         rank: Its rank.
-        folder: Of its files.
-        hang_timeout: The strategy's.
+        folder: The folder of its files.
+        hang_timeout: As in the strategy.
     """
 
     def __init__(self, program: Program, rank: int, folder: Path = Path(), hang_timeout: float = 0.0) -> None:
@@ -124,7 +124,7 @@ class Toy(pl.LightningModule):
 
     @torch.no_grad()
     def _center(self) -> Tensor:
-        """The mean of all ranks' weights, by a collective of the user's."""
+        """Return the mean of all ranks' weights, by a collective of the program."""
         if dist.is_initialized():
             total = self.weight.detach().clone()
             dist.all_reduce(total)
@@ -132,7 +132,7 @@ class Toy(pl.LightningModule):
         return torch.stack([peer.weight for peer in self.peers]).mean(0)
 
     def acts(self, hook: str) -> list[Callable[[Any], object] | None]:
-        """What each action of the program does with the trainer now."""
+        """Return a function of the trainer for each action, or None for actions that do nothing now."""
         times = self.reached[hook] = self.reached.get(hook, -1) + 1
         does: list[Callable[[Any], object] | None] = []
         for action in self.program.actions:
@@ -237,7 +237,7 @@ class SAM(torch.optim.Optimizer):
 
 
 def sharded(make: partial[torch.optim.Optimizer]) -> partial[torch.optim.Optimizer]:
-    """An optimizer that steps every parameter on one rank, which broadcasts it, as distributed Muon does."""
+    """Return an optimizer that steps each parameter on one rank and broadcasts it, as distributed Muon does."""
 
     class Sharded(make.func):  # type: ignore[name-defined, misc]
         def step(self, closure: Any = None) -> Any:
@@ -258,7 +258,7 @@ def sharded(make: partial[torch.optim.Optimizer]) -> partial[torch.optim.Optimiz
 
 
 class OnPurpose(Exception):
-    """What a program raises."""
+    """The exception that a program raises."""
 
 
 class Score:
@@ -280,7 +280,7 @@ def _write(toy: Toy, trainer: Any) -> None:
 
 @torch.no_grad()
 def _swap(toy: Toy, trainer: Any) -> None:
-    """Zero the weights, or put back what was there."""
+    """Zero the weights, or restore them."""
     if toy.stash is None:
         toy.stash = toy.weight.detach().clone()
         toy.weight.zero_()
@@ -321,7 +321,7 @@ def _replace_buffer(toy: Toy, trainer: Any) -> None:
 
 
 def _grow_buffer(toy: Toy, trainer: Any) -> None:
-    """Keep samples in a memory bank, of which every rank has another number."""
+    """Store samples in a memory bank, a different number on each rank."""
     toy.bank = torch.cat([toy.bank, torch.full((toy.rank + 1,), toy.rank + 0.5).double()])
 
 
@@ -390,7 +390,7 @@ def _sleep(toy: Toy, trainer: Any) -> None:
 
 
 def _sleep_long(toy: Toy, trainer: Any) -> None:
-    """On all ranks, which stand in the same place, this is a long step and no hang."""
+    """Sleep on all ranks in the same place, which is a long step and no hang."""
     time.sleep(1.3 * toy.hang_timeout)
 
 
@@ -408,11 +408,11 @@ class Kind:
     """A kind of action.
 
     Attributes:
-        do: What it does to a module and its trainer.
-        hooks: Where it can.
+        do: A function of a module and its trainer.
+        hooks: The hooks in which it can be.
         on: Whether ``"all"`` ranks do it, or only ``"some"``.
-        needs: How modules train that do it.
-        also: Whether it is done now, too; ``later`` counts how often the hook was reached since the action's moment.
+        needs: The trainings with which it can be.
+        also: Returns whether to repeat it now; ``later`` counts the calls of the hook since the action's moment.
         cause: A regular expression that matches a warning about it.
     """
 
@@ -481,4 +481,4 @@ CAUSES = {
     "sharded": "Sharded|collective|process group",
     "gathers": "collective|process group",
 }
-"""What a warning says of a way to train."""
+"""Regular expressions that match warnings about a training."""

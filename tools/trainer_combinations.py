@@ -5,7 +5,7 @@ accumulation, clipping, precision, validations, checkpoints, callbacks that stop
 optimization, schedulers, batches of unequal sizes, modules that write to their own weights. What must hold:
 
 - the weights after every step, what a validation sees and what ``fit`` ends on are those of a float64 calculation of
-  one process, where numbers are comparable; it is told which samples a rank saw, and all ranks together see each once;
+  one process, where numbers are comparable; it gets the samples that each rank saw, and all see each once;
 - ranks of a node are equal at all times, all ranks in the end, and the number of steps is what DDP's would be;
 - validations, checkpoints and callbacks that write nothing in the end do not change a bit of the training;
 - the last file on disk, and one that is saved after ``fit``, hold what ``fit`` ended on;
@@ -51,19 +51,19 @@ from torch.utils.data import DataLoader
 from lightning_hiercomm import Health, HeterogeneousBatches, HierarchicalStrategy, Transport
 
 _VALIDATED = 6
-"""Samples of a validation's batches."""
+"""The number of samples in a batch of a validation."""
 _NAMES = [*_SHAPES]
 
 
 @dataclass(frozen=True)
 class Fit(Combination):
-    """One ``Trainer.fit``, and what comes after it; the defaults are what is plainest.
+    """One ``Trainer.fit`` and what follows it; the defaults are the simplest values.
 
     ``steps`` are those of an optimizer; ``weights`` are how many samples ranks of unequal speed take per batch.
 
     Attributes:
         samples: Of a batch of every rank.
-        shuffle: Whether every epoch deals them anew.
+        shuffle: Whether every epoch shuffles them again.
         accumulate: Batches per step.
         short: How many the last step of an epoch lacks.
         cut: How many steps ``max_steps`` takes from the last epoch.
@@ -107,12 +107,12 @@ class Fit(Combination):
 
     @property
     def batches(self) -> int:
-        """Of an epoch, on every rank."""
+        """The number of batches of an epoch, on every rank."""
         return self.steps * self.accumulate - self.short
 
     @property
     def optimizers(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return 2 if self.two else 1
 
     def rate_at(self, step: int) -> float:
@@ -133,7 +133,7 @@ class Fit(Combination):
 
     @property
     def plain(self) -> Fit:
-        """The same training, looked at by nobody."""
+        """The same training without validation, checkpoints and callbacks."""
         averages = self.averages if self.averages == "swa" else None
         return replace(self, validate=None, saves=(), stops=False, averages=averages, after=())
 
@@ -145,7 +145,7 @@ _CLIP, _CLAMP = 0.5, 0.6
 
 
 def drawn(number: int) -> Fit:
-    """The fit of a number, always the same."""
+    """Return the fit of a number, always the same."""
     draw = random.Random(number)
     chance = lambda probability: draw.random() < probability  # noqa: E731
     base = combinations.drawn(number)
@@ -203,11 +203,11 @@ def _sizes(base: Combination, draw: random.Random) -> list[int]:
 
 
 def _fitting(fit: Fit, draw: random.Random) -> Fit:
-    """The same without what the Trainer refuses, or would have no effect."""
+    """Return the fit without settings that the Trainer refuses or that have no effect."""
     if fit.manual:
         fit = replace(fit, accumulate=1, short=0, clip=None, schedule=None)
     if isinstance(fit.warmup, float) and fit.manual:
-        fit = replace(fit, warmup=fit.synchronous_steps)  # nobody knows the steps of such a run
+        fit = replace(fit, warmup=fit.synchronous_steps)  # the number of steps of such a run is unknown
     if fit.skip is not None:
         fit = replace(fit, precision="scaled")
     if fit.precision == "bf16-true":
@@ -228,7 +228,7 @@ _AFTER = ("save", "validate", "pickle")
 
 
 def goes_together(fit: Fit) -> bool:
-    """Whether no stated rule forbids it."""
+    """Return whether no documented rule forbids a fit."""
     if fit.averages == "swa" and fit.resume is not None:
         return False  # a resumed run of Lightning's own strategies, too, keeps the learning rate that SWA would change
     if not combinations.goes_together(fit) or fit.total < 1 or fit.batches < 1 or not 0 <= fit.cut < fit.steps:
@@ -251,9 +251,7 @@ def goes_together(fit: Fit) -> bool:
     ):
         return False
     if fit.finetuning and fit.resume is not None and fit.resume + 1 >= fit.unfreeze:
-        return (
-            False  # Lightning freezes anew, and does not unfreeze again, nor at the epoch that begins with the resume
-        )
+        return False  # Lightning freezes again after a resume, and does not unfreeze at the epoch that begins with it
     if "noise" in fit.module and fit.resume is not None and fit.validate is not None:
         return False  # Lightning does not repeat a validation that comes after the file, and it draws a number
     if (
@@ -284,15 +282,15 @@ def goes_together(fit: Fit) -> bool:
 
 
 OFF: list[Callable[[Fit], bool]] = []
-"""What is known to be wrong and not mended yet."""
+"""Known defects that are not fixed yet."""
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Told:
-    """What a rank saw of a fit.
+class Record:
+    """The record of a fit on one rank.
 
     Attributes:
         trace: All values after every step.
@@ -314,18 +312,18 @@ class Told:
 
 
 def _sample_target(sample: int, name: str) -> Tensor:
-    """Where a sample's loss is least."""
+    """Return the minimum of a sample's loss."""
     index = torch.arange(math.prod(_SHAPES[name]), dtype=torch.float64) + 10 * _NAMES.index(name)
     return torch.sin(1.3 * index + 2.1 * (sample % 7)) + 0.3 * torch.cos(index + 0.7 * sample)
 
 
 class Toy(pl.LightningModule):
-    """Goes towards its samples' targets, of which gradients are linear, with whatever a real module has besides."""
+    """Minimizes the distance to its samples' targets, with features of real modules such as buffers."""
 
     def __init__(self, fit: Fit) -> None:
         super().__init__()
         self.fit = fit
-        self.told = Told()
+        self.record = Record()
         self.saves_to: Path | None = None
         self.steps_before = 0
         self.automatic_optimization = not fit.manual
@@ -360,15 +358,15 @@ class Toy(pl.LightningModule):
 
     @property
     def step(self) -> int:
-        """Which one is next."""
+        """The number of the next step."""
         return self.trainer.current_epoch * self.fit.steps + self.trainer.fit_loop.batch_idx // self.fit.accumulate
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         fit = self.fit
-        if fit.resume is not None:  # a plain loader begins anew in mid-epoch, with any strategy
+        if fit.resume is not None:  # a plain loader restarts in mid-epoch, with any strategy
             at = (self.trainer.current_epoch * fit.batches + batch_idx) * self.trainer.world_size + self.global_rank
             batch = torch.arange(len(batch)) + 5 * at
-        self.told.samples.append(batch.tolist())
+        self.record.samples.append(batch.tolist())
         if fit.manual:
             optimizers = self.optimizers() if fit.two else [self.optimizers()]
             for optimizer in optimizers:  # type: ignore[union-attr]
@@ -428,15 +426,15 @@ class Toy(pl.LightningModule):
                     getattr(self, name).clamp_(-_CLAMP, _CLAMP)
             if "teacher" in fit.module:
                 self.teacher.data = 0.5 * (self.teacher.data + self.c.data.to(self.teacher))
-            if "reborn" in fit.module and len(self.told.trace) == 2:
+            if "reborn" in fit.module and len(self.record.trace) == 2:
                 self.c.fill_(0.1)
-        self.told.trace.append(self.flat())
-        if self.saves_to is not None and len(self.told.trace) - 1 == fit.resume:
+        self.record.trace.append(self.flat())
+        if self.saves_to is not None and len(self.record.trace) - 1 == fit.resume:
             self.trainer.save_checkpoint(self.saves_to)  # callbacks save before this hook writes
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if batch_idx == 0 and self._is_fitting:
-            self.told.seen.append((len(self.told.trace), self.flat(), math.nan))
+            self.record.seen.append((len(self.record.trace), self.flat(), math.nan))
         self.log("val_loss", self.loss(batch).detach(), sync_dist=True, batch_size=len(batch))
 
     @property
@@ -445,8 +443,8 @@ class Toy(pl.LightningModule):
 
     def on_validation_end(self) -> None:
         if self._is_fitting:
-            steps, values, _ = self.told.seen[-1]
-            self.told.seen[-1] = steps, values, float(self.trainer.callback_metrics["val_loss"])
+            steps, values, _ = self.record.seen[-1]
+            self.record.seen[-1] = steps, values, float(self.trainer.callback_metrics["val_loss"])
 
     def configure_optimizers(self) -> Any:
         make = _OPTIMIZERS[self.fit.optimizer]
@@ -488,7 +486,7 @@ def _first_group(optimizer: Any) -> dict[str, Any]:
 
 
 class _Swaps(pl.Callback):
-    """An average of the weights, as most people write it."""
+    """Averages the weights as most programs do."""
 
     def __init__(self) -> None:
         self.average: dict[str, Tensor] = {}
@@ -508,7 +506,7 @@ class _Swaps(pl.Callback):
             value.data.copy_(self.trained[name])
 
 
-def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, saves: bool = False) -> Told:
+def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, saves: bool = False) -> Record:
     """Fit it on this rank, and do what comes after; goes on from the file that an earlier fit has left in the folder.
 
     Args:
@@ -553,13 +551,13 @@ def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, save
         **arguments,
     )
     trainer.fit(module, ckpt_path=file if resume else None)
-    told = module.told
-    told.end = {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
-    told.counted = trainer.global_step, trainer.current_epoch
-    told.loss = float(trainer.callback_metrics["train_loss"])
+    record = module.record
+    record.end = {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
+    record.counted = trainer.global_step, trainer.current_epoch
+    record.loss = float(trainer.callback_metrics["train_loss"])
     if not resume:
         _afterwards(fit, folder, trainer, module)
-    return told
+    return record
 
 
 def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
@@ -618,22 +616,22 @@ def _afterwards(fit: Fit, folder: Path, trainer: pl.Trainer, module: Toy) -> Non
     trainer.strategy.barrier()
     for path in sorted(folder.glob("*/*.ckpt")):
         saved = torch.load(path, weights_only=False, map_location="cpu")
-        module.told.files[f"{path.parent.name}/{path.name}"] = saved["global_step"], saved["state_dict"]
+        module.record.files[f"{path.parent.name}/{path.name}"] = saved["global_step"], saved["state_dict"]
 
 
-def program(fit: Fit, folder: Path, accelerator: str = "cpu") -> dict[str, Told]:
-    """All fits of a combination, on one rank, by name."""
+def program(fit: Fit, folder: Path, accelerator: str = "cpu") -> dict[str, Record]:
+    """Run all fits of a combination on one rank; return their records by name."""
     torch.set_num_threads(1)
     if accelerator == "gpu":  # Lightning gives ranks of a machine devices of their own, so each is alone on one
         rank, ranks = os.environ["LOCAL_RANK"], str(len(fit.ranks))
         os.environ.update(TORCHELASTIC_RUN_ID="gpu", WORLD_SIZE=ranks, LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
         os.environ.update(RANK=rank, GROUP_RANK=rank, NODE_RANK=rank)
-    told = {"whole": trained(fit, folder / "whole", accelerator, saves=True)}
+    record = {"whole": trained(fit, folder / "whole", accelerator, saves=True)}
     if (fit.plain != fit or fit.resume is not None) and "noise" not in fit.module:
-        told["plain"] = trained(fit.plain, folder / "plain", accelerator)
-    if (folder / "whole" / "saved.ckpt").exists() and len(told["whole"].trace) > (fit.resume or 0) + 1:
-        told["resumed"] = trained(fit, folder / "whole", accelerator, resume=True)
-    return told
+        record["plain"] = trained(fit.plain, folder / "plain", accelerator)
+    if (folder / "whole" / "saved.ckpt").exists() and len(record["whole"].trace) > (fit.resume or 0) + 1:
+        record["resumed"] = trained(fit, folder / "whole", accelerator, resume=True)
+    return record
 
 
 # ---- what must hold --------------------------------------------------------------------------------------------------
@@ -656,7 +654,7 @@ def on_a_gpu() -> Iterator[None]:
 
 
 def check(fit: Fit) -> None:
-    """Run a combination on processes that stay for the next one, and see that it is right.
+    """Run a combination on pooled processes, and check its results.
 
     Raises:
         AssertionError: If it is not.
@@ -666,26 +664,26 @@ def check(fit: Fit) -> None:
         return  # torch's scaler knows no such gradients there
     folder = Path(tempfile.mkdtemp())
     try:
-        told = ranks.run(len(fit.ranks), program, fit, folder, _accelerator)
+        record = ranks.run(len(fit.ranks), program, fit, folder, _accelerator)
     except RankError as error:
         if fit.sick is not None and fit.policy == "raise" and "NonfiniteError" in str(error):
             return
         raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    whole = [rank["whole"] for rank in told]
+    whole = [rank["whole"] for rank in record]
     _check_whole(fit, whole)
-    if "plain" in told[0]:
-        for rank, each in enumerate(told):
+    if "plain" in record[0]:
+        for rank, each in enumerate(record):
             _check_same(each["whole"].trace, each["plain"].trace, f"looks changed the run: rank {rank}")
-    if "resumed" in told[0]:
-        _check_resumed(fit, told)
+    if "resumed" in record[0]:
+        _check_resumed(fit, record)
     tolerance = _tolerance(fit)
     if tolerance is not None:
         _compare(fit, whole, tolerance)
 
 
-def _check_whole(fit: Fit, ranks: list[Told]) -> None:
+def _check_whole(fit: Fit, ranks: list[Record]) -> None:
     first = ranks[0]
     if not fit.stops:
         assert len(first.trace) == fit.total, f"{len(first.trace)} steps in place of {fit.total}"
@@ -719,33 +717,33 @@ def _check_whole(fit: Fit, ranks: list[Told]) -> None:
 
 
 def _validation_loss(values: Tensor, ranks: int) -> float:
-    """Of all samples that the ranks validate."""
+    """Return the mean loss over the samples that all ranks validate."""
     samples = range(_VALIDATED * ranks)
     targets = torch.stack([torch.cat([_sample_target(sample, name) for name in _NAMES]) for sample in samples])
     return float(0.5 * (values - targets).square().sum(1).mean())
 
 
 def _known(fit: Fit, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is known of a module: ranks of DDP have buffers of their own after the last forward pass."""
+    """Return the tensors that must be equal on all ranks: after the last forward pass buffers of DDP differ."""
     if fit.scheme != "all_reduce" and len(_NODES[fit.nodes]) > 1:
         return state
     return {name: value for name, value in state.items() if not name.startswith(("statistics", "norm"))}
 
 
-def _check_samples(fit: Fit, ranks: list[Told]) -> None:
-    """In every epoch all ranks together see every sample once."""
+def _check_samples(fit: Fit, ranks: list[Record]) -> None:
+    """Check that in every epoch all ranks together see every sample once."""
     if fit.resume is not None:
         return
     whole_epochs = len(ranks[0].samples) // fit.batches
     for epoch in range(whole_epochs):
         here = slice(epoch * fit.batches, (epoch + 1) * fit.batches)
-        seen = [sample for told in ranks for batch in told.samples[here] for sample in batch]
+        seen = [sample for record in ranks for batch in record.samples[here] for sample in batch]
         assert sorted(seen) == list(range(len(seen))), f"in epoch {epoch} ranks see {sorted(seen)}"
 
 
-def _check_files(fit: Fit, told: Told) -> None:
-    steps = told.counted[0]
-    for name, (step, state) in told.files.items():
+def _check_files(fit: Fit, record: Record) -> None:
+    steps = record.counted[0]
+    for name, (step, state) in record.files.items():
         kind = name.partition("/")[0]
         is_last = name == "last/last.ckpt" or kind == "after" or (kind == "steps" and step == steps)
         if not is_last or (fit.averages == "swa" and kind != "after"):
@@ -756,26 +754,26 @@ def _check_files(fit: Fit, told: Told) -> None:
         assert step == steps, f"{name} is of step {step} in place of {steps}"
         if fit.averages == "ema":  # both are means of the nodes' averages, summed in another order
             for key, value in state.items():
-                end = told.end[key]  # an average was made before the precision plugin made the module narrow
+                end = record.end[key]  # an average was made before the precision plugin made the module narrow
                 tolerance = 1e-6 if value.dtype == end.dtype else 1e-2
                 combinations.is_close(value.double(), end.double(), tolerance, f"{name} holds {key}")
             continue
-        _check_state(state, told.end, f"{name} holds something else than the module after fit")
+        _check_state(state, record.end, f"{name} holds something else than the module after fit")
     if "save" in fit.after:
-        assert "after/after.ckpt" in told.files
+        assert "after/after.ckpt" in record.files
     if "last" in fit.saves:
-        assert "last/last.ckpt" in told.files, [*told.files]
+        assert "last/last.ckpt" in record.files, [*record.files]
 
 
-def _check_resumed(fit: Fit, told: list[dict[str, Told]]) -> None:
+def _check_resumed(fit: Fit, record: list[dict[str, Record]]) -> None:
     assert fit.resume is not None
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(record):
         whole, resumed = each["whole"], each["resumed"]
         assert resumed.counted == whole.counted or fit.stops, f"a resumed run counts {resumed.counted}, {whole.counted}"
         if not fit.replicas and fit.scheme == "all_reduce" and not fit.module and fit.averages is None and not fit.wire:
             _check_same(whole.trace[fit.resume + 1 :], resumed.trace, "a resume of DDP's training goes another way")
         if not fit.replicas:
-            first = told[0]["resumed"]
+            first = record[0]["resumed"]
             _check_state(_known(fit, resumed.end), _known(fit, first.end), f"resumed rank {rank} differs from rank 0")
             continue
         if "reborn" in fit.module:
@@ -794,20 +792,20 @@ def _check_resumed(fit: Fit, told: list[dict[str, Told]]) -> None:
 
 
 def _tolerance(fit: Fit) -> float | None:
-    """How far a run may be from its reference; None: they are not to be compared."""
+    """Return the tolerance between a run and its reference; None if they cannot be compared."""
     if fit.precision == "bf16-true" or any(kind in fit.module for kind in ("noise", "reborn")):
         return None
     if fit.averages == "swa":
         return None
     if fit.freeze is not None and (fit.accumulate > 1 or fit.manual):
-        return None  # nodes agree when the optimizer is asked to step, and have gradients of their own values by then
+        return None  # nodes synchronize when the optimizer steps, with gradients that were taken before
     parts = next((value for name, value in fit.arguments if name in ("fragments", "segments")), 1)
     if fit.finetuning and parts != 1:
         return None  # what unfreezes is the optimizer's last, and elsewhere in the parts
     return combinations.tolerance_of(fit)
 
 
-def _compare(fit: Fit, ranks: list[Told], tolerance: float) -> None:
+def _compare(fit: Fit, ranks: list[Record], tolerance: float) -> None:
     steps = len(ranks[0].trace)
     seen = tuple(step - 1 for step, _, _ in ranks[0].seen if step)
     c = replace(fit, looks=seen)
@@ -837,12 +835,12 @@ def _run_to(reference: Reference, steps: int) -> Reference:
     return reference.run()
 
 
-def _compare_half(fit: Fit, ranks: list[Told], reference: Reference, here: slice, tolerance: float) -> None:
+def _compare_half(fit: Fit, ranks: list[Record], reference: Reference, here: slice, tolerance: float) -> None:
     # where max_steps cuts an epoch, it ends after the last step's hooks
     for step in range(len(ranks[0].trace) - bool(fit.cut)):
-        for rank, told in enumerate(ranks):
+        for rank, record in enumerate(ranks):
             expected = reference.trace[step][rank]
-            combinations.is_close(told.trace[step][here], expected, tolerance, f"after step {step} rank {rank} holds")
+            combinations.is_close(record.trace[step][here], expected, tolerance, f"after step {step} rank {rank} holds")
     if fit.evaluate == "consensus" and fit.averages is None:
         for step, values, _ in ranks[0].seen:
             if step:

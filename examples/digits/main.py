@@ -28,7 +28,7 @@ class DigitsCLI(LightningCLI):
         (metrics,) = self.trainer.test(self.model, self.datamodule, verbose=False)
         if self.trainer.is_global_zero:
             accuracy, loss = metrics["test_accuracy"], metrics["test_loss"]
-            print(f"Test accuracy of the agreed model: {accuracy:.2%} (cross entropy {loss:.4f})")
+            print(f"Test accuracy of the averaged model: {accuracy:.2%} (cross entropy {loss:.4f})")
             print(
                 "On one machine the table above counts what is saved in bytes; benchmarks/README.md measures the time."
             )

@@ -1,8 +1,8 @@
-"""Every private or fragile touch of Lightning: one function each, with its reason and its test."""
+"""Every use of private or fragile parts of Lightning: one function each, with its reason and its test."""
 
 
 def require_attribute(owner: object, name: str) -> None:
-    """Refuse, in a sentence, a Lightning or torch without something private that we rely on."""
+    """Raise an error if Lightning or torch lacks a private attribute that this package uses."""
     if not hasattr(owner, name):
         raise RuntimeError(
             f"this version of Lightning or torch has no {type(owner).__name__}.{name}, which this version of"

@@ -1,4 +1,4 @@
-"""Averages of weights that callbacks keep, in attributes that nobody but their authors knows."""
+"""Finds averages of weights in the private attributes of callbacks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _OF_AVERAGED_MODEL = "module."
 
 @torch.no_grad()
 def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
-    """Let averages of a module's weights that are NaN or infinite begin anew from the weights that it holds.
+    """Restart non-finite averages of a module's weights from the weights that it holds.
 
-    A callback that averages the weights after every batch saw those of a rank that was sick, and never gets rid of
-    them; there is no hook to tell it. Its averages are found by their names: those in a copy of the module or in a
-    dictionary, ``AveragedModel`` and Lightning's ``WeightAveraging`` among them.
+    A callback that has averaged non-finite weights keeps non-finite averages for ever, and no hook resets them. Its
+    averages are found by the names of their tensors, in a copy of the module or in a dictionary, as in torch's
+    ``AveragedModel`` and Lightning's ``WeightAveraging``.
 
     Returns:
-        Those averages, and what they held.
+        These averages, each with its previous values.
     """
     sick: list[tuple[Tensor, Tensor]] = []
     module = trainer.lightning_module

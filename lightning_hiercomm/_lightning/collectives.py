@@ -1,4 +1,4 @@
-"""Which collectives a program starts by itself: torch counts them per process group, but not by who starts them."""
+"""Finds collectives that a program starts by itself, among those that torch counts per process group."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm.comm.torch import is_of_communicator
 
 _TRACED = (10, 100, 1000)
-"""How many passes are traced after one with a collective, the first time, the second and the third."""
+"""The number of passes that are traced after the first, second and third pass with a collective."""
 
 _MOST_UNEXPLAINED = 3
-"""Tracing ends after as many passes whose collectives are not the program's."""
+"""Tracing ends after so many traced passes whose collectives are not the program's."""
 
 _LIBRARIES = {"torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities"}
 _LIBRARIES |= {"lightning_hiercomm", "typing_extensions", "contextlib", "functools"}  # the last for decorators
@@ -33,14 +33,14 @@ _METRICS = {"torchmetrics", "torcheval", "ignite"}
 class CollectiveCounter:
     """Counts the collectives that a program starts on process groups with ranks outside a given set.
 
-    Every process group has a sequence number, which each of its collectives increments. Groups of our own communicators
-    are left out, because background threads use them. The default group counts: only the training thread uses it.
+    Every process group has a sequence number, which each of its collectives increments. Groups of this package's
+    communicators are excluded, because background threads use them. Only the training thread uses the default group.
 
     Args:
-        ranks: Ranks of the default process group among which collectives do no harm.
+        ranks: Ranks of the default process group; collectives among them do not count.
 
     Attributes:
-        is_excusing: Whether what is started now does not count.
+        is_excusing: Whether collectives that are started now do not count.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -52,26 +52,26 @@ class CollectiveCounter:
         self.is_excusing = False
 
     def count(self) -> int:
-        """Return how many there were so far, without excused ones; only differences have a meaning."""
+        """Return the number of collectives without excused ones; only differences have a meaning."""
         return self._total() - self._excused
 
     @contextmanager
     def excused(self) -> Iterator[None]:
-        """Do not count what is started inside."""
+        """Inside, do not count collectives."""
         outside, before = self.is_excusing, self._total() - self._excused
         self.is_excusing = True
         try:
             yield
         finally:
             self.is_excusing = outside
-            self._excused = self._total() - before  # with what was excused inside
+            self._excused = self._total() - before  # includes what was excused inside
 
     def watch(self, found: Callable[[str, str], None]) -> CollectiveWatch:
-        """Make what finds them."""
+        """Return a watch that calls ``found``; see :class:`CollectiveWatch`."""
         return CollectiveWatch(self, found)
 
     def close(self) -> None:
-        """Let go of the process groups, which have threads; nothing counts from now on."""
+        """Release the process groups, which have threads, and stop counting."""
         self._is_closed, self._groups, self._counted = True, [], []
 
     def _total(self) -> int:
@@ -138,14 +138,14 @@ def counting_backends(group: Any) -> list[Any]:
 
 
 class CollectiveWatch:
-    """Finds the line of the program that starts counted collectives inside of something that happens again and again.
+    """Finds the line of the program that starts counted collectives in a repeated pass.
 
-    It counts at first, and traces the next passes only after one with a collective, because tracing takes time.
-    Collectives of metric libraries, and of other threads, are not found.
+    It traces passes only after one with a collective, because tracing takes time. It ignores collectives of metric
+    libraries and of other threads.
 
     Args:
         counter: Counts the collectives.
-        found: Called once, with a description of the line, and the name of the optimizer whose method it is in, if any.
+        found: Called once, with a description of the line and the name of the optimizer whose method contains it.
     """
 
     def __init__(self, counter: CollectiveCounter, found: Callable[[str, str], None]) -> None:
@@ -159,7 +159,7 @@ class CollectiveWatch:
         self._began: tuple[int, bool, bool] | None = None
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self.end()
         if not self._unexplained:
             return
@@ -171,9 +171,9 @@ class CollectiveWatch:
         self._began = self._counter.count(), outside, self._tracing is not None
 
     def end(self) -> None:
-        """It has ended; nothing, if none has begun."""
+        """End the pass, if one has begun."""
         frame = None
-        if self._tracing is not None and _get_current_dispatch_mode() is self._tracing:  # or another came meanwhile
+        if self._tracing is not None and _get_current_dispatch_mode() is self._tracing:  # or another mode
             self._tracing.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             frame, self._optimizer, self._tracing = self._tracing.frame, self._tracing.optimizer, None
         if self._began is None:
@@ -191,7 +191,7 @@ class CollectiveWatch:
 
 
 class _Tracing(TorchDispatchMode):
-    """Keeps the first frame of the program that starts a counted collective; sees this thread only."""
+    """Stores the first frame of the program that starts a counted collective in this thread."""
 
     def __init__(self, counter: CollectiveCounter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ class _Tracing(TorchDispatchMode):
 
 
 def _frame_of_program() -> FrameType | None:
-    """The innermost frame that is not of torch, Lightning or ours; None if that is of a metric library."""
+    """Return the innermost frame outside of libraries; None if it is in a metric library."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).split(".")[0]
@@ -225,11 +225,11 @@ def _frame_of_program() -> FrameType | None:
 
 
 def _optimizer_around(frame: FrameType | None) -> str:
-    """The name of the optimizer in whose method a frame is; an empty string if it is in none, or in a closure of it."""
+    """Return the name of the optimizer whose method contains a frame, or an empty string; not of a closure's caller."""
     while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] != "lightning_hiercomm":
         owner = frame.f_locals.get("self")
         if isinstance(owner, Optimizer):
-            return type(getattr(owner, "optimizer", owner)).__name__  # of Lightning's wrapper, what is inside
+            return type(getattr(owner, "optimizer", owner)).__name__  # without Lightning's wrapper
         if isinstance(owner, nn.Module):
             return ""
         frame = frame.f_back

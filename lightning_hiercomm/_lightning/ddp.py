@@ -1,4 +1,4 @@
-"""What Lightning and ours want of ``DistributedDataParallel``: one function a touch, with its reason."""
+"""Uses of private parts of ``DistributedDataParallel``: one function each, with its reason."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def is_not_insisted_on(backward: Backward) -> Backward:
 
 
 def unused_parameters(module: nn.Module | None) -> list[str]:
-    """Names of parameters that are to be trained and got no gradient, if others did; between backward and the next."""
+    """Return the names of trainable parameters without a gradient after a backward pass, if others have one."""
     trained = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     unused = [name for name, parameter in trained if parameter.grad is None]
     return unused if len(unused) < len(trained) else []
 
 
 def warning_of_unused_parameters(unused: Sequence[str], strategy: type, loss: str = "training_step") -> str:
-    """What a run of which DDP takes no part says of parameters that would end the same run on larger nodes.
+    """Return a warning about unused parameters in a run without DDP, which would end the same run on larger nodes.
 
     Args:
-        unused: Their names.
-        strategy: What has the argument that lets them be.
-        loss: Where the loss comes from.
+        unused: The names of the parameters.
+        strategy: The name of the strategy with the argument that allows them.
+        loss: The function that returns the loss.
     """
     return (
         f"{_were_not_used(unused, loss)} They are not trained. With one rank per node that is all, but nodes of several"
@@ -63,9 +63,9 @@ def warning_of_unused_parameters(unused: Sequence[str], strategy: type, loss: st
 
 
 def explain_unused_parameters(exception: BaseException, module: nn.Module | None) -> None:
-    """Say of DDP's error about parameters without gradient, by its text, which they are and how ours expects them.
+    """Replace the text of DDP's error about parameters without gradient: name them and this strategy's argument.
 
-    What Lightning would make of it names its own ``DDPStrategy``.
+    Lightning's text names its own ``DDPStrategy``.
     """
     if any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
         exception.args = (
@@ -92,11 +92,12 @@ def keep_sync_batchnorm_in_group(module: nn.Module, group: Any) -> None:
 
 
 class CopiedDDP(DistributedDataParallel):
-    """DDP that can be copied, for an average of the weights: what comes is the copied module alone.
+    """DDP whose ``deepcopy`` is a copy of its module, for averages of the weights.
 
-    DDP itself refuses that over groups which are not the default one, as those of nodes are.
+    DDP itself cannot be copied over a process group that is not the default one, such as that of a node.
 
-    Ranks may hold buffers of other shapes: see :class:`~lightning_hiercomm._lightning.ddp_buffers.BufferBroadcast`.
+    Buffers may have different shapes on different ranks. See
+    :class:`~lightning_hiercomm._lightning.ddp_buffers.BufferBroadcast`.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -104,7 +105,7 @@ class CopiedDDP(DistributedDataParallel):
         return copied
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Refuse: DDP has one hook, which is the strategy's (:func:`register_bucket_hook`)."""
+        """Raise an error: DDP has one hook, which the strategy uses (:func:`register_bucket_hook`)."""
         name = getattr(hook, "__name__", repr(hook))
         raise ValueError(
             f"register_comm_hook({name}): DDP has one communication hook, and the hierarchical strategy averages"
@@ -112,7 +113,7 @@ class CopiedDDP(DistributedDataParallel):
         )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Refuse torch's hooks in C++, for the same reason."""
+        """Raise an error for torch's C++ hooks, for the same reason."""
         self.register_comm_hook(None, comm_hook_type)
 
     def _assign_modules_buffers(self) -> None:
@@ -127,15 +128,15 @@ class CopiedDDP(DistributedDataParallel):
 
 
 class PassThroughDDP(CopiedDDP):
-    """The interface of DDP around a module whose gradients are averaged with no other rank's.
+    """The interface of DDP around a module whose gradients no other rank shares.
 
     Programs call ``trainer.model.no_sync()``, read ``trainer.model.module`` or test for DDP. A real DDP over one rank
     would take time for its buckets, and would refuse unused parameters, and modules without trainable ones.
 
     Args:
-        module: What trains.
-        device_ids: DDP's.
-        arguments: DDP's others.
+        module: The module that trains.
+        device_ids: As in DDP.
+        arguments: Other arguments of DDP.
     """
 
     def __init__(self, module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any]) -> None:
@@ -186,9 +187,9 @@ class PassThroughDDP(CopiedDDP):
 
 
 class PassThroughRedirection(_DDPForwardRedirection):
-    """Lightning's way from a hook of the strategy through DDP's ``forward`` to ``training_step``, made short.
+    """Calls ``training_step`` through :class:`PassThroughDDP` without Lightning's redirection.
 
-    Lightning's sets attributes of two modules at every step, which takes longer than what :class:`PassThroughDDP` does.
+    Lightning's sets attributes of two modules at every step, which takes longer than :class:`PassThroughDDP` itself.
     """
 
     def __call__(
@@ -215,7 +216,7 @@ class PassThroughRedirection(_DDPForwardRedirection):
 
 
 class _NoReducer:
-    """What Lightning's ``DDPStrategy`` calls of DDP's reducer around a manual backward pass."""
+    """Replaces DDP's reducer, whose methods Lightning's ``DDPStrategy`` calls around a manual backward pass."""
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -232,22 +233,21 @@ def _itself(module: nn.Module) -> nn.Module:
 
 
 class SettledDDP(CopiedDDP):
-    """DDP whose steps do not depend on what its process did before: neither on the step before, nor on a validation.
+    """DDP whose steps do not depend on earlier steps of its process, so that resumed runs are equal to the bit.
 
-    Its buckets follow from the module alone, from the first step on.
+    Its buckets depend on the module alone from the first step on.
 
-    DDP begins with one bucket, and after a process's first backward pass cuts buckets in the order in which gradients
-    came. So a process that goes on from a checkpoint takes its first step with other buckets than the run that was not
-    interrupted, and what depends on an element's place in its bucket is not the same to the bit: sums of three ranks
-    and more, blocks of narrow types, and what these have kept back. Here buckets are cut at once, as DDP would cut them
-    if gradients came in the reverse order of the parameters; where they come otherwise, a bucket leaves later.
+    DDP starts with one bucket and rebuilds its buckets after the first backward pass, in the order of the gradients. So
+    a resumed process takes its first step with other buckets than an uninterrupted run. Then results that depend on an
+    element's position in its bucket differ: sums of three ranks and more, blocks of narrow types, and error-feedback
+    residuals. This class builds the final buckets at once, in the reverse order of the parameters. If gradients are
+    computed in another order, a bucket is sent later.
 
-    With ``find_unused_parameters`` DDP never cuts anew. With ``static_graph`` it does so after the second pass, and in
-    the first calls all buckets by one name, so it must have one. Both are left as they are.
+    With ``find_unused_parameters`` DDP never rebuilds its buckets. With ``static_graph`` it does so after the second
+    pass, and needs one bucket in the first. Both keep DDP's behavior.
 
-    And it shares buffers before every pass that begins a step. DDP does so only after a pass that has waited for
-    gradients: not in the step after a validation, nor, in Lightning's manual optimization, after the first step of a
-    process; but always in the first one of a process that goes on from a checkpoint.
+    This class also broadcasts buffers before every pass that begins a step. DDP does not in the step after a
+    validation, nor in Lightning's manual optimization after the first step, but always in the first step of a process.
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
@@ -266,7 +266,7 @@ class SettledDDP(CopiedDDP):
         return (parameters[::-1], are_sparse[::-1]) if self._is_settled else (parameters, are_sparse)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """As DDP's, but for when buffers are shared."""
+        """As in DDP, except for when buffers are broadcast."""
         learns, ends_step = torch.is_grad_enabled(), self.require_backward_grad_sync
         if learns:
             self.require_forward_param_sync = self._begins_step
@@ -284,13 +284,13 @@ def in_ddp(
     settled: bool,
     ignored: Collection[str] = (),
 ) -> DistributedDataParallel:
-    """What Lightning's ``DDPStrategy`` does with a module, on a stream of its own as torch's notes on CUDA have it.
+    """Wrap a module in DDP, on a separate CUDA stream as torch's notes recommend.
 
     Args:
-        module: What trains.
-        device_ids: DDP's.
-        arguments: DDP's others.
-        settled: Whether buckets are to follow from the module alone; if not, it is DDP to the bit.
+        module: The module that trains.
+        device_ids: As in DDP.
+        arguments: Other arguments of DDP.
+        settled: Whether to use :class:`SettledDDP`; otherwise results equal those of DDP to the bit.
         ignored: Names of frozen parameters and buffers that are never broadcast.
     """
     kind = SettledDDP if settled else CopiedDDP
@@ -307,7 +307,7 @@ def in_ddp(
 
 @contextmanager
 def _ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Inside, DDP's constructor ignores more tensors of a module than the user wants it to."""
+    """Inside, DDP's constructor ignores more tensors of a module than the user has named."""
     before = vars(module).get(_IGNORED)
     if names:
         vars(module)[_IGNORED] = {*(before or ()), *names}
@@ -327,7 +327,7 @@ def ignore_in_ddp(model: DistributedDataParallel, names: Collection[str]) -> Non
 
 
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:
-    """Let ``reduce`` take each bucket of gradients. DDP compares the annotated types themselves, not their names."""
+    """Register ``reduce`` as communication hook. DDP compares the annotated types themselves, not their names."""
 
     def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         return reduce(bucket)
@@ -337,7 +337,7 @@ def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any],
 
 
 class FabricSyncControl(_BackwardSyncControl):
-    """``Fabric.no_backward_sync``, also for a module that is not in DDP because its node has nobody to reduce with."""
+    """``Fabric.no_backward_sync``, also for a module without DDP on a node of one rank."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         if enabled and isinstance(module, DistributedDataParallel):

@@ -1,4 +1,4 @@
-"""Buffers that DDP broadcasts before a forward pass, where a rank may have others than the rank that sends them."""
+"""Broadcasts buffers before a forward pass of DDP, also if buffers differ in shape between ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_hiercomm.comm import streams
 
 
 class _Slot(NamedTuple):
-    """What a buffer must be to be broadcast.
+    """The properties of a buffer that is broadcast.
 
     Attributes:
         is_fixed: Whether it belongs to one of torch's own layers, which never change the shape of a buffer.
@@ -33,16 +33,16 @@ class _Slot(NamedTuple):
 class BufferBroadcast:
     """Broadcasts a module's buffers in a layout that all ranks of a group know: names, shapes and dtypes.
 
-    DDP by itself broadcasts whatever buffers a rank has at the moment. Where the first rank has more than another rank
-    expects, gloo ends that process; where it has less, a part of a buffer is overwritten.
+    DDP itself broadcasts the present buffers of each rank. If the first rank has more data than another one expects,
+    gloo ends that process. If it has less, a part of a buffer is overwritten.
 
-    Here a flag travels with the values. If the buffers of the sending rank no longer have the layout, it is set, and
-    the new layout is sent before the values are sent again. A rank takes the buffers that it has in the same shape and
-    dtype; its others stay its own. On a GPU the host would wait to read the flag: there the new layout is sent before
-    the next broadcast.
+    This class sends a flag with the values. The sender sets it if its buffers no longer have the layout, and then sends
+    the new layout before the values again. A rank takes the buffers that it has in the same shape and dtype, and keeps
+    its others. On a GPU, where reading the flag would make the host wait, it sends the new layout before the next
+    broadcast.
 
     Args:
-        module: Has the buffers, equal in name, shape and dtype on all ranks.
+        module: The module; its buffers are equal in name, shape and dtype on all ranks.
         ignored: Names of buffers that no rank broadcasts.
     """
 
@@ -51,20 +51,20 @@ class BufferBroadcast:
         self._layout = self._present_layout(ignored)
         self._fits = False
         self._selected: list[Tensor] = []
-        self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last broadcast, on its way to the host
+        self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last broadcast
 
     def select(self, buffers: Mapping[str, Tensor], ignored: set[str]) -> list[Tensor]:
-        """Find the buffers of the layout, in its order; new tensors stand for those that this rank does not have.
+        """Select the buffers of the layout in its order; new tensors replace those that this rank lacks.
 
         Args:
-            buffers: All that there are now, without those to ignore.
+            buffers: All present buffers, without those to ignore.
             ignored: Names of buffers that no rank broadcasts any more.
         """
         if not ignored.isdisjoint(self._layout):
             self._layout = {name: slot for name, slot in self._layout.items() if name not in ignored}
             self._fits = False
         if self._fits and len(buffers) == len(self._layout) and all(map(is_, buffers.values(), self._selected)):
-            # most are of torch's own layers, and a look at each would take as long as the broadcast
+            # checking the many buffers of torch's layers would take as long as the broadcast
             held = zip(self._selected, self._layout.values(), strict=True)
             if all(slot.fits(own) for own, slot in held if not slot.is_fixed):
                 return self._selected
@@ -85,7 +85,7 @@ class BufferBroadcast:
 
         Args:
             group: The process group.
-            bytes_at_once: How many bytes may travel in one message.
+            bytes_at_once: The maximal number of bytes in one message.
             source: The rank in the group that sends.
             ignored: Names of buffers that no rank broadcasts.
         """
@@ -126,10 +126,10 @@ class BufferBroadcast:
         }
 
     def _broadcast(self, group: Any, bytes_at_once: int, source: int) -> Tensor:
-        """Broadcast values, which a rank takes unless the layout of the sending rank is new.
+        """Broadcast values, which a rank takes unless the sender has a new layout.
 
         Returns:
-            Whether it is; a number.
+            Whether it has, as a number.
         """
         flag = self._selected[0].new_full((1,), not self._fits)
         if group.rank() == source:

@@ -1,4 +1,4 @@
-"""Where a Trainer is, as another one takes it up: Lightning's own checkpoint, made between two batches."""
+"""Transfers the state of a Trainer to another one: Lightning's checkpoint, made between two batches."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ _OF_SAVES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_u
 
 
 def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
-    """A checkpoint from which another Trainer goes on as this one does, in memory; ``weights_only`` loading reads it.
+    """Return a checkpoint in memory from which another Trainer continues like this one; readable with ``weights_only``.
 
-    Lightning's checkpoints are made after a batch, in the middle of a hook, and its loops repair their counters by
-    where that was, which they guess from the counters. This is made before a batch, where they say what they mean:
-    nothing is to be repaired, so a healed Trainer's are those of one that was never lost, and the next one can be
-    healed from it.
+    Lightning makes checkpoints after a batch, inside a hook, and its loops correct their counters after loading. This
+    checkpoint is made before a batch, where counters need no correction. So a recovered Trainer has the same counters
+    as the others, and another one can recover from it.
 
     Args:
-        trainer: In the first callback's hook of that moment, on all ranks of its world.
+        trainer: The trainer, in the first callback's hook of that moment, on all ranks of its world.
         moment: ``"batch"``, before a batch that is not an epoch's first; ``"epoch"``, before an epoch; or ``"end"``.
 
     Warns:
-        UserWarning: Of what is left out, because ``weights_only`` loading does not read it.
+        UserWarning: If an entry is left out, because ``weights_only`` loading cannot read it.
     """
     connector = trainer._checkpoint_connector
     require_attribute(connector, "dump_checkpoint")
@@ -66,7 +65,7 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
         "checkpoint": {**taken, **others},
         "moment": moment,
         "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in saved},
-        # by these all nodes decide alike what to save, and when to step; Lightning's checkpoints know none of them
+        # nodes use these to decide when to save and to step; Lightning's checkpoints do not hold them
         "metrics": dict(logged._callback_metrics),
         "saves": {each.state_key: {name: vars(each)[name] for name in _OF_SAVES} for each in _savers(trainer)},
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -75,7 +74,7 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
 
 
 def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Let a Trainer that is being set up go on from :func:`state_of`; its connector restores it like a file.
+    """Make a Trainer that is being set up continue from :func:`state_of`, which its connector restores like a file.
 
     Returns:
         The checkpoint.
@@ -88,7 +87,7 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
         connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
-    for name, buffer in trainer.lightning_module.named_buffers():  # also those that checkpoints do not hold
+    for name, buffer in trainer.lightning_module.named_buffers():  # including non-persistent ones
         given = state["buffers"].get(name)
         if given is not None and given.shape == buffer.shape:
             buffer.copy_(given)
@@ -106,13 +105,13 @@ def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
 
 
 def begin_as(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
-    """Let the loops begin where :func:`state_of` has left them; when training starts, after the callbacks' hooks.
+    """Start the loops where :func:`state_of` was called; when training starts, after the callbacks' hooks.
 
-    A loop that was loaded counts as restarting. Before an epoch it need not; before a batch Lightning may take the last
-    one for one whose validation it has to skip, and counts it again.
+    A loaded loop counts as restarting. Before an epoch it need not. Before a batch Lightning may skip a validation and
+    count the last batch twice.
 
-    What programs change when an epoch starts (how many batches are accumulated, what is unfrozen) they do not change
-    again in a Trainer that begins later.
+    Changes that programs make when an epoch starts (accumulation, unfreezing) are not repeated in a Trainer that starts
+    later.
     """
     fit, moment = trainer.fit_loop, state["moment"]
     loop = fit.epoch_loop
@@ -122,7 +121,7 @@ def begin_as(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
     for name, parameter in trainer.lightning_module.named_parameters():
         if parameter.requires_grad != (name in trains):
             parameter.requires_grad_(name in trains)
-    fit._restarting = False  # or the schedulers of this epoch's end would be left out
+    fit._restarting = False  # otherwise schedulers at this epoch's end would not step
     if moment == "epoch":
         loop._restarting = False
     elif moment == "batch" and fit._data_fetcher is not None and loop._should_check_val_fx(fit._data_fetcher):
@@ -130,16 +129,16 @@ def begin_as(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
 
 
 def skip_sanity_check(trainer: pl.Trainer) -> None:
-    """Let a healed Trainer, once its loops are restored, not try out whether it can validate.
+    """Skip the sanity check of a recovered Trainer after its loops are restored.
 
-    Lightning does so in one that goes on at an epoch's end, and forgets all metrics over it.
+    Lightning runs it in a Trainer that resumes at an epoch's end, and it resets all metrics.
     """
     require_attribute(trainer.fit_loop.epoch_loop.val_loop, "restarting")
     trainer.fit_loop.epoch_loop.val_loop.restarting = True
 
 
 def end_training(trainer: pl.Trainer) -> None:
-    """The run is over for others already, so it is for this Trainer: its loop ends before it begins."""
+    """End the loop of a Trainer before it starts, because the other nodes have finished."""
     trainer.should_stop = True
     loop = trainer.fit_loop
     require_attribute(loop, "max_epochs")
@@ -150,12 +149,12 @@ def end_training(trainer: pl.Trainer) -> None:
 def tell_stage_of_dataloaders(
     trainer: pl.Trainer, told: list[RunningStage | None], batches_done: Callable[[], int]
 ) -> None:
-    """Let ``told[0]`` be for which stage Lightning makes a sampler, while it does: a strategy is not told.
+    """Set ``told[0]`` to the stage for which Lightning makes a sampler, which it does not pass to strategies.
 
     Args:
-        trainer: Of the strategy.
-        told: Of one element.
-        batches_done: How many batches of the epoch are not to be loaded, when a train dataloader is made.
+        trainer: The strategy's trainer.
+        told: A list of one element.
+        batches_done: Returns how many batches of the epoch a new train dataloader skips.
     """
     connector = trainer._data_connector
     require_attribute(connector, "_prepare_dataloader")
@@ -176,7 +175,7 @@ def tell_stage_of_dataloaders(
 
 
 def draw_train_data_anew(trainer: pl.Trainer, is_due: Callable[[], bool]) -> None:
-    """Before an epoch, let Lightning make the train dataloaders once more if ``is_due()``, as it may every n epochs."""
+    """Make Lightning reload the train dataloaders before an epoch if ``is_due()``, as it may every n epochs."""
     loop = trainer.fit_loop
     require_attribute(loop, "setup_data")
     require_attribute(loop, "_combined_loader")
@@ -196,7 +195,7 @@ def draw_train_data_once(trainer: pl.Trainer) -> None:
 
 
 class _Later(Iterable[Any]):
-    """Batches of indices, the first time without the first ones."""
+    """Yields batches of indices; in the first iteration it skips some."""
 
     def __init__(self, batches: Any, done: int) -> None:
         self._batches = batches
@@ -209,15 +208,15 @@ class _Later(Iterable[Any]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getattr__(self, name: str) -> Any:  # of samplers, whoever asks
+    def __getattr__(self, name: str) -> Any:  # other attributes are those of the sampler
         return getattr(self._batches, name)
 
 
 def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
-    """Let a dataloader's next iteration be the rest of an epoch; the loader's workers would begin before it is told.
+    """Make a dataloader's next iteration the rest of an epoch, before its workers start.
 
-    torch lets nobody exchange what a dataloader draws from, but looks for it when an iteration begins. A loader without
-    batches of indices, or with endless ones (of an ``IterableDataset``), says itself where it begins.
+    torch does not allow replacing a loader's sampler, but reads it when an iteration starts. A loader without batches
+    of indices, or with an ``IterableDataset``, resumes by itself.
     """
     batches = getattr(dataloader, "batch_sampler", None)
     length = sized_len(batches)
@@ -230,7 +229,7 @@ def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
 
 
 def _only_completed(progress: dict[str, Any]) -> None:
-    """What was begun has not been, as far as others need to know."""
+    """Return progress in which only completed steps count."""
     if "current" not in progress:
         for part in progress.values():
             if isinstance(part, dict):
@@ -250,7 +249,7 @@ def _clear_current(progress: dict[str, Any]) -> None:
 
 
 def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that a newcomer would take."""
+    """Return the entries that a joining node can load."""
     plain = {key: state for key, state in states.items() if _is_plain(state)}
     for key in states.keys() - plain.keys():
         warnings.warn(
@@ -262,7 +261,7 @@ def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether ``weights_only`` loading reads it: what it does not, another node would not take."""
+    """Return whether ``weights_only`` loading reads a value."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

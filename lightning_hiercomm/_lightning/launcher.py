@@ -1,4 +1,4 @@
-"""How ranks are started, as Lightning's launchers and environments do it: one function a touch, with its reason."""
+"""Starts ranks with Lightning's launchers and environments: one function per private use, with its reason."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from lightning_hiercomm.nodes.hosts import Place
 
 
 class WatchfulLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher of forked and spawned ranks, with four gaps closed.
+    """Lightning's launcher of forked and spawned ranks, with four corrections.
 
-    There ``Strategy.on_exception`` and ``teardown`` run in the process that launched only, where nothing is known of
-    the rank that raised. And after ``sys.exit()`` or ``os._exit(0)`` on one rank the launcher waits for the others, and
-    they for that one. And a forked rank may hang when it collects what its parent left behind. And the process that
-    launched refuses rank 0's buffers if their shapes have changed.
+    Lightning runs ``Strategy.on_exception`` and ``teardown`` in the launching process only, which does not know the
+    failed rank. After ``sys.exit()`` or ``os._exit(0)`` on one rank, the launcher and the other ranks wait for ever. A
+    forked rank may hang when it collects garbage of its parent. The launching process rejects rank 0's buffers if their
+    shapes have changed.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class WatchfulLauncher(_MultiProcessingLauncher):
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
-            if self._watcher is not None:  # a thread that ends while the next launch forks may leave a lock behind
+            if self._watcher is not None:  # a thread that ends during the next fork may leave a lock held
                 thread, is_over = self._watcher
                 is_over.set()
                 thread.join()
@@ -57,7 +57,7 @@ class WatchfulLauncher(_MultiProcessingLauncher):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if multiprocessing.context.get_spawning_popen() is None:  # else a rank that starts inherits what it shares
+        if multiprocessing.context.get_spawning_popen() is None:  # otherwise a new rank inherits it
             state["_has_finished"] = None
         return {**state, "_watcher": None}
 
@@ -86,7 +86,10 @@ class WatchfulLauncher(_MultiProcessingLauncher):
     @procs.setter
     def procs(self, processes: list[Any]) -> None:
         self.__dict__["procs"] = processes
-        if processes and self._start_method in ("fork", "spawn"):  # of the fork server's only one may ask how they end
+        if processes and self._start_method in (
+            "fork",
+            "spawn",
+        ):  # a fork server has one waiter
             is_over = threading.Event()
             watched = (processes, self._has_finished, is_over)
             thread = threading.Thread(target=self._watch, args=watched, name="hiercomm-launcher", daemon=True)
@@ -110,11 +113,11 @@ class WatchfulLauncher(_MultiProcessingLauncher):
 
 
 def settle_as_fork(start_method: str) -> None:
-    """Keep a forked rank from collecting what its parent left behind, and give it threads of its own.
+    """Prevent a forked rank from collecting garbage of its parent, and create its thread pool.
 
-    If garbage owns threads, as a process group does, its end would wait for ever: they are in the parent only. Torch
-    makes a fork's pool of threads where it is first asked for: threads of a backward pass that ask at once may find
-    none, which ends the process ("Invalid thread pool").
+    Garbage that owns threads, such as a process group, would wait for threads that exist in the parent only. torch
+    creates a fork's thread pool on first use. Threads of a backward pass that use it at once may find none, which ends
+    the process ("Invalid thread pool").
     """
     if start_method == "fork":
         gc.freeze()
@@ -122,7 +125,7 @@ def settle_as_fork(start_method: str) -> None:
 
 
 def _end_soon(processes: list[Any], patience: float = 3.0) -> None:
-    """Kill what has not ended after some seconds: a rank that is just telling why it ends must not be broken off."""
+    """Kill ranks that have not ended after some seconds, in which they can report their error."""
     deadline = time.monotonic() + patience
     while processes and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -132,10 +135,10 @@ def _end_soon(processes: list[Any], patience: float = 3.0) -> None:
 
 
 def _exit_code(process: Any) -> int | None:
-    """How a child process has ended, if it has; left for the launcher to find out, who would else get nothing."""
+    """Return the exit code of a child process, if it has ended, without reaping it for the launcher."""
     try:
         end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the launcher has found out
+    except ChildProcessError:  # the launcher has reaped it
         code: int | None = process._popen.returncode
         return code
     if end is None:
@@ -146,14 +149,14 @@ def _exit_code(process: Any) -> int | None:
 def place_of(environment: ClusterEnvironment, node: int, local_rank: int, starts_ranks: bool) -> Place:
     """Return where this rank is, as its cluster environment reports it.
 
-    Torchrun's agents and Lightning's launcher are started once per node, so several of them on one host are deliberate.
-    MPI's nodes are found by host name already. Kubeflow gives every process a node of its own, and variables that are
-    set by hand or by a scheduler may do so by mistake.
+    torchrun's agents and Lightning's launcher run once per node, so several of them on one host are deliberate. MPI's
+    nodes are found by host name. Kubeflow makes every process a separate node, and variables that are set by hand or by
+    a scheduler may do so by mistake.
 
     Args:
-        environment: Of the Trainer.
-        node: This rank's node, as the strategy has it.
-        local_rank: Its place on that node.
+        environment: The Trainer's cluster environment.
+        node: The number of this rank's node in the strategy.
+        local_rank: This rank's number on that node.
         starts_ranks: Whether the strategy's launcher starts the ranks.
     """
     names_nodes = isinstance(environment, (TorchElasticEnvironment, MPIEnvironment)) or (
@@ -188,9 +191,9 @@ def _check_devices(ranks: int, num_devices: int, num_nodes: int) -> None:
 
 
 def check_program_can_run_again() -> None:
-    """Refuse to start ranks by running the program again where there is none: in a notebook, or at a Python prompt.
+    """Raise an error if ranks would start by running the program again in a notebook or at a Python prompt.
 
-    Lightning refuses it, too, but the remedy it names is its own ``ddp_notebook``.
+    Lightning does too, but its remedy is its own ``ddp_notebook``.
     """
     if imports._IS_INTERACTIVE:
         raise MisconfigurationException(
@@ -202,13 +205,13 @@ def check_program_can_run_again() -> None:
 
 @contextmanager
 def process_group_meets_at(store: Store | None, rank: int, size: int) -> Iterator[None]:
-    """Let ``init_process_group`` meet at a store, in place of the one that ``env://`` stands for.
+    """Make ``init_process_group`` use a store instead of ``env://``.
 
-    That of torchrun's agent still holds the addresses of ranks that died: ranks that are started again call those, and
-    give up (pytorch/pytorch#135712, #167288). Lightning passes no store on.
+    The store of torchrun's agent still holds addresses of dead ranks, which restarted ranks fail to reach
+    (pytorch/pytorch#135712, #167288). Lightning does not pass a store.
 
     Args:
-        store: The same on every rank, with no process group's words in it; None for what ``env://`` stands for.
+        store: The same on every rank, without keys of a process group; None for ``env://``.
         rank: This rank.
         size: Number of ranks.
     """

@@ -1,4 +1,4 @@
-"""Who writes checkpoints, and when it is done, as Lightning's plugins do it: one function a touch, with its reason."""
+"""Saves checkpoints with Lightning's plugins: one function per private use, with its reason."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = [
     "METADATA_FILENAME",
     "after_saves",
     "copied_where",
-    "dump_as_ever",
     "dump_within",
     "entries_of_rank",
     "holds_averaged_weights",
     "model_checkpoints",
-    "number_names_as_ever",
     "number_names_by_own_files",
+    "restore_dump",
+    "restore_numbering",
     "take_entries",
     "taking_shapes",
     "wait_for_saves",
@@ -46,7 +46,7 @@ _OF_ALL_RANKS |= {"datamodule_hparams_name", "datamodule_hyper_parameters", "dat
 
 
 def holds_averaged_weights(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether the ``WeightAveraging`` callback put its average, made of one node's weights, into the ``state_dict``."""
+    """Return whether the ``WeightAveraging`` callback wrote its average of one node's weights to the ``state_dict``."""
     return "current_model_state" in checkpoint
 
 
@@ -74,8 +74,8 @@ def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None
     nothing on this rank gets nothing.
 
     Args:
-        checkpoint: As it was read.
-        entries: Of this rank.
+        checkpoint: The loaded checkpoint.
+        entries: This rank's entries.
     """
     entries = dict(entries)
     checkpoint.get("state_dict", {}).update(entries.pop("state_dict", {}))
@@ -83,10 +83,10 @@ def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None
 
 
 def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]]) -> None:
-    """Let ``around`` make the checkpoints of a trainer, by what it gets, on all ranks.
+    """Make ``around`` create the checkpoints of a trainer on all ranks; it gets Lightning's function.
 
-    Lightning asks the strategy for the module's weights first, and the hooks ``on_save_checkpoint`` at the end:
-    adapters that a module saves by itself, and pruned weights, are taken from what the module holds then.
+    Lightning reads the module's weights first and calls ``on_save_checkpoint`` at the end. Adapters and pruned weights,
+    which modules save in that hook, must come from the same model.
     """
     connector = trainer._checkpoint_connector
     require_attribute(connector, "dump_checkpoint")
@@ -98,16 +98,15 @@ def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, An
     connector.dump_checkpoint = dump_checkpoint  # type: ignore[method-assign]
 
 
-def dump_as_ever(trainer: pl.Trainer) -> None:
+def restore_dump(trainer: pl.Trainer) -> None:
     """Undo :func:`dump_within`, so that the trainer can be pickled and used with another strategy."""
     vars(trainer._checkpoint_connector).pop("dump_checkpoint", None)
 
 
 def number_names_by_own_files(trainer: pl.Trainer) -> None:
-    """Let every ``ModelCheckpoint`` number the names of its files by those it knows of, which are in its state.
+    """Make every ``ModelCheckpoint`` number its files by those in its state.
 
-    Lightning's looks into the folder. Where others write there who have come to a save earlier, that tells each of them
-    something else.
+    Lightning's reads the folder, whose contents differ when other nodes have saved earlier.
     """
     for callback in model_checkpoints(trainer):
         require_attribute(callback, "file_exists")
@@ -118,19 +117,19 @@ def number_names_by_own_files(trainer: pl.Trainer) -> None:
         callback.file_exists = file_exists  # type: ignore[method-assign]
 
 
-def number_names_as_ever(trainer: pl.Trainer) -> None:
+def restore_numbering(trainer: pl.Trainer) -> None:
     """Undo :func:`number_names_by_own_files`."""
     for callback in model_checkpoints(trainer):
         vars(callback).pop("file_exists", None)
 
 
 def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
-    """The callbacks that save."""
+    """Return the ``ModelCheckpoint`` callbacks."""
     return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
 
 
 def with_plain_numbers(value: Any) -> Any:
-    """State with Python's numbers for numpy's, as schedules make of learning rates: those are read if trusted only."""
+    """Return state with Python's numbers instead of numpy's, which ``weights_only`` loading does not read."""
     if type(value) is dict:
         return {name: with_plain_numbers(each) for name, each in value.items()}
     if type(value) in (list, tuple):
@@ -139,14 +138,14 @@ def with_plain_numbers(value: Any) -> Any:
 
 
 def copied_where(value: T, is_held: Callable[[Tensor], bool]) -> T:
-    """A checkpoint, or a part of one, with copies of those of its tensors which somebody is about to write to."""
+    """Return a checkpoint with copies of the tensors that will be written to."""
     if isinstance(value, Tensor):
         if not is_held(value):
             return value
         copied = value.detach().clone()
         return nn.Parameter(copied, value.requires_grad) if isinstance(value, nn.Parameter) else copied  # type: ignore
     if type(value) in (dict, OrderedDict):
-        same = copy.copy(value)  # a state_dict has more than its items
+        same = copy.copy(value)  # a state_dict also has metadata
         for key, part in value.items():  # type: ignore[attr-defined]
             same[key] = copied_where(part, is_held)  # type: ignore[index]
         return same
@@ -157,13 +156,13 @@ def copied_where(value: T, is_held: Callable[[Tensor], bool]) -> T:
 
 @contextmanager
 def taking_shapes(module: nn.Module, names: Collection[str] | None = None) -> Iterator[None]:
-    """Inside, ``load_state_dict`` gives buffers, and frozen parameters, the shapes of what it loads.
+    """Inside, ``load_state_dict`` gives buffers and frozen parameters the shapes that it loads.
 
-    By itself torch refuses other shapes, also with ``strict=False``. The hook is private in torch 2.4.
+    torch itself raises an error for other shapes, also with ``strict=False``. The hook is private in torch 2.4.
 
     Args:
-        module: Loads.
-        names: Of those that may have another shape. None: all.
+        module: The module that loads.
+        names: Names of tensors that may have another shape. None: all.
     """
     require_attribute(module, "_register_load_state_dict_pre_hook")
 
@@ -186,7 +185,7 @@ def taking_shapes(module: nn.Module, names: Collection[str] | None = None) -> It
 
 
 def with_base_io(io: CheckpointIO | None, base: CheckpointIO) -> CheckpointIO:
-    """The user's plugin, or ``base``, which is also what a plugin wraps that was given nothing else to wrap."""
+    """Return the user's plugin, or ``base``; a plugin that wraps nothing wraps ``base``."""
     if io is None:
         return base
     if isinstance(io, _WrappingCheckpointIO):
@@ -195,10 +194,10 @@ def with_base_io(io: CheckpointIO | None, base: CheckpointIO) -> CheckpointIO:
 
 
 def wait_for_saves(io: CheckpointIO) -> None:
-    """Return when what a plugin saves beside training is saved; ``AsyncCheckpointIO`` can only be torn down.
+    """Wait for the asynchronous saves of a plugin. ``AsyncCheckpointIO`` has no method for this except its teardown.
 
     Raises:
-        BaseException: What it met while it saved.
+        BaseException: The error of a save.
     """
     beside = _saves_beside_training(io)
     if beside is not None and beside._executor is not None:
@@ -208,9 +207,10 @@ def wait_for_saves(io: CheckpointIO) -> None:
 
 
 def after_saves(io: CheckpointIO, action: Callable[[], None]) -> None:
-    """Call ``action`` when all is saved that a plugin was told to: now, or beside training, unless a save failed.
+    """Call ``action`` after the pending saves of a plugin, unless one fails; asynchronously, if the plugin is.
 
-    ``AsyncCheckpointIO`` saves later but removes at once, so the old checkpoint would go before the new one is there.
+    ``AsyncCheckpointIO`` saves later but removes at once, so it would remove the old checkpoint before the new one is
+    written.
     """
     beside = _saves_beside_training(io)
     if beside is None or beside._executor is None:

@@ -1,4 +1,4 @@
-"""Every private or fragile touch of Lightning and torch: one function each, each with its reason and its test."""
+"""Uses of private or fragile parts of Lightning's Trainer: one function each, with its reason and its test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OURS = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightn
 
 
 def name_tree(name: str) -> str:
-    """To whom this module's classes belong, and where their twins are, for people who mix Lightning's two packages.
+    """Return the name of this package's Lightning, and of the other one, for programs that mix both.
 
     ``lightning.pytorch`` and ``pytorch_lightning`` are one code base, but two trees of classes; the Trainer of one
     refuses objects of the other.
@@ -36,13 +36,13 @@ def name_tree(name: str) -> str:
 
 
 def shown_with_tree(name: str, call: str) -> str:
-    """A constructor's call, for people, with what they need to know if the Trainer of the other tree refuses it.
+    """Return the text of a constructor's call, with a note about Lightning's other package if that is imported.
 
-    All that such a Trainer prints is the object. Where the other tree is not imported nobody can mix them.
+    A Trainer of the other package rejects the object and prints only this text.
 
     Args:
-        name: Of the class.
-        call: Its call, as one would write it.
+        name: The name of the class.
+        call: The constructor's call.
     """
     if pl.__name__ != "lightning.pytorch":
         return f"{_OURS[pl.__name__]}.{call}"
@@ -50,18 +50,18 @@ def shown_with_tree(name: str, call: str) -> str:
 
 
 class TogetherAtBatches(Protocol):
-    """What brings the ranks to one common batch."""
+    """Stops ranks at a common batch."""
 
     @property
     def requeue_requested(self) -> bool:
-        """Whether they come there to save, to be queued again, and to train on."""
+        """Whether ranks save there to be queued again, and then continue."""
 
     @property
     def stops_together(self) -> bool:
-        """Whether all of them do, or this one alone, which cannot hear of the others any more."""
+        """Whether all ranks stop, or this one alone because it has lost the others."""
 
     def should_stop(self) -> bool:
-        """Called before every batch, on every rank: whether they come to this one."""
+        """Return whether ranks stop before this batch; called before every batch on every rank."""
 
     def request_stop(self) -> None:
         """Called when this process receives a SIGTERM."""
@@ -76,20 +76,19 @@ class TogetherAtBatches(Protocol):
 def replace_sigterm_broadcast(
     trainer: pl.Trainer, ranks: TogetherAtBatches, leave: Callable[[], object] | None = None
 ) -> Callable[[], None]:
-    """Take Lightning's handling of SIGTERM, and of SLURM's signal, over.
+    """Replace Lightning's handling of SIGTERM and of SLURM's signal.
 
-    ``_TrainingEpochLoop`` broadcasts a flag over the world before every batch, so the nodes wait for each other
-    at every step. And its signal handler starts a broadcast of its own, which only matches the first if rank 0 was hit.
-    That of SLURM's signal saves a file inside the handler, wherever each rank is: nodes are steps apart, and would wait
-    for each other in different exchanges.
+    ``_TrainingEpochLoop`` broadcasts a flag over the world before every batch, so nodes would wait for each other at
+    every step. Its signal handler starts another broadcast, which matches the first only if rank 0 received the signal.
+    The handler of SLURM's signal saves a file at once, when nodes may be at different steps and would deadlock.
 
     Args:
-        trainer: Of the run that is being set up; its handlers are registered after that.
-        ranks: Says at which batch all of them stop, with a ``SIGTERMException``, or save.
+        trainer: The trainer that is being set up; its handlers are registered later.
+        ranks: Decides at which batch all ranks stop, with a ``SIGTERMException``, or save.
         leave: Called before they save to be queued again, if training ends with that.
 
     Returns:
-        What is called before every batch; Lightning does so where there are several ranks.
+        A function that is called before every batch; Lightning calls it if there are several ranks.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
     require_attribute(loop, "_broadcast_sigterm_tensor")
@@ -139,26 +138,26 @@ def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
 
 
 def mark_sigterm_received(trainer: pl.Trainer) -> None:
-    """Let Lightning's own checks see a SIGTERM; ``Trainer.received_sigterm`` has no setter."""
+    """Mark a SIGTERM as received; ``Trainer.received_sigterm`` has no setter."""
     trainer._signal_connector.received_sigterm = True
 
 
 def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    """The user's own optimizer inside Lightning's wrapper (``LightningOptimizer.optimizer`` is a property)."""
+    """Return the user's optimizer without Lightning's wrapper (``LightningOptimizer.optimizer`` is a property)."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def is_interrupted(trainer: pl.Trainer | None) -> bool:
-    """Whether an exception is being handled: then other ranks may not be there for a collective."""
+    """Return whether an exception is being handled, when other ranks may not take part in a collective."""
     return trainer is not None and (
         trainer.state.status == TrainerStatus.INTERRUPTED or exception_of_tuner() is not None
     )
 
 
 def exception_of_tuner() -> BaseException | None:
-    """With what Lightning's learning rate finder ends, while it restores what was before.
+    """Return the exception with which Lightning's learning rate finder ends, while it restores the state before.
 
-    It does that in a ``finally``: with barriers, before the strategy and callbacks hear of the exception.
+    It restores in a ``finally`` block with barriers, before the strategy and callbacks receive the exception.
     """
     exception = sys.exc_info()[1]
     frames = walk_tb(exception.__traceback__) if exception is not None else ()
@@ -166,17 +165,17 @@ def exception_of_tuner() -> BaseException | None:
 
 
 def is_of_tuner(filepath: Any) -> bool:
-    """Whether a checkpoint is what Lightning's tuners save before they try, and restore afterwards on all ranks."""
+    """Return whether a checkpoint is that which Lightning's tuners save before and restore after a trial."""
     return os.path.basename(str(filepath)).startswith((".lr_find_", ".scale_batch_size_"))
 
 
 def validates_by_the_clock(trainer: pl.Trainer) -> bool:
-    """Whether ``val_check_interval`` is a time; earlier versions of Lightning know none."""
+    """Return whether ``val_check_interval`` is a time, which earlier versions of Lightning do not support."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 def names_logged_in_training(trainer: pl.Trainer) -> set[str]:
-    """Under which names the hooks of training have logged in this epoch; callbacks may monitor any of them."""
+    """Return the names that training hooks have logged in this epoch, which callbacks may monitor."""
     logged = [result.meta for result in trainer.fit_loop.epoch_loop._results.values()]
     return {name for meta in logged for name in (meta.name, meta.forked_name(True), meta.forked_name(False))}
 
@@ -194,32 +193,32 @@ def remove_callback(trainer: pl.Trainer, callback: pl.Callback) -> None:
 
 
 def skips_backward(trainer: pl.Trainer) -> bool:
-    """Whether this epoch only collects BatchNorm statistics for the weights of ``StochasticWeightAveraging``."""
+    """Return whether this epoch only collects BatchNorm statistics for ``StochasticWeightAveraging``."""
     return trainer.fit_loop._skip_backward
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether Lightning only accumulates gradients in the present batch; programs that step themselves decide that."""
+    """Return whether Lightning only accumulates gradients in this batch; False in manual optimization."""
     return trainer.lightning_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def is_between_batches(trainer: pl.Trainer) -> bool:
-    """Whether the present loop is before its first batch or past its last one, where Lightning averages logged values.
+    """Return whether the present loop is before its first batch or past its last one.
 
-    Of values that are logged in a batch Lightning averages those of the batch at its end.
+    There Lightning averages a logged value at once; inside of a batch it does so at the batch's end.
     """
     return trainer._logger_connector._first_loop_iter is None
 
 
 def batches_that_stepped(trainer: pl.Trainer) -> int:
-    """The step that Lightning's loggers use: batches that stepped, however many optimizers did."""
+    """Return the step that Lightning's loggers use: the number of batches in which any optimizer stepped."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def leave_train_dataloaders_alone(trainer: pl.Trainer) -> None:
-    """Keep Lightning from putting a DistributedSampler into train dataloaders; into those of evaluation it still does.
+    """Keep Lightning from adding a DistributedSampler to train dataloaders, but not to those of evaluation.
 
-    ``Trainer(use_distributed_sampler=False)`` would switch it off for all, and afterwards nobody knows what was there.
+    ``Trainer(use_distributed_sampler=False)`` would switch it off for both.
     """
     connector = trainer._data_connector
     require_attribute(connector, "_prepare_dataloader")
@@ -259,14 +258,14 @@ def unmark_means_of_a_step(trainer: pl.Trainer) -> None:
 
 
 def takes_dataloader_iter(module: pl.LightningModule) -> bool:
-    """Whether the training step fetches its batches itself."""
+    """Return whether the training step fetches its batches itself."""
     return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
 def draw_first_indices(trainer: pl.Trainer) -> None:
-    """Let samplers of the train dataloaders draw the seed of the epoch that they have begun.
+    """Make samplers of the train dataloaders draw the seed of the epoch that has started.
 
-    Torch's ``DataLoader`` without workers asks for the first indices when it loads the first batch, and not before.
+    torch's ``DataLoader`` without workers would draw it when it loads the first batch.
     """
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
@@ -277,6 +276,6 @@ def draw_first_indices(trainer: pl.Trainer) -> None:
 
 
 def restart_train_dataloaders(trainer: pl.Trainer) -> None:
-    """Begin the train dataloaders' iteration again: Lightning begins the first one when it makes the loaders."""
+    """Restart the iteration of the train dataloaders, which Lightning starts when it makes them."""
     assert trainer.fit_loop._data_fetcher is not None
     iter(trainer.fit_loop._data_fetcher)

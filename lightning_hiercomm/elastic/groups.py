@@ -33,14 +33,12 @@ class CircuitBreaker:
         return self.error is None
 
     def trip(self, error: str) -> None:
-        """Record an error."""
         with self._lock:  # an overlapped collective may fail at the same time
             is_first, self.error = self.error is None, self.error or (error.splitlines()[0] if error else "unknown")
         if is_first:
             self.on_trip()
 
     def reset(self) -> None:
-        """Forget the error."""
         self.error = None
 
 
@@ -48,11 +46,6 @@ class InterNodeGroup(Communicator):
     """The same local rank of all nodes of the quorum.
 
     Outside of a synchronization it raises an error, because no other node would take part.
-
-    Args:
-        meter: Counts this rank's traffic.
-        breaker: Records errors.
-        is_overlapped: Whether it carries collectives that overlap with training, and so is always open.
     """
 
     def __init__(self, meter: Meter, breaker: CircuitBreaker, is_overlapped: bool = False) -> None:
@@ -159,10 +152,6 @@ class NodesWorld(Communicator):
     """All ranks of all nodes of the quorum; outside of a synchronization, those of this node.
 
     It is meant for a few bytes: they pass through the first rank of each node, and are waited for.
-
-    Args:
-        intra: The ranks of this node.
-        inter: The first ranks of all nodes; None on other ranks.
     """
 
     def __init__(self, intra: Communicator, inter: InterNodeGroup | None) -> None:

@@ -132,7 +132,6 @@ class Healing:
                 time.sleep(0.02)
 
     def close(self) -> None:
-        """Release the store."""
         self._store = None
 
     def _key(self, node: Request) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ class ElasticHistory:
     heals: int = 0
     lost_seconds: float = 0.0
     lost_batches: int = 0
-    joining: frozenset[str] = frozenset()
+    joining: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
 
     def scalars(self) -> dict[str, float]:
@@ -34,11 +34,10 @@ class ElasticHistory:
 
     def admit(self, joining: Collection[str], members: Collection[str]) -> None:
         """Count replicas that recover after a synchronization of these members; each once, even if it asks again."""
-        self.heals += len(set(joining) - self.joining)
-        self.joining = self.joining.union(joining).difference(members)
+        self.heals += len({*joining} - {*self.joining})
+        self.joining = sorted({*self.joining, *joining} - {*members})
 
     def note(self, event: str) -> None:
-        """Add an event with the present time."""
         self.events = [*self.events[-99:], f"{time.strftime('%H:%M:%S')} {event}"]
 
     def lines(self) -> list[str]:
@@ -51,9 +50,4 @@ class ElasticHistory:
 
     def common(self) -> dict[str, Any]:
         """Return what is the same on all nodes."""
-        common = {name: getattr(self, name) for name in ("heals", "lost_batches", "events")}
-        return {**common, "joining": sorted(self.joining)}
-
-    def load(self, common: Mapping[str, Any]) -> None:
-        """Take over :meth:`common` of another node."""
-        vars(self).update({**common, "joining": frozenset(common["joining"])})
+        return {name: getattr(self, name) for name in ("heals", "lost_batches", "events", "joining")}

@@ -20,13 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """This node as a member of the run. All methods are collective over its ranks, unless they say otherwise.
-
-    Args:
-        me: The node's first request, without ``replica_id``.
-        around: What it needs to reach the others.
-        device: On which the node's ranks communicate. Default: the CPU.
-    """
+    """This node as a member of the run. All methods are collective over its ranks, unless they say otherwise."""
 
     def __init__(self, me: Request, around: Surroundings, device: torch.device | None = None) -> None:
         dead_after, transport, signer, store = around.elastic.dead_after, around.transport, around.signer, around.store
@@ -61,12 +55,7 @@ class Membership:
         return self.shards.current.total, self.shards.current.shards.get(self.me.replica_id, ())
 
     def form_quorum(self, position: str, admits: bool = False) -> Quorum:
-        """Wait for all other nodes that are alive, and connect to them; see :meth:`Rendezvous.form`.
-
-        Args:
-            position: Where in the training this node is; must be that of the others.
-            admits: Whether nodes can join after the synchronization.
-        """
+        """Wait for all other nodes that are alive, and connect to them; see :meth:`Rendezvous.form`."""
         self.rendezvous.disconnect_if_broken()
         self.healing.reject_waiting()
         quorum = self.rendezvous.form(position, admits)
@@ -102,10 +91,7 @@ class Membership:
     def commit(self, quorum: Quorum, batches: int, exchanges_steps: bool = True) -> None:
         """Follow a synchronization that all members have kept.
 
-        Args:
-            quorum: Its nodes.
-            batches: How many batches each rank has trained on so far.
-            exchanges_steps: Whether it averages what the nodes have trained so far.
+        ``batches`` is how many each rank has trained on; ``exchanges_steps`` whether the synchronization averages them.
         """
         self.rendezvous.forget_failures()
         self.votes.commit(quorum)
@@ -120,11 +106,7 @@ class Membership:
         self.rendezvous.me = replace(self.me, **progress)
 
     def begin_epoch(self, batches: int) -> bool:
-        """Partition the data among all nodes of the last quorum; return whether that changes this node's shards.
-
-        Args:
-            batches: How many batches each rank has trained on so far.
-        """
+        """Partition the data among all nodes of the last quorum; return whether that changes this node's shards."""
         before = self.own_shards()
         self.shards.begin_epoch(batches)
         return before != self.own_shards()
@@ -134,24 +116,19 @@ class Membership:
         state = self.healing.fetch(source, self.me)
         if state is not None:
             about = state["node"]
-            self.shards.load(about["shards"])
-            self.history.load(about["history"])
+            self.shards.load(*about["shards"])
+            vars(self.history).update(about["history"])
             self._stand_at(about["progress"])
         return state
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
         """Send ``state()`` to nodes that wait for this one; None rejects them."""
         progress = {name: getattr(self.me, name) for name in ("fit", "syncs", "last_quorum")}
-        about = {"progress": progress, "shards": self.shards.to_json(), "history": self.history.common()}
+        about = {"progress": progress, "shards": self.shards.state(), "history": self.history.common()}
         self.healing.send(state, about)
 
     def leave(self, at_once: bool = False, is_over: bool = True) -> None:
-        """Take part no longer. Not collective.
-
-        Args:
-            at_once: Do not wait until others have read what this node offers.
-            is_over: Whether the fit has ended.
-        """
+        """Take part no longer; unless ``at_once``, when others have read what this node offers. Not collective."""
         if is_over:
             self.rendezvous.finish()
         if self._around.lighthouse is not None:

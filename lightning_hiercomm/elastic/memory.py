@@ -25,7 +25,6 @@ class RunMemory:
     runs: Mapping[str, RunRecord] = field(default_factory=dict)
 
     def record(self, run: str) -> RunRecord:
-        """Return the record of a run."""
         return self.runs.get(run, RunRecord())
 
     def after(self, answer: Sequence[Any]) -> RunMemory:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lightning_hiercomm.elastic.quorum import Quorum, in_order, random_index
@@ -24,15 +24,6 @@ class DataPartition:
     def unused(self, replica_ids: Collection[str]) -> int:
         """Count the shards that none of these replicas trains on."""
         return self.total - len({shard for each in replica_ids for shard in self.shards.get(each, ())})
-
-    def to_json(self) -> list[Any]:
-        """Return primitives only."""
-        return [self.total, {replica_id: list(shards) for replica_id, shards in self.shards.items()}]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> DataPartition:
-        """Undo :meth:`to_json`."""
-        return cls(value[0], {replica_id: tuple(shards) for replica_id, shards in value[1].items()})
 
 
 def partition_for_epoch(quorum: Quorum) -> DataPartition:
@@ -73,13 +64,7 @@ class DataShards:
         self._trained: list[tuple[DataPartition, int]] = []
 
     def commit(self, quorum: Quorum, batches: int, exchanges_steps: bool) -> int:
-        """Follow a synchronization, and return how many batches are lost, one of each rank counting as one.
-
-        Args:
-            quorum: Its nodes.
-            batches: How many batches each rank has trained on so far.
-            exchanges_steps: Whether the synchronization averages what the nodes have trained so far.
-        """
+        """Follow a synchronization; return how many batches of lost nodes' ranks it has not averaged."""
         self._note(batches)
         lost = 0
         if exchanges_steps:
@@ -99,12 +84,10 @@ class DataShards:
         self._trained.append((self.current, batches - self._batches))
         self._batches = batches
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what a joining node needs of it."""
-        partitions = {"current": self.current.to_json(), "for_epoch": self._for_epoch.to_json()}
-        return {**partitions, "batches": self._batches}
+    def state(self) -> tuple[dict[str, Any], dict[str, Any], int]:
+        """Return what a joining node needs, as primitives."""
+        return asdict(self.current), asdict(self._for_epoch), self._batches
 
-    def load(self, value: Mapping[str, Any]) -> None:
-        """Take over from another node."""
-        self.current = DataPartition.from_json(value["current"])
-        self._for_epoch, self._batches = DataPartition.from_json(value["for_epoch"]), value["batches"]
+    def load(self, current: Mapping[str, Any], for_epoch: Mapping[str, Any], batches: int) -> None:
+        """Take over another node's :meth:`state`."""
+        self.current, self._for_epoch, self._batches = DataPartition(**current), DataPartition(**for_epoch), batches

@@ -65,14 +65,7 @@ class Surroundings:
 
 
 class Rendezvous:
-    """Forms quorums for one node. All methods are collective over its ranks, unless they say otherwise.
-
-    Args:
-        me: The node's first request, without ``replica_id``.
-        around: What it needs to reach the others.
-        on_request: Called with each request before it is sent.
-        on_failure: Called with each quorum whose members could not connect.
-    """
+    """Forms quorums for one node. All methods are collective over its ranks, unless they say otherwise."""
 
     def __init__(
         self,
@@ -338,6 +331,5 @@ class Rendezvous:
         self.me = replace(self.me, unreachable=self._shared(silent))
 
     def _shared(self, value: T) -> T:
-        """Return the first rank's value."""
         shared: T = self._intra.all_gather_object(value if self.is_first else None)[0]
         return shared

@@ -53,7 +53,6 @@ class ElasticTopology(Topology):
         return [self.inter_group, *(each.inter_group for each in self._own_duplicates)]
 
     def disconnect(self) -> None:
-        """Close all connections to other nodes."""
         for group in self.all_groups:
             group.disconnect()
 

@@ -88,7 +88,6 @@ class Vote:
                 time.sleep(0.02)
 
     def close(self) -> None:
-        """Release the store."""
         self._store = None
 
     def _within(self, store: Store, quorum: Quorum) -> Store:

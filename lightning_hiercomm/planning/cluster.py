@@ -71,7 +71,7 @@ class Contention:
 
 
 @dataclass(frozen=True)
-class Curve:
+class CostCurve:
     """Measured costs of one kind of collective, by size, with several in flight.
 
     Attributes:
@@ -92,11 +92,11 @@ class Curve:
         """Return the processor time of the same."""
         return self._at(sent, latencies, 2)
 
-    def faster(self, factor: float) -> Curve:
+    def faster(self, factor: float) -> CostCurve:
         """Scale the bandwidth, not the latency or the processor time."""
         (_, latency, _), *_ = self.points
         points = ((sent, latency + max(0.0, seconds - latency) / factor, work) for sent, seconds, work in self.points)
-        return Curve(self.members, self.sharing, tuple(points))
+        return CostCurve(self.members, self.sharing, tuple(points))
 
     def _at(self, sent: float, latencies: float, column: int) -> float:
         fixed = self.points[0][column]
@@ -125,7 +125,7 @@ class Link:
     latency: float = 0.0
     algorithm: Algorithm = "halving"
     stream_bandwidth: float = math.inf
-    curves: Mapping[Move, Curve] = field(default_factory=dict)
+    curves: Mapping[Move, CostCurve] = field(default_factory=dict)
     contention: Contention = Contention()
 
     def cost(self, move: Move, members: int, whole: float, sharing: int = 1) -> Cost:

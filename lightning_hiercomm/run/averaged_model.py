@@ -342,6 +342,7 @@ class AveragedModel:
             for name in changed:
                 local(parameters[name]).copy_(self._before[name])
             return {name: parameters[name] for name in changed}
+        self.barrier()  # or this exchange could match a collective that a validation hook calls on some ranks only
         flags = torch.tensor([int(name in changed) for name in parameters], device=self._replicas.device)
         if parameters:
             self._topology.world.all_reduce(flags, op="max").wait()

@@ -139,6 +139,7 @@ class RunningScheme(Generic[S]):
     Attributes:
         config: As above.
         state: All that changes: counters, phases, pending exchanges.
+        state_type: Its dataclass.
         gradients: The ranks over which gradients are averaged in the present phase.
         phase: The name of the present phase, for progress bars.
         replica: The parameters (and float buffers) that are synchronized.
@@ -151,6 +152,7 @@ class RunningScheme(Generic[S]):
 
     phase: str = "training"
     state: SchemeState
+    state_type: type[SchemeState] = SchemeState
 
     def __init__(self, config: S, context: Context) -> None:
         topology = context.topology
@@ -260,6 +262,7 @@ class RunningScheme(Generic[S]):
 
     def settle(self) -> None:
         """Wait for pending exchanges, and keep what they bring for its scheduled merge."""
+        self.state.settle()
 
     def synchronize(self) -> None:
         """Write the averaged parameters to the replica: the weighted mean over all ranks.
@@ -336,7 +339,7 @@ class RunningScheme(Generic[S]):
     # ---- for schemes ---------------------------------------------------------------------------------------------
 
     def _new_state(self) -> SchemeState:
-        return SchemeState()
+        return self.state_type()
 
     def before_step(self, last: bool) -> Update | None:
         """Prepare the user's step.

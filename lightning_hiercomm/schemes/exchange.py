@@ -220,6 +220,35 @@ class Exchanger:
         if arrived is not None:
             self._recover(self._overlapped, arrived.verdict, indexes)
 
+    def overlap_elastic(
+        self, arrived: PendingExchange | None, leaving: Sequence[int], staleness: int, admits: bool
+    ) -> None:
+        """The same where nodes come and go, in a quorum each for what is merged and what is sent.
+
+        If the nodes have changed since an exchange was sent, or it has not arrived everywhere, it is lost: its updates
+        of the reference parameters are undone, and the present nodes synchronize their present parameters and wait.
+
+        Args:
+            arrived: As for :meth:`overlap`.
+            leaving: Likewise.
+            staleness: Likewise.
+            admits: Whether a node may join when ``arrived`` is merged: nothing is in flight then.
+        """
+        pending = self._state.pending
+        if arrived is not None:
+            pending.keep(arrived)
+
+            def merge() -> None:
+                if arrived.is_lost:
+                    self.run(arrived.fragments)
+                else:
+                    self.overlap(arrived, (), staleness)
+
+            self._topology.synchronize(merge, admits=admits)
+            pending.forget(arrived)
+        if leaving:
+            self._topology.synchronize(lambda: self.overlap(None, leaving, staleness), brings=False)
+
     def _begin(self, leaving: Sequence[int], staleness: int) -> PendingExchange:
         """Launch the preflight of an exchange."""
         state = self._state

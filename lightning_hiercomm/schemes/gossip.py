@@ -159,11 +159,19 @@ class GossipState(SchemeState):
     pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
     has_new_nodes: bool = field(default=False, metadata=TRANSIENT)
 
+    @property
+    def is_settled(self) -> bool:
+        return not self.pending
+
+    def settle(self) -> None:
+        self.pending.settle()
+
 
 class RunningGossip(RunningScheme[Gossip]):
     """Gossip at work."""
 
     state: GossipState
+    state_type = GossipState
     phase = "gossip"
 
     def __init__(self, config: Gossip, context: Context) -> None:
@@ -176,9 +184,6 @@ class RunningGossip(RunningScheme[Gossip]):
         self._background = self._new_background()
         self._segments, self._peers = self._cut(context.replica)
         self.state.weights = self._equal_weights()
-
-    def _new_state(self) -> GossipState:
-        return GossipState()
 
     # ---- a run -------------------------------------------------------------------------------------------
 
@@ -203,9 +208,6 @@ class RunningGossip(RunningScheme[Gossip]):
         self._send()
         if not self.config.overlap:
             self._merge()
-
-    def settle(self) -> None:
-        self.state.pending.settle()
 
     def _write_mean(self) -> bool:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.

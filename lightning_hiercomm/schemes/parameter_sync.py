@@ -259,6 +259,9 @@ class SyncState(SchemeState):
     def is_settled(self) -> bool:
         return not self.pending
 
+    def settle(self) -> None:
+        self.pending.settle()
+
 
 class RunningParameterSync(RunningScheme[A]):
     """A parameter synchronization at work: decides what is sent and merged after each step.
@@ -270,22 +273,21 @@ class RunningParameterSync(RunningScheme[A]):
     """
 
     state: SyncState
+    state_type = SyncState
 
     def __init__(self, config: A, context: Context) -> None:
         super().__init__(config, context)
         self.tuner = None if config.schedule.auto is None else PeriodTuner(config.schedule.auto)
         self.state.begins_at = None if config.first_phase else 0
         self._average_gradients_over(self.gradients)
-        self.reference = ReferenceParameters(config.merging, config.averages_all_nodes, self.is_alone)
+        is_copied = self.topology.may_grow and config.begins_with_copy
+        self.reference = ReferenceParameters(config.merging, config.averages_all_nodes, self.is_alone, is_copied)
         background = self._new_background()
         outbound = None if config.gradients == "node" else self._new_background(waits_for_nodes=False)
         self.exchanger = Exchanger(
             config, self.state, self.reference, self.guard, self.topology, self.wire, background, outbound
         )
         self._cut()
-
-    def _new_state(self) -> SyncState:
-        return SyncState()
 
     @property
     def schedule(self) -> Schedule:
@@ -327,9 +329,14 @@ class RunningParameterSync(RunningScheme[A]):
                 state.begins_at = steps_of_phase("warmup_steps", given, steps)
             if state.steps >= state.begins_at:
                 self._end_first_phase()
-        elif given and self.topology.rank == 0:
-            self._warn_of_skipped_phase(given, steps)
-        self._check_tuning(steps)
+        elif given and self.topology.rank == 0 and _is_skipped(given, steps, state.steps):
+            log.warning(
+                "%s: the run goes on without warmup_steps=%s, because nodes have trained alone before",
+                type(self.config).__name__,
+                given,
+            )
+        if self.tuner is not None and steps is not None and not self.is_alone:
+            self.tuner.auto.check(steps - max(state.steps, state.begins_at or 0))
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
@@ -357,25 +364,22 @@ class RunningParameterSync(RunningScheme[A]):
     def after_step(self, last: bool) -> None:
         if self.is_alone:
             return
-        leaving, arrived = self._due(self.staleness), None
-        if not self.staleness:
+        state, ahead, fragments = self.state, self.staleness, len(self.exchanger.fragments)
+        if state.round_period is not None:
+            ends = state.steps + ahead == state.round_begins + state.round_period
+            leaving = self.exchanger.all_fragments if ends else ()
+        else:
+            step = state.steps - (state.begins_at or 0) + ahead
+            leaving = self.schedule.due(step, state.step_in_epoch + ahead, fragments)
+        if not ahead:
             if leaving:
                 self._synchronize_now(leaving)
             return
-        pending = self.state.pending
-        arrived = pending.take(self.state.steps)
+        arrived = state.pending.take(state.steps)
         if leaving and arrived is None:  # the last epoch ended with one in flight; one is in flight at a time
-            arrived = pending.take_first(self.state.steps)
+            arrived = state.pending.take_first(state.steps)
         if arrived is not None or leaving:
             self._overlap(arrived, leaving)
-
-    def _due(self, ahead: int) -> Sequence[int]:
-        """Return the fragments that are due so many steps ahead."""
-        state, fragments = self.state, len(self.exchanger.fragments)
-        if state.round_period is not None:
-            return range(fragments) if state.steps + ahead == state.round_begins + state.round_period else ()
-        step = state.steps - (state.begins_at or 0) + ahead
-        return self.schedule.due(step, state.step_in_epoch + ahead, fragments)
 
     def finish(self) -> None:
         super().finish()
@@ -387,9 +391,6 @@ class RunningParameterSync(RunningScheme[A]):
                 self.tuner.auto.exchanges,
                 self.period,
             )
-
-    def settle(self) -> None:
-        self.state.pending.settle()
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
@@ -407,53 +408,19 @@ class RunningParameterSync(RunningScheme[A]):
         self.guard.verify(self.state.steps)
         waits = not self.staleness
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
-        with self._timed(starts=waits, ends=waits):
+        with _timed(self.tuner, starts=waits, ends=waits):
             self.topology.synchronize(lambda: self.exchanger.run(fragments), admits)
 
     def _overlap(self, arrived: PendingExchange | None, leaving: Sequence[int]) -> None:
         """Merge what was sent a while ago, and send the next, which overlaps with training."""
-        with self._timed(starts=bool(leaving), ends=arrived is not None):
+        with _timed(self.tuner, starts=bool(leaving), ends=arrived is not None):
             if self.topology.may_grow:
-                self._overlap_elastic(arrived, leaving)
+                is_last_to_leave = self.staleness < (self.period or math.inf)
+                self.exchanger.overlap_elastic(arrived, leaving, self.staleness, is_last_to_leave)
             else:
                 self.exchanger.overlap(arrived, leaving, self.staleness)
 
-    def _overlap_elastic(self, arrived: PendingExchange | None, leaving: Sequence[int]) -> None:
-        """The same where nodes come and go, in a quorum each for what is merged and what is sent.
-
-        If the nodes have changed since an exchange was sent, or it has not arrived everywhere, it is lost: its updates
-        of the reference parameters are undone, and the present nodes synchronize their present parameters and wait.
-        """
-        pending, exchanger = self.state.pending, self.exchanger
-        if arrived is not None:
-            pending.keep(arrived)
-
-            def merge() -> None:
-                if arrived.is_lost:
-                    exchanger.run(arrived.fragments)
-                else:
-                    exchanger.overlap(arrived, (), self.staleness)
-
-            is_last_to_leave = self.staleness < (self.period or math.inf)  # a node may join when nothing is in flight
-            self.topology.synchronize(merge, admits=is_last_to_leave)
-            pending.forget(arrived)
-        if leaving:
-            self.topology.synchronize(lambda: exchanger.overlap(None, leaving, self.staleness), brings=False)
-
-    def _timed(self, starts: bool, ends: bool) -> AbstractContextManager[None]:
-        """Let the tuner time an exchange of the schedule, for which training waits inside."""
-        return nullcontext() if self.tuner is None else self.tuner.exchanging(starts, ends)
-
     # ---- the first phase, and sync_every="auto" ------------------------------------------------------------------
-
-    def _warn_of_skipped_phase(self, given: int | float, steps: int | None) -> None:
-        is_known = steps is not None or not isinstance(given, float)
-        if is_known and self.state.steps < steps_of_phase("warmup_steps", given, steps):
-            log.warning(
-                "%s: the run goes on without warmup_steps=%s, because nodes have trained alone before",
-                type(self.config).__name__,
-                given,
-            )
 
     def _after_synchronous_step(self) -> None:
         super()._after_synchronous_step()
@@ -475,15 +442,6 @@ class RunningParameterSync(RunningScheme[A]):
         self.reference.restart()
         if self.tuner is not None:
             self.tuner.begin_epoch(self.replica.device)
-
-    def _check_tuning(self, steps: int | None) -> None:
-        needed = 0 if self.tuner is None or self.is_alone else self.tuner.auto.steps
-        left = 0 if steps is None else steps - max(self.state.steps, self.state.begins_at or 0)
-        if steps is not None and needed and left < needed:
-            raise ValueError(
-                f"sync_every='auto' times exchanges for the first {needed} optimizer steps, but the run ends"
-                f" after {left}: give sync_every a number, or train for longer"
-            )
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -515,15 +473,10 @@ class RunningParameterSync(RunningScheme[A]):
             state["outer"] = self.reference.by_parameter(self.replica.parameters)
             # a run that resumes from this file drops pending exchanges, but keeps their outer steps
             state["rounds_in_flight"] = self.exchanger.pending_rounds()
-        elif self._is_copied_with_reference:
+        elif self.reference.is_copied:
             self.settle()
             state["last_agreed"] = self.reference.by_tensor(self.replica)
         return state
-
-    @property
-    def _is_copied_with_reference(self) -> bool:
-        """Whether a node that joins needs the reference parameters, besides another node's parameters."""
-        return self.topology.may_grow and self.config.begins_with_copy and self.reference.exists
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state. Pending exchanges are not in it: call :meth:`settle` first."""
@@ -544,7 +497,7 @@ class RunningParameterSync(RunningScheme[A]):
         elif own.tuned_period is not None:
             self.tuner = None
         if not self.is_alone:
-            self.reference.load_state_dict(state, self.replica, self._is_copied_with_reference)
+            self.reference.load_state_dict(state, self.replica)
 
     def _load_first_phase(self, state: Mapping[str, Any]) -> None:
         """Resume the phase in which a state was saved: nodes that have trained alone do not begin a first phase."""
@@ -588,3 +541,14 @@ class RunningParameterSync(RunningScheme[A]):
             resume_reference()
 
         return resume_with_reference
+
+
+def _timed(tuner: PeriodTuner | None, starts: bool, ends: bool) -> AbstractContextManager[None]:
+    """Let a tuner time an exchange of the schedule, for which training waits inside."""
+    return nullcontext() if tuner is None else tuner.exchanging(starts, ends)
+
+
+def _is_skipped(given: int | float, steps: int | None, steps_taken: int) -> bool:
+    """Return whether a run resumes in its first phase, which it cannot: nodes have trained alone before."""
+    is_known = steps is not None or not isinstance(given, float)
+    return is_known and steps_taken < steps_of_phase("warmup_steps", given, steps)

@@ -135,9 +135,7 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
     """Periodic averaging at work: before the step, after it, and at the ends of epochs."""
 
     state: PeriodicState
-
-    def _new_state(self) -> PeriodicState:
-        return PeriodicState()
+    state_type = PeriodicState
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)

@@ -23,6 +23,7 @@ class ReferenceParameters:
         merge: Steps them.
         is_common: Whether they are equal on all nodes: all nodes take part in every exchange.
         is_alone: Whether there is no other replica.
+        may_be_copied: Whether a node that joins begins with a copy of another node's parameters.
 
     Attributes:
         merge: As above.
@@ -30,10 +31,11 @@ class ReferenceParameters:
         outer: The outer optimizer, if the merge has one and there are other replicas.
     """
 
-    def __init__(self, merge: Merge, is_common: bool, is_alone: bool) -> None:
+    def __init__(self, merge: Merge, is_common: bool, is_alone: bool, may_be_copied: bool) -> None:
         self.merge = merge
         self.outer: Any | None = None
         self._is_common = is_common
+        self._may_be_copied = may_be_copied
         self.is_alone = is_alone
         self._reducer: Reducer | None = None
 
@@ -46,9 +48,9 @@ class ReferenceParameters:
         return lambda *change: (self.merge if self.outer is None else self.outer).update_reference(*change)
 
     @property
-    def exists(self) -> bool:
-        """Whether there are any."""
-        return bool(self._held.references)
+    def is_copied(self) -> bool:
+        """Whether a node that joins needs them, besides another node's parameters."""
+        return self._may_be_copied and bool(self._held.references)
 
     @property
     def _held(self) -> Reducer:
@@ -150,13 +152,12 @@ class ReferenceParameters:
             state["outer_parts"] = self.outer.part_states()
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any], replica: Replica, is_copied: bool) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], replica: Replica) -> None:
         """Restore them from all state, or from what all replicas share.
 
         Args:
             state: The scheme's.
             replica: What is synchronized.
-            is_copied: Whether a node that joins gets those of another.
         """
         is_complete = "reducer" in state
         if is_complete:
@@ -164,7 +165,7 @@ class ReferenceParameters:
         else:
             self._held.set_references()
             self.outer = self._built(self.outer)
-            if "last_agreed" in state and is_copied:
+            if "last_agreed" in state and self.is_copied:
                 self.set_values(dict(zip(map(id, self._tensors(replica)), state["last_agreed"], strict=True)))
         if "outer" in state:
             self._load_by_parameter(state["outer"], replica.parameters, with_values=not is_complete)
@@ -188,7 +189,7 @@ class ReferenceParameters:
 
     def before_nodes_change(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
         """Gather them, whose shards follow from the nodes; return what to call after the change."""
-        values = self.values() if self.exists else None
+        values = self.values() if self._held.references else None
         state = None if self.outer is None else self.outer.state_dict(parameters)
 
         def resume() -> None:

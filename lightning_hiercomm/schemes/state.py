@@ -56,6 +56,9 @@ class SchemeState:
         """Whether no exchange is pending."""
         return True
 
+    def settle(self) -> None:
+        """Wait for pending exchanges."""
+
     def saved(self, scope: Scope) -> dict[str, Any]:
         """Return the fields of one scope, as primitives and tensors."""
         return {name: _to_file(value) for name, value, found in self._fields() if found is scope}

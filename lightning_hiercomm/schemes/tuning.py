@@ -75,6 +75,21 @@ class AutoPeriod:
         """How many are timed."""
         return _FIRST_EXCHANGES + self.parts * (4 if self.parts == 1 else 2)
 
+    def check(self, left: int) -> None:
+        """Refuse a run that ends before the period is chosen.
+
+        Args:
+            left: Its optimizer steps.
+
+        Raises:
+            ValueError: If there are too few.
+        """
+        if left < self.steps:
+            raise ValueError(
+                f"sync_every='auto' times exchanges for the first {self.steps} optimizer steps, but the run ends"
+                f" after {left}: give sync_every a number, or train for longer"
+            )
+
     @property
     def steps(self) -> int:
         """Optimizer steps that it takes, at most."""

@@ -23,7 +23,7 @@ from lightning_hiercomm._lightning.healing import (
     take_state,
     tell_stage_of_dataloaders,
 )
-from lightning_hiercomm._lightning.saves import number_names_as_ever, number_names_by_own_files
+from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
@@ -42,14 +42,7 @@ from lightning_hiercomm.trainer.elastic_refusals import check_monitors
 
 
 class ElasticNode:
-    """This node in an elastic run, from the setup of a ``fit`` to its teardown.
-
-    Args:
-        trainer: Of the ``fit``.
-        run: Its schemes and replicas.
-        membership: Forms quorums for this node.
-        checkpoints: Adds to a state what the schemes need, and restores it.
-    """
+    """This node in an elastic run, from the setup of a ``fit`` to its teardown."""
 
     def __init__(self, trainer: pl.Trainer, run: TrainingRun, membership: Membership, checkpoints: Checkpoints) -> None:
         self.membership = membership
@@ -213,7 +206,7 @@ class ElasticNode:
         self.membership.leave(at_once=at_once and not self._was_told_to_leave, is_over=not at_once)
         prepare_train_dataloaders_again(self._trainer)
         draw_train_data_once(self._trainer)
-        number_names_as_ever(self._trainer)
+        restore_numbering(self._trainer)
 
 
 def elastic_node(
@@ -224,16 +217,7 @@ def elastic_node(
     checkpoints: Checkpoints,
     leaves_by: Callable[[], BaseException | None],
 ) -> ElasticNode:
-    """Make this node's connections to the lighthouse and other nodes.
-
-    Args:
-        trainer: Of the ``fit``.
-        elastic: The user's configuration.
-        topology: This node.
-        run: Its schemes and replicas.
-        checkpoints: Adds to a state what the schemes need, and restores it.
-        leaves_by: Returns the exception that ends training if this rank was told to leave, otherwise None.
-    """
+    """Connect to the lighthouse, and make an :class:`ElasticNode`; ``leaves_by`` is described in Surroundings."""
     address = elastic.address()
     host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
     signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
@@ -265,13 +249,11 @@ class BoundaryCallback(pl.Callback):
         self._node = node
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Send states before an epoch."""
         self._node.at_boundary("epoch")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Send states before a batch."""
         self._node.at_boundary("batch" if batch_idx else "epoch")
 
     def on_train_batch_end(
@@ -286,11 +268,9 @@ class BoundaryCallback(pl.Callback):
         self._node.end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Send states after the last synchronization."""
         self._node.at_boundary("end")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Stop synchronizing."""
         self._node.note_exception(exception)
 
 

@@ -23,9 +23,9 @@ from lightning_hiercomm._lightning.averages import heal_averages
 from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
 from lightning_hiercomm._lightning.saves import (
     copied_where,
-    dump_as_ever,
     dump_within,
     entries_of_rank,
+    restore_dump,
     taking_shapes,
     with_base_io,
 )
@@ -212,7 +212,7 @@ class HierarchicalHooks(Reports):
         if trainer is not None:
             if self._epoch_clock is not None:
                 remove_callback(trainer, self._epoch_clock)
-                dump_as_ever(trainer)
+                restore_dump(trainer)
             detach_batches(trainer)
         if self._elastic_node is not None:
             self._elastic_node.leave(at_once=self._control.is_interrupted(trainer))

@@ -55,12 +55,12 @@ from lightning_hiercomm._lightning.launcher import (
 from lightning_hiercomm._lightning.saves import (
     METADATA_FILENAME,
     copied_where,
-    dump_as_ever,
     dump_within,
     entries_of_rank,
     holds_averaged_weights,
-    number_names_as_ever,
     number_names_by_own_files,
+    restore_dump,
+    restore_numbering,
     taking_shapes,
 )
 from lightning_hiercomm._lightning.trainer import (
@@ -838,7 +838,7 @@ def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():
     assert copied["state_dict"]._metadata == checkpoint["state_dict"]._metadata
     assert copied["state_dict"]["layer.weight"] is not checkpoint["state_dict"]["layer.weight"]
     assert copied["state_dict"]["layer.bias"] is checkpoint["state_dict"]["layer.bias"]
-    dump_as_ever(trainer)
+    restore_dump(trainer)
     pickle.dumps(trainer._checkpoint_connector.dump_checkpoint(True)["loops"])
     assert said == ["before", "module", "after", "module"]
     assert "dump_checkpoint" not in vars(trainer._checkpoint_connector)
@@ -854,7 +854,7 @@ def test_files_are_numbered_by_the_callback_not_by_the_folder(tmp_path):
     assert name(metrics, run) == str(tmp_path / "epoch=0.ckpt")
     callback.best_k_models[str(tmp_path / "epoch=0.ckpt")] = torch.tensor(1.0)
     assert name(metrics, run).endswith("epoch=0-v1.ckpt")
-    number_names_as_ever(run)
+    restore_numbering(run)
     assert "file_exists" not in vars(callback)
 
 

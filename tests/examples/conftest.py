@@ -36,7 +36,7 @@ class Folder:
     @staticmethod
     def accuracy(output: str) -> float:
         """The test accuracy that a run of it printed, in per cent."""
-        found = re.search(r"Test accuracy of the agreed model: ([\d.]+)%", output)
+        found = re.search(r"Test accuracy of the averaged model: ([\d.]+)%", output)
         assert found is not None, output
         return float(found[1])
 

@@ -19,6 +19,7 @@ from lightning_hiercomm import (
     DiLoCo,
     Elastic,
     Gossip,
+    HeterogeneousBatches,
     HierarchicalModelParallelStrategy,
     ParameterSync,
     PeriodicAveraging,
@@ -43,6 +44,8 @@ from lightning_hiercomm.nodes.topology import Topology
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),
         ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all' must be a positive number"),
         ({"elastic": "10.0.0.1:29510"}, r"whole state.* use HierarchicalStrategy\(elastic=\.\.\.\).* checkpoints"),
+        ({"batches": HeterogeneousBatches(8)}, "batches=.* use HierarchicalStrategy"),
+        ({"average_optimizer_state": True}, "average_optimizer_state=True: .* leave it out"),
         ({"elastic": Elastic()}, "a recovering node receives the whole state"),
     ],
 )

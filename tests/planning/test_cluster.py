@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hiercomm.planning.cluster import Cluster, Curve, Link, Workload, rounds_of
+from lightning_hiercomm.planning.cluster import Cluster, CostCurve, Link, Workload, rounds_of
 
 MODEL = 1e6
 
@@ -43,7 +43,7 @@ def test_nobody_sends_anything_to_himself():
     assert Link(1e9, 1e-3).cost("all_reduce", 1, MODEL).seconds == 0
 
 
-CURVE = Curve(members=2, sharing=2, points=((8, 1e-3, 1e-4), (1e6, 2e-3, 3e-4), (2e6, 4e-3, 7e-4)))
+CURVE = CostCurve(members=2, sharing=2, points=((8, 1e-3, 1e-4), (1e6, 2e-3, 3e-4), (2e6, 4e-3, 7e-4)))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_measured_curves_take_precedence_and_know_how_many_shared_the_link():
 
 
 def test_a_curve_of_two_members_is_scaled_to_a_thousand():
-    curve = Curve(members=2, sharing=1, points=((8, 1e-3, 0), (1e6, 2e-3, 0)))
+    curve = CostCurve(members=2, sharing=1, points=((8, 1e-3, 0), (1e6, 2e-3, 0)))
     cost = Link(1.0, 1.0, "ring", curves={"all_reduce": curve}).cost("all_reduce", 1024, 1e6)
     sent = 2 * 1023 / 1024 * 1e6
     assert cost.seconds == pytest.approx(1e-3 * (sent - 1e6) / (1e6 - 8) + 1e-3 + 1023 * 1e-3)

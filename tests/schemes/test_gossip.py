@@ -399,10 +399,10 @@ def test_a_state_saved_while_everything_is_frozen_loads(nodes):
     def work(rank):
         state = rank.scheme.state_dict()
         rank.scheme.load_state_dict(state)
-        return state["weights"].shape
+        return state["weights"]
 
     saved = on_nodes(work, Gossip(push_sum=True), [[rank] for rank in range(nodes)], shapes={"a": 3}, frozen=["a"])
-    assert saved == [(0, nodes)] * nodes
+    assert saved == [[]] * nodes
 
 
 def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):

@@ -440,7 +440,9 @@ def test_bad_schedules_are_named(schedule, message):
 
 
 def test_an_exchange_that_would_meet_the_next_one_is_refused(on_nodes):
-    with pytest.raises(ValueError, match=r"staleness=3 is too long for Staggered\(period=6\) with 2 parts.*at most 2"):
+    with pytest.raises(
+        ValueError, match=r"staleness=3 is too long for Staggered\(period=6\) with 2 fragments.*at most 2"
+    ):
         on_nodes(towards(1), ParameterSync(Staggered(6), 2, staleness=3), ((0,), (1,)), shapes=SEVENS)
     with pytest.raises(ValueError, match=r"staleness=5 is too long for Every\(period=4"):
         on_nodes(towards(1), ParameterSync(4, staleness=5), ((0,), (1,)), shapes=SEVENS)

@@ -25,6 +25,8 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
+    Health,
+    HeterogeneousBatches,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -643,6 +645,20 @@ def test_bad_arguments_are_refused_by_name():
         Fabric(accelerator="cpu", devices=4, strategy=HierarchicalFabricStrategy(ranks_per_node=3))
     shown = "HierarchicalFabricStrategy(DiLoCo(sync_every=100), ranks_per_node=2, wire_dtype='int4')"
     assert repr(HierarchicalFabricStrategy("diloco", 2, wire_dtype="int4")) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batches": HeterogeneousBatches(8)}, "batches=.* needs a Trainer"),
+        ({"evaluate": "replica"}, r"evaluate='replica': .* strategy\.averaged_model\(\)"),
+        ({"checkpoint_replicas": True}, "checkpoint_replicas=True: .* leave it out"),
+        ({"health": Health(hang_timeout=60)}, r"health=Health\(.*hang_timeout=60\): the control plane needs a Trainer"),
+    ],
+)
+def test_arguments_that_need_a_trainer_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        HierarchicalFabricStrategy(**arguments)
 
 
 def with_friends(fabric, strategy):

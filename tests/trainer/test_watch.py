@@ -251,8 +251,6 @@ def test_a_checkpoint_saved_on_one_rank_ends_the_run(fit, capfd, scheme, hook):
     assert "test_watch.py" in said
     assert "rank 0" in said
     assert "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file" in said
-    if hook == "on_validation_end":
-        assert f"no rank made progress for {HANG:g} s (hang_timeout)" in said
 
 
 @pytest.mark.long("its run hangs until the control plane ends it")

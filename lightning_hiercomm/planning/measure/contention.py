@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.base import Communicator, Handle
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.planning.cluster import Contention, Curve, Workload, sent_bytes
+from lightning_hiercomm.planning.cluster import Contention, CostCurve, Workload, sent_bytes
 from lightning_hiercomm.planning.measure.steps import StepTimes
-from lightning_hiercomm.planning.measure.stopwatch import IN_FLIGHT, Share
+from lightning_hiercomm.planning.measure.stopwatch import IN_FLIGHT, ProcessorShare
 
 SIZE = 2**20
 """Bytes of the tensors that are all-reduced meanwhile."""
@@ -81,9 +81,9 @@ def measure_contention(
     world: Communicator,
     train: Callable[[], StepTimes],
     device: torch.device,
-    alone: Curve,
+    alone: CostCurve,
     workload: Workload,
-    share: Share,
+    share: ProcessorShare,
 ) -> Contention:
     """Train while tensors are reduced between the nodes; collective.
 
@@ -107,7 +107,7 @@ def measure_contention(
     return derived(alone, max(seconds / count for count, seconds in reduced), steps, workload, share)
 
 
-def derived(alone: Curve, each: float, steps: float, workload: Workload, share: Share) -> Contention:
+def derived(alone: CostCurve, each: float, steps: float, workload: Workload, share: ProcessorShare) -> Contention:
     """Derive the contention from the time of an all-reduce (``each``) and of a step (``steps``) while both run.
 
     ``share`` has busy processors.

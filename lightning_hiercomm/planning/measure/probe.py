@@ -14,12 +14,12 @@ import torch
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Curve, Link, Move, Workload
+from lightning_hiercomm.planning.cluster import Algorithm, Cluster, CostCurve, Link, Move, Workload
 from lightning_hiercomm.planning.measure.contention import measure_contention
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
 from lightning_hiercomm.planning.measure.steps import LEAST_STEPS, StepTimes
-from lightning_hiercomm.planning.measure.stopwatch import Share, Stopwatch, Timing
+from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch, Timing
 from lightning_hiercomm.planning.predict.node import Node
 
 _SIZES = (2**16, 2**20, 2**22)
@@ -62,7 +62,7 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
 
     def link(name: str, group: Communicator | None, members: int, sharing: int, moves: tuple[Move, ...]) -> Link:
         sizes = _WITH_GRADIENTS if name != "between nodes" else _SIZES
-        curves: dict[Move, Curve] = {}
+        curves: dict[Move, CostCurve] = {}
         for move in moves if members > 1 else ():
             curve = curves[move] = watch.curve(group, members, sharing, move, sizes, share)
             (_, latency, _), *_, (sent, longest, _) = curve.points
@@ -113,19 +113,19 @@ def _timing(step: StepTimes) -> Timing:
     return Timing(step.seconds, step.processor_seconds, step.queued_seconds)
 
 
-def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes]) -> Share:
+def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes]) -> ProcessorShare:
     if ranks.device.type != "cpu":
-        return Share(None, ranks.topology.num_shards)
+        return ProcessorShare(None, ranks.topology.num_shards)
     threads = torch.get_num_threads()
     shares = [
-        Share.found(its, [_timing(steps[rank]) for rank in node], threads)
+        ProcessorShare.found(its, [_timing(steps[rank]) for rank in node], threads)
         for node, its in zip(ranks.topology.nodes, cores, strict=True)
     ]
     crowded = [share for share in shares if share.processors is not None]
     return min(crowded, key=lambda share: share.processors or 0.0) if crowded else shares[0]
 
 
-def _workload(steps: list[StepTimes], share: Share, device: torch.device) -> Workload:
+def _workload(steps: list[StepTimes], share: ProcessorShare, device: torch.device) -> Workload:
     """Return the slowest rank's step, as it would be on processors of its own."""
     alone = [share.uncrowded_step(_timing(step), torch.get_num_threads()) for step in steps]
     slowest, timing = max(zip(steps, alone, strict=True), key=lambda pair: pair[1].seconds)
@@ -171,7 +171,7 @@ def _averaging(cluster: Cluster, workload: Workload, seconds: float) -> float:
     return unexplained * min(1.0, cluster.processors / (cluster.ranks_per_node * workload.threads))
 
 
-def _link(curves: dict[Move, Curve], algorithm: Algorithm) -> Link:
+def _link(curves: dict[Move, CostCurve], algorithm: Algorithm) -> Link:
     """Summarize curves as a link with a latency and a bandwidth."""
     if not curves:
         return Link(float("inf"), algorithm=algorithm)

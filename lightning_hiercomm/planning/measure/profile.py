@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_hiercomm.planning.cluster import Cluster, Contention, Curve, Link, Workload
+from lightning_hiercomm.planning.cluster import Cluster, Contention, CostCurve, Link, Workload
 
 _FORMAT = 2
 
@@ -82,7 +82,7 @@ def _link(values: Mapping[str, Any] | None) -> Link | None:
     if values is None:
         return None
     curves = {
-        move: Curve(curve["members"], curve["sharing"], tuple(tuple(point) for point in curve["points"]))
+        move: CostCurve(curve["members"], curve["sharing"], tuple(tuple(point) for point in curve["points"]))
         for move, curve in values["curves"].items()
     }
     limits = {name: math.inf if values[name] is None else values[name] for name in ("bandwidth", "stream_bandwidth")}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
-from lightning_hiercomm.planning.cluster import Curve, Move, sent_bytes
+from lightning_hiercomm.planning.cluster import CostCurve, Move, sent_bytes
 from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation, round_of
 
 IN_FLIGHT = 3
@@ -29,7 +29,7 @@ _LONGEST = 1.0
 _CROWDED = 0.6  # of a node's processors: the rest of them wakes threads, or works for the kernel
 _NEVER_QUEUED = 0.95  # of the time in which a thread could run, it did
 
-Launch = Callable[[int], Handle]
+StartCollective = Callable[[int], Handle]
 """Starts the i-th of many collectives."""
 
 
@@ -54,7 +54,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Share:
+class ProcessorShare:
     """The processors of the ranks of a node.
 
     Attributes:
@@ -66,7 +66,7 @@ class Share:
     ranks: int
 
     @classmethod
-    def found(cls, cores: float, steps: Sequence[Timing], threads: int) -> Share:
+    def found(cls, cores: float, steps: Sequence[Timing], threads: int) -> ProcessorShare:
         """Derive the share from simultaneous steps of all ranks with ``threads`` threads each, on ``cores`` cores."""
         ranks = len(steps)
         if cores >= 2 * ranks * threads:  # one for what computes, one for what communicates
@@ -130,8 +130,14 @@ class Stopwatch:
         return self.time(copy)
 
     def curve(
-        self, group: Communicator | None, members: int, sharing: int, move: Move, sizes: Sequence[int], share: Share
-    ) -> Curve:
+        self,
+        group: Communicator | None,
+        members: int,
+        sharing: int,
+        move: Move,
+        sizes: Sequence[int],
+        share: ProcessorShare,
+    ) -> CostCurve:
         """Measure one kind of collective by size.
 
         Args:
@@ -145,13 +151,13 @@ class Stopwatch:
         points: list[tuple[float, float, float]] = []
         for size in (_SMALLEST * members, *sizes):
             sent = sent_bytes(move, members, size)
-            if len(points) > 1 and Curve(members, sharing, tuple(points)).seconds(sent, 1) > _LONGEST:
+            if len(points) > 1 and CostCurve(members, sharing, tuple(points)).seconds(sent, 1) > _LONGEST:
                 break
             timing = share.uncrowded(self.time(_nothing if group is None else self._launch(group, move, size)))
             points.append((sent, timing.seconds, timing.processor_seconds))
-        return Curve(members, sharing, tuple(points))
+        return CostCurve(members, sharing, tuple(points))
 
-    def time(self, launch: Launch) -> Timing:
+    def time(self, launch: StartCollective) -> Timing:
         """Return the median over blocks of repetitions, with several in flight."""
         self._run(launch, 1)
         few = max(self._world.all_gather_object(self._run(launch, IN_FLIGHT)[0])) / IN_FLIGHT
@@ -163,7 +169,7 @@ class Stopwatch:
             median(fmean(processor_seconds for _, processor_seconds in everyone) for everyone in blocks) / count,
         )
 
-    def _run(self, launch: Launch, count: int) -> tuple[float, float]:
+    def _run(self, launch: StartCollective, count: int) -> tuple[float, float]:
         self._world.barrier()
         start, processor_start = time.perf_counter(), time.process_time()
         in_flight: deque[Handle] = deque()
@@ -176,7 +182,7 @@ class Stopwatch:
         streams.synchronize(self._device)
         return time.perf_counter() - start, time.process_time() - processor_start
 
-    def _launch(self, group: Communicator, move: Move, size: int) -> Launch:
+    def _launch(self, group: Communicator, move: Move, size: int) -> StartCollective:
         """Return what starts a collective of ``size`` bytes, in other buffers than those before it."""
         part = max(1, size // 4 // group.size)
         numel = part * group.size

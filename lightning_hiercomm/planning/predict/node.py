@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.planning.cluster import Cluster, Cost, Move, Workload
-from lightning_hiercomm.planning.predict.timeline import Op, Timeline
+from lightning_hiercomm.planning.predict.timeline import Operation, Timeline
 
 _FIRST_DDP_BUCKET = 2**20
 _DDP_BUCKET = 25 * 2**20
@@ -18,7 +18,7 @@ _STEPS_ALIKE = 4
 
 
 @dataclass(frozen=True)
-class Chunk:
+class BucketGroup:
     """A part of the model that travels by itself.
 
     Attributes:
@@ -29,23 +29,23 @@ class Chunk:
     bytes: float
     messages: int = 1
 
-    def scaled(self, by: float) -> Chunk:
+    def scaled(self, by: float) -> BucketGroup:
         """As many messages of another size."""
-        return Chunk(self.bytes * by, self.messages)
+        return BucketGroup(self.bytes * by, self.messages)
 
 
-Average = Callable[["Node", Chunk, Op], Op]
+Average = Callable[["Node", BucketGroup, Operation], Operation]
 """What becomes of a bucket of gradients that is ready when a task has ended; returns what ends it."""
 
 
-def average_in_node(node: Node, piece: Chunk, ready: Op) -> Op:
+def average_in_node(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
     """The mean of a bucket of gradients over the node."""
     if node.cluster.ranks_per_node == 1:
         return ready
     return node.intra("all_reduce", piece, [ready])
 
 
-def untouched(node: Node, piece: Chunk, ready: Op) -> Op:
+def untouched(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
     """Every rank trains with its own gradients."""
     return ready
 
@@ -72,7 +72,7 @@ class Node:
         self._timeline = Timeline() if cluster.processors is None else Timeline(cluster.processors)
         self._steps = 0
         self._marks: list[_Mark] = []
-        self._waits: list[tuple[Op, float]] = []
+        self._waits: list[tuple[Operation, float]] = []
         self._alike: dict[Average, tuple[Result, float, float]] = {}
 
     @property
@@ -138,13 +138,15 @@ class Node:
         self.inter_bytes += steps * result.inter_bytes
         self.intra_bytes += steps * intra_bytes
 
-    def passes(self, size: float, times: float = 1.0, stream: str = "training", after: Iterable[Op] = ()) -> Op:
+    def passes(
+        self, size: float, times: float = 1.0, lane: str = "training", after: Iterable[Operation] = ()
+    ) -> Operation:
         """Every rank reads ``size`` bytes and writes as many, so many times."""
         bandwidth = self.cluster.memory_bandwidth
         seconds = 0.0 if bandwidth is None else times * size / bandwidth
-        return self._timeline.add(stream, seconds, self.num_shards if self.workload.threads else 0.0, after)
+        return self._timeline.add(lane, seconds, self.num_shards if self.workload.threads else 0.0, after)
 
-    def wait(self, *tasks: Op) -> Op:
+    def wait(self, *tasks: Operation) -> Operation:
         """Training goes on when these have ended."""
         return self._timeline.add("training", after=tasks)
 
@@ -152,43 +154,45 @@ class Node:
         """What a step entails has ended; what came after the optimizer belongs to it."""
         self._marks.append(_Mark(self._timeline.add("training"), self._steps, self.inter_bytes))
 
-    def _compute(self, seconds: float) -> Op:
+    def _compute(self, seconds: float) -> Operation:
         return self._timeline.add("training", seconds, self.cluster.ranks_per_node * self.workload.threads)
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 
-    def intra(self, move: Move, piece: Chunk, after: Iterable[Op] = (), stream: str = "node") -> Op:
+    def intra(self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), lane: str = "node") -> Operation:
         """A move of the ranks of the node.
 
         Args:
             move: What they do.
             piece: What they end up with, or begin with.
             after: What must have ended before.
-            stream: Moves on different streams do not wait for each other, but share what joins the ranks.
+            lane: Moves on different lanes do not wait for each other, but share what joins the ranks.
         """
         ranks = self.cluster.ranks_per_node
         if ranks == 1:
-            return self._timeline.add(stream, after=after)
+            return self._timeline.add(lane, after=after)
         cost = self._cost_inside(move, ranks, piece.bytes / piece.messages)
         senders = 1 if move == "broadcast" else ranks
         self.intra_bytes += senders * piece.messages * cost.bytes
-        return self._move(stream, cost, piece, ranks, after, "inside")
+        return self._move(lane, cost, piece, ranks, after, "inside")
 
-    def inter(self, move: Move, piece: Chunk, after: Iterable[Op] = (), senders: int | None = None) -> Op:
+    def inter(
+        self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), carriers: int | None = None
+    ) -> Operation:
         """A move between the nodes.
 
         Args:
-            move: What each stream does.
-            piece: What all streams together end up with, or begin with.
+            move: What each lane does.
+            piece: What all lanes together end up with, or begin with.
             after: What must have ended before.
-            senders: How many ranks of the node take equal parts. Default: all.
+            carriers: How many ranks of the node take equal parts. Default: all.
         """
-        senders = senders or self.num_shards
-        cost = self._cost_between(move, self.cluster.nodes, piece.bytes / piece.messages / senders, senders)
-        self.inter_bytes += senders * piece.messages * cost.bytes
-        return self._move("link", cost, piece, senders, after)
+        carriers = carriers or self.num_shards
+        cost = self._cost_between(move, self.cluster.nodes, piece.bytes / piece.messages / carriers, carriers)
+        self.inter_bytes += carriers * piece.messages * cost.bytes
+        return self._move("link", cost, piece, carriers, after)
 
-    def all_reduce_flat(self, piece: Chunk, ready: Op) -> Op:
+    def all_reduce_flat(self, piece: BucketGroup, ready: Operation) -> Operation:
         """A ring over all ranks in node order, as DDP does it: each node sends everything to the next."""
         cluster, size = self.cluster, piece.bytes / piece.messages
         link = cluster.world or cluster.inter
@@ -202,11 +206,11 @@ class Node:
         return self._move("link", cost, piece, cluster.ranks_per_node, [ready])
 
     def _move(
-        self, stream: str, cost: Cost, piece: Chunk, ranks: int, after: Iterable[Op], link: str | None = None
-    ) -> Op:
+        self, lane: str, cost: Cost, piece: BucketGroup, ranks: int, after: Iterable[Operation], link: str | None = None
+    ) -> Operation:
         processors = ranks * cost.processor_seconds / cost.seconds if cost.seconds else 0.0
         seconds = piece.messages * cost.seconds
-        return self._timeline.add(stream, seconds, processors, after, cost.delay, cost.longer, link)
+        return self._timeline.add(lane, seconds, processors, after, cost.delay, cost.longer, link)
 
     # ---- what came out -------------------------------------------------------------------------------------------
 
@@ -235,8 +239,8 @@ class Result:
         seconds: It took.
         exposed_seconds: Of these, training waited.
         inter_bytes: A node sent to others.
-        processors_busy: Share of the node's processors that was in use.
-        link_busy: Share of the time in which the node's link was.
+        processors_busy: ProcessorShare of the node's processors that was in use.
+        link_busy: ProcessorShare of the time in which the node's link was.
     """
 
     seconds: float
@@ -250,20 +254,20 @@ class Result:
 class _Mark:
     """The end of a step."""
 
-    task: Op
+    task: Operation
     steps: int
     inter_bytes: float
 
 
-def buckets(model_bytes: float, size: float = BUCKET_BYTES) -> list[Chunk]:
+def buckets(model_bytes: float, size: float = BUCKET_BYTES) -> list[BucketGroup]:
     """The model in equal pieces of at most ``size`` bytes, or of several such if it is large."""
     messages = max(1, round(-(-model_bytes // size)))
     pieces = min(messages, _MOST_PIECES)
     counts = [messages * (i + 1) // pieces - messages * i // pieces for i in range(pieces)]
-    return [Chunk(model_bytes * count / messages, count) for count in counts]
+    return [BucketGroup(model_bytes * count / messages, count) for count in counts]
 
 
-def ddp_buckets(model_bytes: float) -> list[Chunk]:
+def ddp_buckets(model_bytes: float) -> list[BucketGroup]:
     """In the order in which DDP makes them: a small one first."""
     first = min(model_bytes, _FIRST_DDP_BUCKET)
-    return [Chunk(first), *(buckets(model_bytes - first, _DDP_BUCKET) if model_bytes > first else [])]
+    return [BucketGroup(first), *(buckets(model_bytes - first, _DDP_BUCKET) if model_bytes > first else [])]

@@ -15,13 +15,13 @@ from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.cycles import fragments_of, sent_after
 from lightning_hiercomm.planning.predict.node import (
     Average,
-    Chunk,
+    BucketGroup,
     Node,
     average_in_node,
     buckets,
     untouched,
 )
-from lightning_hiercomm.planning.predict.timeline import Op
+from lightning_hiercomm.planning.predict.timeline import Operation
 from lightning_hiercomm.schemes import (
     AllReduce,
     Full,
@@ -114,13 +114,13 @@ def follow(scheme: Scheme | None, node: Node, payload: Payload, steps: int) -> N
         node.train(average=_ddp)
 
 
-def _ddp(node: Node, piece: Chunk, ready: Op) -> Op:
+def _ddp(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
     return node.all_reduce_flat(piece, ready)
 
 
 @follow.register
 def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
-    def sum_over_world(node: Node, bucket: Chunk, ready: Op) -> Op:
+    def sum_over_world(node: Node, bucket: BucketGroup, ready: Operation) -> Operation:
         last = ready
         for piece in buckets(bucket.bytes):
             part = piece.bytes / node.num_shards
@@ -172,13 +172,13 @@ class _Exchange:
         self._payload = payload
         self._pieces = buckets(node.workload.model_bytes / parts)
         self._landing = _OUTER_STEP + outer_copies(scheme) - 1 if isinstance(scheme.merging, OuterOptimizer) else 0.0
-        self._in_flight: dict[int, list[Op]] = {}
+        self._in_flight: dict[int, list[Operation]] = {}
         self.gradients: Average = average_in_node if scheme.gradients == "node" else untouched
 
     def agree_now(self, parts: Sequence[int]) -> None:
         """Send, and wait for it: a few buckets are on their way at any time."""
         self._begin(parts)
-        node, in_flight = self._node, deque[tuple[Chunk, Op]]()
+        node, in_flight = self._node, deque[tuple[BucketGroup, Operation]]()
 
         def finish() -> None:
             piece, arrived = in_flight.popleft()
@@ -225,38 +225,40 @@ class _Exchange:
             sent = self._in_flight.setdefault(waiting.popleft(), [])
             sent.append(self._send(self._pieces[len(sent)], waiting=False))
 
-    def _send(self, piece: Chunk, waiting: bool) -> Op:
+    def _send(self, piece: BucketGroup, waiting: bool) -> Operation:
         """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
         node, payload, reducer = self._node, self._payload, self._scheme.reducer
-        stream = "node" if waiting else "inbound"
+        lane = "node" if waiting else "inbound"
         packed = node.passes(piece.bytes, _LOOK + (2 if self._scheme.merging.needs_sent else 1))
         if isinstance(reducer, Graph):
             encoded = node.passes(piece.bytes / node.num_shards, 1 + payload.passes, after=[packed])
             peers = _out_degree(reducer, node.cluster.nodes)
             taken = node.inter("exchange", piece.scaled(payload.ratio * peers), [encoded])
-            landed = node.passes(piece.bytes / node.num_shards, 1 + self._landing, stream, [taken])
-            return node.intra("broadcast", piece, [landed], stream)
-        senders = 1 if reducer == "leader" else node.num_shards
+            landed = node.passes(piece.bytes / node.num_shards, 1 + self._landing, lane, [taken])
+            return node.intra("broadcast", piece, [landed], lane)
+        carriers = 1 if reducer == "leader" else node.num_shards
         if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of what it carries
-            packed = node.intra("reduce_scatter" if senders == node.num_shards else "all_reduce", piece, [packed])
-        part = piece.bytes / senders
+            packed = node.intra("reduce_scatter" if carriers == node.num_shards else "all_reduce", piece, [packed])
+        part = piece.bytes / carriers
         encoded = node.passes(part, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
-        summed = _sum(node, piece, payload, [encoded], senders)
-        landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), stream, [summed])
-        return node.intra("broadcast" if senders < node.num_shards else "all_gather", piece, [landed], stream)
+        summed = _sum(node, piece, payload, [encoded], carriers)
+        landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), lane, [summed])
+        return node.intra("broadcast" if carriers < node.num_shards else "all_gather", piece, [landed], lane)
 
-    def _merge(self, piece: Chunk) -> None:
+    def _merge(self, piece: BucketGroup) -> None:
         is_plain = isinstance(self._scheme.merging, Replace | OuterOptimizer)
         self._node.passes(piece.bytes, 1 if is_plain else _MIXING_MERGE)
 
 
-def _sum(node: Node, piece: Chunk, payload: Payload, after: Sequence[Op], senders: int | None = None) -> Op:
-    """A sum over the nodes of what each stream carries."""
+def _sum(
+    node: Node, piece: BucketGroup, payload: Payload, after: Sequence[Operation], carriers: int | None = None
+) -> Operation:
+    """A sum over the nodes of what each lane carries."""
     smaller = piece.scaled(payload.ratio)
     if payload.codec.adds or not payload.narrows:
-        return node.inter("all_reduce", smaller, after, senders)
-    swapped = node.inter("reduce_scatter", smaller, after, senders)
-    return node.inter("all_gather", smaller, [swapped], senders)
+        return node.inter("all_reduce", smaller, after, carriers)
+    swapped = node.inter("reduce_scatter", smaller, after, carriers)
+    return node.inter("all_gather", smaller, [swapped], carriers)
 
 
 def _out_degree(graph: Graph, nodes: int) -> int:
@@ -286,8 +288,8 @@ def _share_in_node(graph: Graph, cluster: Cluster) -> float:
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
     sections = _sections(scheme, node.workload.model_bytes)
-    stepped: list[Op | None] = [None] * len(sections)
-    pulled: list[Op] = []
+    stepped: list[Operation | None] = [None] * len(sections)
+    pulled: list[Operation] = []
     for step in range(1, steps + 1):
         node.train()
         node.passes(node.workload.model_bytes, _LOOK)
@@ -326,7 +328,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
     gradients = average_in_node if scheme.hierarchical else untouched
     pieces = buckets(model_bytes, size)
-    in_flight: list[tuple[Chunk, Op]] = []
+    in_flight: list[tuple[BucketGroup, Operation]] = []
 
     def merge() -> None:
         for piece, task in in_flight:
@@ -381,9 +383,9 @@ def _(scheme: ParameterSync, cluster: Cluster, workload: Workload, payload: Payl
     model = workload.model_bytes
     share = 1.0 if scheme.reducer == "leader" else 1 / cluster.ranks_per_node
     kept = outer_copies(scheme)  # of this rank's part
-    if not isinstance(scheme.reducer, Graph):  # peers do not know each other's last synchronized values
+    if not isinstance(scheme.reducer, Graph):  # peers do not know each other's last agreed values
         if not kept and payload.narrows:
-            kept += 1  # the last synchronized values
+            kept += 1  # what was agreed on last
         if payload.narrows and not payload.codec.adds:
             kept += 1  # what encoding has kept back
     encoded = payload.ratio * share * (1 if payload.codec.adds else 2) if payload.narrows else 0.0
@@ -391,7 +393,7 @@ def _(scheme: ParameterSync, cluster: Cluster, workload: Workload, payload: Payl
 
 
 def outer_copies(scheme: Scheme | None) -> int:
-    """Copies of the model that an outer optimizer keeps: the last synchronized values, and its state.
+    """Copies of the model that an outer optimizer keeps: what was agreed on last, and its state.
 
     Args:
         scheme: With its arguments; one without an outer optimizer keeps none.
@@ -432,7 +434,7 @@ def _remembered_by(scheme: StepsDelay) -> int:
     return int(isinstance(scheme.rule, DelayCompensation) or (scheme.rule is glu and scheme.hold))
 
 
-def _sections(scheme: StepsDelay, model_bytes: float) -> list[Chunk]:
+def _sections(scheme: StepsDelay, model_bytes: float) -> list[BucketGroup]:
     fine = max(MIN_BUCKET_BYTES, model_bytes / MIN_BUCKETS)
     return buckets(model_bytes, min(BUCKET_BYTES, fine))
 

@@ -1,4 +1,4 @@
-"""Who does what when: tasks on streams, and processors that all of them share."""
+"""Who does what when: tasks on lanes, and processors that all of them share."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _NEVER = math.inf
 
 
 @dataclass(eq=False, slots=True)
-class Op:
+class Operation:
     """Something that takes time.
 
     Attributes:
         seconds: How long it takes with all the processors it can use.
         processors: How many it then keeps busy, on average; 0 where other hardware does the work.
         after: What must have ended before it begins.
-        delay: Seconds from when its stream is free again until it has ended: a message's way.
+        delay: Seconds from when its lane is free again until it has ended: a message's way.
         longer: How many times as long it takes while all processors are busy: threads that have little to do, but at
             once, then wait for their turn.
-        link: What it occupies meanwhile that tasks of other streams need, too.
+        link: What it occupies meanwhile that tasks of other lanes need, too.
         start: When it began, once the timeline has run.
-        free: When its stream was free again.
+        free: When its lane was free again.
         end: When it ended.
     """
 
     seconds: float
     processors: float = 0.0
-    after: tuple[Op, ...] = ()
+    after: tuple[Operation, ...] = ()
     delay: float = 0.0
     longer: float = 1.0
     link: str | None = None
@@ -41,10 +41,10 @@ class Op:
 
 
 class Timeline:
-    """Streams of tasks. A stream does its tasks in the order in which they were added, one at a time.
+    """Lanes of tasks. A lane does its tasks in the order in which they were added, one at a time.
 
-    Tasks that run at the same time on different streams share the processors fairly: whoever wants no more than an
-    equal share gets what it wants, the others share what is left, and are slower for it.
+    Tasks that run at the same time on different lanes share the processors fairly: whoever wants no more than an equal
+    share gets what it wants, the others share what is left, and are slower for it.
 
     Args:
         processors: How many there are, to compute and to move bytes. Infinite: other hardware does all that, and tasks
@@ -53,34 +53,34 @@ class Timeline:
 
     def __init__(self, processors: float = _NEVER) -> None:
         self.processors = processors
-        self._streams: dict[str, list[Op]] = {}
-        self._added: list[tuple[str, Op]] = []
-        self._awaited: dict[str, Op | None] = {}
+        self._lanes: dict[str, list[Operation]] = {}
+        self._added: list[tuple[str, Operation]] = []
+        self._awaited: dict[str, Operation | None] = {}
 
     def add(
         self,
-        stream: str,
+        lane: str,
         seconds: float = 0.0,
         processors: float = 0.0,
-        after: Iterable[Op] = (),
+        after: Iterable[Operation] = (),
         delay: float = 0.0,
         longer: float = 1.0,
         link: str | None = None,
-    ) -> Op:
-        """Put a task at the end of a stream.
+    ) -> Operation:
+        """Put a task at the end of a lane.
 
         Args:
-            stream: Its name; a new one is made when it is first used.
+            lane: Its name; a new one is made when it is first used.
             seconds: How long the task takes with all the processors it can use. 0 only waits for ``after``.
             processors: How many it then keeps busy.
-            after: What must have ended before it begins, on any stream.
-            delay: Seconds from when the stream is free again until the task has ended.
+            after: What must have ended before it begins, on any lane.
+            delay: Seconds from when the lane is free again until the task has ended.
             longer: How many times as long it takes while all processors are busy.
-            link: What it occupies that tasks of other streams need, too: who was added first goes first.
+            link: What it occupies that tasks of other lanes need, too: who was added first goes first.
         """
-        task = Op(seconds, processors, tuple(after), delay, longer, link)
-        self._streams.setdefault(stream, []).append(task)
-        self._added.append((stream, task))
+        task = Operation(seconds, processors, tuple(after), delay, longer, link)
+        self._lanes.setdefault(lane, []).append(task)
+        self._added.append((lane, task))
         return task
 
     def run(self) -> None:
@@ -92,10 +92,10 @@ class Timeline:
         if self.processors == _NEVER:
             self._run_undisturbed()
             return
-        waiting = {name: deque(tasks) for name, tasks in self._streams.items()}
-        running: dict[str, Op] = {}
+        waiting = {name: deque(tasks) for name, tasks in self._lanes.items()}
+        running: dict[str, Operation] = {}
         left: dict[str, float] = {}
-        ends: list[float] = []  # of tasks that have left their stream
+        ends: list[float] = []  # of tasks that have left their lane
         now = 0.0
         while True:
             self._begin(waiting, running, left, ends, now)
@@ -120,23 +120,23 @@ class Timeline:
 
     def _run_undisturbed(self) -> None:
         """In one pass: only what was added before it slows a task down, or is waited for."""
-        free = dict.fromkeys(self._streams, 0.0)
+        free = dict.fromkeys(self._lanes, 0.0)
         links: defaultdict[str, _Link] = defaultdict(_Link)
-        for place, (stream, task) in enumerate(self._added):
-            task.start = max(free[stream], *(other.end for other in task.after)) if task.after else free[stream]
+        for place, (lane, task) in enumerate(self._added):
+            task.start = max(free[lane], *(other.end for other in task.after)) if task.after else free[lane]
             if task.start == _NEVER:
                 before = {id(other) for _, other in self._added[:place]}
                 if not before.issuperset(map(id, task.after)):
                     stuck = dict.fromkeys(name for name, left in self._added if id(left) not in before)
                     raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
             ended = links[task.link].take(task.start, task.seconds) if task.link else task.start + task.seconds
-            task.free = free[stream] = ended
+            task.free = free[lane] = ended
             task.end = task.free + task.delay
 
     def _begin(
         self,
-        waiting: dict[str, deque[Op]],
-        running: dict[str, Op],
+        waiting: dict[str, deque[Operation]],
+        running: dict[str, Operation],
         left: dict[str, float],
         ends: list[float],
         now: float,
@@ -155,25 +155,25 @@ class Timeline:
                         self._end(task, ends, now)
                         has_ended = True
 
-    def _may_begin(self, stream: str, task: Op, now: float) -> bool:
-        """Whether all that a stream's next task waits for has ended; what it waited for last is looked at first."""
-        awaited = self._awaited.get(stream)
+    def _may_begin(self, lane: str, task: Operation, now: float) -> bool:
+        """Whether all that a lane's next task waits for has ended; what it waited for last is looked at first."""
+        awaited = self._awaited.get(lane)
         if awaited is not None and awaited.end > now:
             return False
         for other in task.after:
             if other.end > now:
-                self._awaited[stream] = other
+                self._awaited[lane] = other
                 return False
-        self._awaited[stream] = None
+        self._awaited[lane] = None
         return True
 
     @staticmethod
-    def _end(task: Op, ends: list[float], now: float) -> None:
+    def _end(task: Operation, ends: list[float], now: float) -> None:
         task.free, task.end = now, now + task.delay
         if task.delay:
             heapq.heappush(ends, task.end)
 
-    def _speeds(self, tasks: Sequence[Op]) -> list[float]:
+    def _speeds(self, tasks: Sequence[Operation]) -> list[float]:
         """How fast each task goes, from 0 to 1, when these run at the same time."""
         speeds = [1.0] * len(tasks)
         if self.processors == _NEVER:
@@ -189,15 +189,15 @@ class Timeline:
             remaining -= granted
         return speeds
 
-    def busy(self, stream: str, start: float, end: float) -> float:
-        """How long a stream had something to do between two moments; call :meth:`run` first."""
-        return sum(_overlap(task, start, end) for task in self._streams.get(stream, []))
+    def busy(self, lane: str, start: float, end: float) -> float:
+        """How long a lane had something to do between two moments; call :meth:`run` first."""
+        return sum(_overlap(task, start, end) for task in self._lanes.get(lane, []))
 
     def processor_seconds(self, start: float = 0.0, end: float = _NEVER) -> float:
         """What all tasks took of the processors between two moments; call :meth:`run` first."""
         return sum(
             task.seconds * task.processors * _overlap(task, start, end) / (task.free - task.start)
-            for tasks in self._streams.values()
+            for tasks in self._lanes.values()
             for task in tasks
             if task.free > task.start
         )
@@ -224,5 +224,5 @@ class _Link:
         return end
 
 
-def _overlap(task: Op, start: float, end: float) -> float:
+def _overlap(task: Operation, start: float, end: float) -> float:
     return max(0.0, min(task.free, end) - max(task.start, start))

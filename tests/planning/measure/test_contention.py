@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.planning.cluster import Cluster, Contention, Curve, Link, Workload
+from lightning_hiercomm.planning.cluster import Cluster, Contention, CostCurve, Link, Workload
 from lightning_hiercomm.planning.measure.contention import SIZE, Traffic, derived, measure_contention
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.steps import StepTimes
-from lightning_hiercomm.planning.measure.stopwatch import Share
+from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.predict.timeline import Timeline
 from lightning_hiercomm.schemes import DASO, PeriodicAveraging
@@ -20,7 +20,7 @@ from lightning_hiercomm.schemes import DASO, PeriodicAveraging
 CPU = torch.device("cpu")
 # a step takes one processor for 0.1 s, a move of SIZE bytes 0.02 s of the link and 1 ms of a processor
 WORKLOAD = Workload(1e6, 0.03, 0.07, threads=1.0)
-ALONE = Curve(2, 1, ((16.0, 0.0, 0.0), (float(SIZE), 0.02, 0.001)))
+ALONE = CostCurve(2, 1, ((16.0, 0.0, 0.0), (float(SIZE), 0.02, 0.001)))
 
 
 def test_traffic_ends_with_the_first_member():
@@ -37,18 +37,18 @@ def test_traffic_ends_with_the_first_member():
 
 def test_unbilled_is_what_training_lost_and_no_collective_paid():
     # two ranks on one processor train at 0.25 s a step, so they use 0.8 of it; a move takes 0.03 s, 1 ms of it billed
-    found = derived(ALONE, 0.03, 0.25, WORKLOAD, Share(1.0, 2))
+    found = derived(ALONE, 0.03, 0.25, WORKLOAD, ProcessorShare(1.0, 2))
     assert found.later == pytest.approx(0.01)
     assert found.unbilled == pytest.approx(0.2 / 2 - 0.001 / 0.03)
 
 
 def test_contention_is_never_negative():
-    assert derived(ALONE, 0.01, 0.2, WORKLOAD, Share(1.0, 2)) == Contention(0.0, 0.0)
+    assert derived(ALONE, 0.01, 0.2, WORKLOAD, ProcessorShare(1.0, 2)) == Contention(0.0, 0.0)
 
 
 def test_collectives_on_all_processors_were_billed_in_full():
-    crowded = Curve(2, 1, ((16.0, 0.0, 0.0), (float(SIZE), 0.002, 0.002)))
-    assert derived(crowded, 0.102, 0.25, WORKLOAD, Share(1.0, 2)) == Contention(pytest.approx(0.1), 0.0)
+    crowded = CostCurve(2, 1, ((16.0, 0.0, 0.0), (float(SIZE), 0.002, 0.002)))
+    assert derived(crowded, 0.102, 0.25, WORKLOAD, ProcessorShare(1.0, 2)) == Contention(pytest.approx(0.1), 0.0)
 
 
 def test_a_task_alone_is_not_delayed():
@@ -59,7 +59,7 @@ def test_a_task_alone_is_not_delayed():
 
 
 def test_unbilled_is_at_most_the_processors_of_a_rank():
-    found = derived(ALONE, 1.02, 1e9, WORKLOAD, Share(1.0, 2))
+    found = derived(ALONE, 1.02, 1e9, WORKLOAD, ProcessorShare(1.0, 2))
     assert found.unbilled == pytest.approx(0.5, abs=1e-3)
 
 
@@ -79,7 +79,7 @@ def test_all_ranks_measure_the_same_contention():
             time.sleep(0.05)
             return step
 
-        return measure_contention(*groups, train, CPU, ALONE, WORKLOAD, Share(1.0, 2))
+        return measure_contention(*groups, train, CPU, ALONE, WORKLOAD, ProcessorShare(1.0, 2))
 
     first, second = ThreadWorld(2).run(work)
     assert first == second
@@ -101,7 +101,7 @@ def test_an_overlapped_collective_takes_longer_and_slows_training():
 def test_only_schemes_that_overlap_pay_for_contention():
     def cluster(contention):
         inter = Link(
-            5e7, curves={"all_reduce": Curve(2, 1, ((16.0, 0.0, 0.0), (1e6, 0.02, 0.001)))}, contention=contention
+            5e7, curves={"all_reduce": CostCurve(2, 1, ((16.0, 0.0, 0.0), (1e6, 0.02, 0.001)))}, contention=contention
         )
         return Cluster(2, 1, Link(float("inf")), inter, processors=1.0)
 

@@ -11,7 +11,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.measure.probe import _averaging, _mean, _slowest, _workload
 from lightning_hiercomm.planning.measure.steps import StepTimes
-from lightning_hiercomm.planning.measure.stopwatch import Share
+from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging
 
@@ -56,7 +56,7 @@ def test_a_step_that_was_timed_twice_takes_the_mean():
 )
 def test_a_model_is_as_large_as_its_parameters_are(each, dtype, whole):
     step = StepTimes(0.1, 0.1, 0.1, 0.1, 0.0, 1e6, each, 0.0)
-    found = _workload([step], Share(None, 1), torch.device("cpu"))
+    found = _workload([step], ProcessorShare(None, 1), torch.device("cpu"))
     assert (found.dtype, found.model_bytes) == (dtype, whole)
     for wire in (None, "bfloat16", "int8"):
         sent = predict(PeriodicAveraging(1), Cluster(2, 1, INSTANT, INSTANT), found, wire).inter_bytes

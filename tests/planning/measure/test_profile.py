@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from lightning_hiercomm.planning.cluster import Cluster, Curve, Link, Workload
+from lightning_hiercomm.planning.cluster import Cluster, CostCurve, Link, Workload
 from lightning_hiercomm.planning.measure.profile import Profile, ProfileError
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.schemes import DASO
 
-CURVE = Curve(2, 2, ((8, 1e-3, 1e-4), (1e6, 2e-3, 3e-4)))
+CURVE = CostCurve(2, 2, ((8, 1e-3, 1e-4), (1e6, 2e-3, 3e-4)))
 
 
 def a_profile(world: Link | None = None) -> Profile:

@@ -11,9 +11,9 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import Move
 from lightning_hiercomm.planning.measure import stopwatch
-from lightning_hiercomm.planning.measure.stopwatch import Share, Stopwatch, Timing
+from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch, Timing
 
-PLENTY = Share(None, 2)
+PLENTY = ProcessorShare(None, 2)
 
 
 def test_every_collective_is_timed_with_the_bytes_of_a_member():
@@ -90,38 +90,38 @@ def steps(*of_ranks):
 
 
 def test_plenty_of_processors_change_nothing():
-    assert Share.found(8, steps((1, 1, 0), (1, 1, 0)), threads=1) == Share(None, 2)
-    assert Share(None, 2).uncrowded(Timing(1, 0.9)) == Timing(1, 0.9)
-    assert Share(None, 2).uncrowded_step(Timing(1, 0.9, 0.1), threads=1) == Timing(1, 0.9, 0.1)
+    assert ProcessorShare.found(8, steps((1, 1, 0), (1, 1, 0)), threads=1) == ProcessorShare(None, 2)
+    assert ProcessorShare(None, 2).uncrowded(Timing(1, 0.9)) == Timing(1, 0.9)
+    assert ProcessorShare(None, 2).uncrowded_step(Timing(1, 0.9, 0.1), threads=1) == Timing(1, 0.9, 0.1)
 
 
 def test_ranks_that_queue_for_processors_have_what_they_got():
     # four ranks on two cores, of which others took a tenth
-    assert Share.found(1.0, steps((1, 0.45, 0.55), (1, 0.45, 0.55)), threads=1) == Share(0.9, 2)
+    assert ProcessorShare.found(1.0, steps((1, 0.45, 0.55), (1, 0.45, 0.55)), threads=1) == ProcessorShare(0.9, 2)
     # half of the time they wait for data
-    assert Share.found(1.0, steps((2, 0.45, 0.55), (2, 0.45, 0.55)), threads=1) == Share(0.9, 2)
+    assert ProcessorShare.found(1.0, steps((2, 0.45, 0.55), (2, 0.45, 0.55)), threads=1) == ProcessorShare(0.9, 2)
 
 
 def test_queued_helper_threads_do_not_shrink_the_share():
-    assert Share.found(0.5, steps((1, 0.45, 0.9)), threads=1) == Share(0.45, 1)
+    assert ProcessorShare.found(0.5, steps((1, 0.45, 0.9)), threads=1) == ProcessorShare(0.45, 1)
 
 
 def test_ranks_that_never_queue_have_all_processors():
-    assert Share.found(1.5, steps((1, 0.1, 0), (1, 0.1, 0)), threads=1) == Share(1.5, 2)
+    assert ProcessorShare.found(1.5, steps((1, 0.1, 0), (1, 0.1, 0)), threads=1) == ProcessorShare(1.5, 2)
 
 
 def test_a_crowded_step_loses_the_time_that_it_queued():
-    share = Share(0.9, 2)
+    share = ProcessorShare(0.9, 2)
     assert share.uncrowded_step(Timing(2.0, 0.45, 0.55), threads=1) == Timing(1.45, 0.45)
     assert share.uncrowded_step(Timing(2.0, 0.8, 1.4), threads=1) == Timing(0.8, 0.8)  # clocks differ a little
     assert share.uncrowded_step(Timing(2.0, 1.6, 1.6), threads=2) == Timing(1.2, 1.6)
 
 
 def test_crowded_moves_take_what_a_processor_for_each_rank_would_need():
-    share = Share(1.0, 2)
+    share = ProcessorShare(1.0, 2)
     assert share.uncrowded(Timing(1.0, 0.45)) == Timing(0.5, 0.5)  # two ranks took turns
     assert share.uncrowded(Timing(1.0, 0.2)) == Timing(1.0, 0.2)  # the link was slow, not the processor
-    assert Share(3.0, 2).uncrowded(Timing(1.0, 0.95)) == Timing(1.0, 1.5)  # with helpers, more than one each
+    assert ProcessorShare(3.0, 2).uncrowded(Timing(1.0, 0.95)) == Timing(1.0, 1.5)  # with helpers, more than one each
 
 
 def test_queueing_is_what_the_system_counts():

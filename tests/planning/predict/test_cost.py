@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hiercomm.planning.cluster import Cluster, Curve, Link, Workload
+from lightning_hiercomm.planning.cluster import Cluster, CostCurve, Link, Workload
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.schemes import (
     DASO,
@@ -137,7 +137,7 @@ def test_moves_inside_a_node_share_what_joins_its_ranks(gigabyte):
 
 def test_crowded_processors_make_everything_slower():
     work = Workload(1e6, forward=0.1, backward=0.2, threads=1.0)
-    inside = Link(math.inf, algorithm="ring", curves={"all_reduce": Curve(2, 1, ((8, 0, 0), (1e6, 0.1, 0.1)))})
+    inside = Link(math.inf, algorithm="ring", curves={"all_reduce": CostCurve(2, 1, ((8, 0, 0), (1e6, 0.1, 0.1)))})
     cluster = Cluster(1, 2, inside, Link(math.inf), processors=1.0)
     # two ranks on one core compute 0.3 s each; the ring over the node works 0.1 s per megabyte sent for each of them
     predicted = predict(None, cluster, work)

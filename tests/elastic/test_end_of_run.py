@@ -1,0 +1,221 @@
+"""Elastic nodes that are told to leave, or come when others have finished: on threads."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from elastic_cases import assert_equal, threads
+from elastic_threads import ElasticRank, wait_until
+
+from lightning_hiercomm.comm.threads import on_one_processor
+from lightning_hiercomm.elastic import Elastic, rendezvous
+from lightning_hiercomm.elastic.quorum import RunFinished
+
+
+@pytest.fixture(autouse=True)
+def nodes_share_a_processor():
+    with on_one_processor():
+        yield
+
+
+@pytest.fixture
+def short_hope(monkeypatch):
+    """Nodes give up after 0.3 s."""
+    monkeypatch.setattr(rendezvous, "_HOPE", 0.6)
+    monkeypatch.setattr(rendezvous, "_POLL", 0.1)
+
+
+def wait_longer_than_a_node_hopes() -> None:
+    threading.Event().wait(0.5)
+
+
+def train(own: ElasticRank, steps: int = 4):
+    own.join()
+    return own.train(steps)
+
+
+class ToldToLeave(SystemExit):
+    pass
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("waits_for", ["an answer", "more nodes"])
+def test_waiting_node_that_is_told_to_leave_leaves(ranks, waits_for):
+    """Any of its ranks may be told."""
+    nodes = threads("periodic", Elastic(min_nodes=1 if waits_for == "an answer" else 2, dead_after=0.5))
+    nodes.lights.min_nodes = 2 if waits_for == "an answer" else 1
+
+    def work(own: ElasticRank):
+        if own.local == ranks - 1:
+            own.membership.rendezvous._around.leaves_by = lambda: ToldToLeave() if own.membership.me.number else None  # noqa: SLF001
+        with pytest.raises(ToldToLeave):
+            own.join()
+        return True
+
+    nodes.start(0, work, ranks)
+    assert nodes.end() == {("0", local): True for local in range(ranks)}
+
+
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_node_that_is_restarted_after_the_end_ends_with_69(min_nodes, caplog):
+    """Also if the lighthouse requires more nodes than one."""
+    nodes = threads("periodic")
+    assert len(nodes.play(train)) == 2
+    nodes.lights.memory = replace(nodes.lights.memory, min_nodes=min_nodes)
+    nodes.start(1, train, restarts=1)
+    with pytest.raises(RunFinished) as ended:
+        nodes.end()
+    assert ended.value.code == 69
+    assert [message for message in caplog.messages if " ends: " in message] == [f"node 1 ends: {ended.value}"]
+
+
+@pytest.mark.usefixtures("short_hope")
+def test_node_does_not_wait_for_others_that_have_ended():
+    """Its epoch was longer; it waited forever for another node to come."""
+    nodes, has_ended = threads("periodic", Elastic(min_nodes=2, dead_after=0.5)), threading.Event()
+
+    def work(own: ElasticRank):
+        own.join()
+        for _ in range(3):
+            own.step()
+        if own.node == "1":
+            assert has_ended.wait(10.0)
+            own.train(6)
+
+    nodes.lights.min_nodes = 2
+    nodes.start(0, work)
+    nodes.start(1, work)
+    nodes.started[0].join(60.0)
+    nodes.wires.dead.add(nodes.address("0"))
+    has_ended.set()
+    with pytest.raises(RunFinished):
+        nodes.end()
+
+
+@pytest.mark.parametrize("suspended", [("1",), ("1", "2")], ids=str)
+def test_suspended_nodes_do_not_begin_another_end(suspended):
+    """They would go on alone from where they were suspended."""
+    nodes, names = threads("periodic"), ("0", *suspended)
+    barrier = threading.Barrier(len(names), lambda: [nodes.lights.lose(node) for node in suspended])
+    is_over = threading.Event()
+
+    def wait(own: ElasticRank) -> None:
+        barrier.wait(10.0)
+        if own.node != "0":
+            assert is_over.wait(10.0)
+
+    def work(own: ElasticRank):
+        own.join()
+        return own.train(9, {3: lambda: wait(own)})
+
+    nodes.lights.min_nodes = len(names)
+    for node in names:
+        nodes.start(node, work)
+    nodes.started[0].join(60.0)
+    is_over.set()
+    for thread in nodes.started:
+        thread.join(10.0)
+    assert {node: type(error) for (node, _), error in nodes.errors.items()} == dict.fromkeys(suspended, RunFinished)
+
+
+def test_node_goes_on_alone_when_a_callback_has_ended_another():
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "0":
+            own.train(9)
+        while own.scheme.state.steps < 3:
+            own.step()
+        return own.scheme.state.steps
+
+    assert threads("periodic").play(work) == {("0", 0): 9, ("1", 0): 3}
+
+
+@pytest.mark.usefixtures("short_hope")
+def test_node_waits_for_one_that_trains_though_a_third_has_ended():
+    """A callback may have ended training there, which is not the end of the others."""
+    nodes = threads("periodic")
+
+    def wait(own: ElasticRank) -> None:
+        if own.node == "1":
+            nodes.started[2].join(10.0)
+            nodes.wires.dead.add(nodes.address("2"))
+            wait_longer_than_a_node_hopes()
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node != "2":
+            return own.train(6, {3: lambda: wait(own)})
+        for _ in range(3):
+            own.step()
+        return None
+
+    results = nodes.play(work, (1, 1, 1))
+    assert_equal(results["0", 0], results["1", 0])
+
+
+@pytest.mark.usefixtures("short_hope")
+@pytest.mark.parametrize("origin", [0, 8])
+def test_node_restarted_in_the_first_period_of_a_later_fit_waits(origin):
+    """The others train, and do not ask for long: it ended, because the earlier fit had finished."""
+    nodes = threads("periodic")
+    nodes.play(train)
+
+    def again(own: ElasticRank):
+        assert own.join()
+        return own.train(6)
+
+    def work(own: ElasticRank):
+        own.membership.rendezvous.me = replace(own.membership.me, checkpoint_step=origin)
+        own.join()
+        own.step()
+        if own.node == "1":
+            own.die()
+        wait_until(lambda: not nodes.is_alive(1))
+        nodes.let_come(1, again, restarts=1)
+        wait_longer_than_a_node_hopes()
+        return own.train(6)
+
+    results = nodes.play(work)
+    assert_equal(results["0", 0], results["1", 0])
+
+
+@pytest.mark.usefixtures("short_hope")
+def test_joining_node_begins_to_hope_when_the_others_are_lost():
+    """It has waited for their synchronization for long, and they are only slow."""
+    nodes = threads("periodic")
+
+    def joining(own: ElasticRank):
+        assert own.join()
+        return own.train(9)
+
+    def seem_lost() -> None:
+        nodes.let_come(1, joining)
+        threading.Event().wait(0.4)
+        nodes.lights.lose("0")
+        threading.Event().wait(0.1)
+
+    def work(own: ElasticRank):
+        own.join()
+        return own.train(9, {4: seem_lost})
+
+    nodes.start(0, work)
+    results = nodes.end()
+    assert_equal(results["0", 0], results["1", 0])
+
+
+@pytest.mark.parametrize("is_program_of_two", [False, True])
+def test_new_node_reports_that_it_begins_after_a_finished_run(is_program_of_two, caplog, monkeypatch):
+    """A program may fit twice, which needs no warning."""
+    monkeypatch.setattr(rendezvous, "_ended_here", set())
+    nodes = threads("periodic")
+    nodes.start(0, train)
+    nodes.end()
+    if not is_program_of_two:
+        rendezvous._ended_here.clear()  # noqa: SLF001
+    nodes.start(1, train)
+    assert len(nodes.end()) == 2
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (0 if is_program_of_two else 1)
+    assert all(each.startswith("node 1 begins at step 0, although a run of this name has") for each in warnings)

@@ -1,0 +1,359 @@
+"""Elastic nodes that join and recover: on threads, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import replace
+
+import pytest
+from elastic_cases import (
+    ALL,
+    COPIED,
+    GOSSIP,
+    LATE,
+    PEERS,
+    SCHEMES,
+    TRAINING,
+    assert_equal,
+    put,
+    put_weights,
+    threads,
+    train_stay,
+)
+from elastic_threads import ElasticRank, wait_until
+from harness import on_nodes
+
+from lightning_hiercomm import Gossip
+from lightning_hiercomm.comm.threads import on_one_processor
+from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.elastic.healing import Healing
+from lightning_hiercomm.planning.predict.cycles import cycle
+from lightning_hiercomm.run.averaged_model import AveragedModel
+
+
+@pytest.fixture(autouse=True)
+def nodes_share_a_processor():
+    with on_one_processor():
+        yield
+
+
+def recover(own: ElasticRank):
+    assert own.join()
+    return own.train(15)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_node_that_recovers_ends_with_the_bits_of_the_others(name, sizes):
+    nodes = threads(name)
+
+    def joining(own: ElasticRank):
+        was_healed, began = own.join(), own.scheme.state.steps
+        return own.train(15), was_healed, began
+
+    def work(own: ElasticRank):
+        own.join()
+        return own.train(15, {4: lambda: own.local == 0 and nodes.let_come(1, joining, sizes[1])}), False, 0
+
+    nodes.start(0, work, sizes[0])
+    results = nodes.end()
+    assert len(results) == sum(sizes)
+    for (node, _), (values, was_healed, began) in results.items():
+        assert_equal(values, results["0", 0][0])
+        assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("wire", [None, "int8"])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, "diloco", *LATE])
+def test_node_that_joins_goes_on_as_one_that_began_with_its_source(name, wire):
+    """As three nodes that stay, which go on from the two, and a copy of the first."""
+    scheme, at = ALL[name], {}
+    nodes = threads(name, Elastic(dead_after=5.0), wire=wire)  # a repeated synchronization has other bits
+    period = 5 if name == "daso" else cycle(scheme)  # in which all fragments are sent
+
+    def joining(own: ElasticRank):
+        assert own.join()
+        at["joined"] = own.scheme.state.steps
+        return own.train(12)
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.state.steps < 12:
+            if own.scheme.state.steps == period - 1 and own.node == "0":
+                nodes.let_come(2, joining)
+            own.step()
+            if own.scheme.state.steps == period:
+                at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
+        return own.train(12)
+
+    results = nodes.play(work)
+    assert at["joined"] == period
+
+    def stays(rank):
+        put(rank, at[str(rank.node % 2)])
+        if isinstance(rank.scheme, Gossip):  # a joining node has the weight 1
+            put_weights(rank, [at["0"]["weights"], at["1"]["weights"], [1.0] * len(at["0"]["weights"])])
+        return train_stay(rank, rank.node, 12)[0]
+
+    expected = on_nodes(stays, scheme, ((0,), (1,), (2,)), wire=wire, **TRAINING)
+    for values in results.values():
+        assert_equal(values, expected[0])
+
+
+@pytest.mark.parametrize("name", ["diloco", "local"])
+def test_node_that_gets_no_state_recovers_after_the_next_synchronization(name):
+    """A validation may begin with a synchronization of its own, right after one that has admitted a node."""
+    nodes, joined = threads(name), []
+
+    def joining(own: ElasticRank):
+        assert own.join()
+        joined.append(own.scheme.state.steps)
+        return own.train(15)
+
+    def work(own: ElasticRank):
+        own.join()
+        give = own.membership.give_state
+
+        def let_come() -> None:
+            nodes.let_come(1, joining)
+            own.membership.give_state = lambda state: None
+
+        return own.train(15, {4: let_come, 8: lambda: setattr(own.membership, "give_state", give)})
+
+    nodes.start(0, work)
+    results = nodes.end()
+    assert joined == [9]
+    assert_equal(results["0", 0], results["1", 0])
+
+
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, *LATE])
+def test_node_recovers_though_a_validation_follows_every_synchronization(name):
+    """Where nodes are never equal a validation is a synchronization, and comes before any node can recover."""
+    nodes, joined = threads(name), []
+
+    def train(own: ElasticRank):
+        give, averaged = own.membership.give_state, AveragedModel([own.scheme], own.rank.replicas, own.rank.topology)
+        own.membership.give_state = lambda state: None
+        while own.scheme.state.steps < 15:
+            if own.scheme.state.steps == 4 and own.node == "0":
+                nodes.let_come(1, joining)
+            own.step()
+            with averaged():
+                pass
+            give(own.state)
+        return own.train(15)
+
+    def joining(own: ElasticRank):
+        assert own.join()
+        joined.append(own.scheme.state.steps)
+        return train(own)
+
+    def work(own: ElasticRank):
+        own.join()
+        return train(own)
+
+    nodes.start(0, work)
+    results = nodes.end()
+    assert joined[0] <= 8
+    assert_equal(results["0", 0], results["1", 0])
+
+
+def test_node_whose_source_dies_recovers_from_another():
+    nodes = threads("diloco")
+
+    def work(own: ElasticRank):
+        own.join()
+        if own.node == "1":
+            return own.train(15, {4: lambda: wait_until(lambda: nodes.is_alive(2))})
+        own.membership.give_state = lambda state: own.die() if own.membership.healing.is_expected else None
+        return own.train(15, {4: lambda: nodes.let_come(2, recover)})
+
+    results = nodes.play(work)
+    assert set(results) == {("1", 0), ("2", 0)}
+    assert_equal(results["2", 0], results["1", 0])
+
+
+@pytest.mark.parametrize("rejects", [True, False])
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_joining_node_asks_again_when_the_members_cannot_connect(who, rejects):
+    """It would wait for its state, and they, who need another quorum, for it."""
+    nodes, failed = threads("diloco"), []
+    nodes.wires.timeout, connect = 1.0, nodes.wires.connect_group
+
+    def fails_once(quorum, index, name, meter):
+        if quorum.joining and quorum.members[index].node == who and not failed:
+            failed.append(True)
+            raise RuntimeError("is not there in time")
+        return connect(quorum, index, name, meter)
+
+    nodes.wires.connect_group = fails_once
+
+    def work(own: ElasticRank):
+        own.join()
+
+        def disconnect() -> None:
+            own.membership.rendezvous.disconnect()
+            if not rejects:
+                own.membership.healing.reject = lambda recovering: None
+            if own.node == "0":
+                nodes.let_come(2, recover)
+
+        return own.train(15, {4: disconnect})
+
+    results = nodes.play(work)
+    assert failed
+    assert len(results) == 3
+    for values in results.values():
+        assert_equal(values, results["0", 0])
+
+
+@pytest.mark.parametrize("cannot", ["reach a member", "read its state"])
+def test_joining_node_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
+    """On a busy machine a member may answer too late."""
+    nodes, failed = threads("periodic"), []
+    ask_all, poll = nodes.wires.ask_all, Healing._poll  # noqa: SLF001
+
+    def silent_once(addresses, query):
+        if failed:
+            return ask_all(addresses, query)
+        failed.extend(addresses)
+        return {}
+
+    def nothing_once(own, *args):
+        if failed:
+            return poll(own, *args)
+        failed.append(own)
+        return None, 0
+
+    def joining(own: ElasticRank):
+        if cannot == "reach a member":
+            nodes.wires.ask_all = silent_once
+        else:
+            monkeypatch.setattr(Healing, "_poll", nothing_once)
+        recover(own)
+        return own.membership.history
+
+    def work(own: ElasticRank):
+        own.join()
+        own.train(15, {4: lambda: own.node == "0" and nodes.let_come(2, joining)})
+        return own.membership.history
+
+    histories = nodes.play(work)
+    assert failed
+    for history in histories.values():
+        assert (history.heals, history.nodes) == (1, 3)
+
+
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "push-sum", "late", "delta"])
+def test_node_that_joins_and_dies_repeatedly_does_not_delay_the_others(name):
+    nodes, joined = threads(name), []
+
+    def flapping(own: ElasticRank):
+        assert own.join()
+        joined.append(own.scheme.state.steps)
+        own.step()
+        own.die()
+
+    def work(own: ElasticRank):
+        own.join()
+        comes = lambda: own.node == "0" and nodes.let_come(2, flapping)  # noqa: E731
+        return own.train(24, dict.fromkeys((3, 9, 15), comes)), own.membership.history
+
+    results = nodes.play(work)
+    assert len(joined) == 3
+    (zero, history), (one, _) = results["0", 0], results["1", 0]
+    assert_equal(zero, one)
+    assert history.heals == 3
+    assert sum("node 2 has left" in event for event in history.events) == 3
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)], ids=str)
+def test_lost_batches_are_counted_also_by_a_recovered_node(sizes):
+    nodes = threads("periodic")
+
+    def joining(own: ElasticRank):
+        recover(own)
+        return own.membership.history
+
+    def work(own: ElasticRank):
+        own.join()
+        dies, comes = own.node == "1", own.node == "0"
+        own.train(15, {5: lambda: dies and own.die(), 7: lambda: comes and nodes.let_come(3, joining, sizes[1])})
+        return own.membership.history
+
+    for history in nodes.play(work, sizes).values():
+        assert history.lost_batches == sizes[1] * (3 + 3), "from step 3, its last sync, to 9, the next node's first"
+        assert (history.heals, history.nodes) == (1, 3)
+        events = [event.partition(" ")[2] for event in history.events]
+        assert events == ["node 1 has left; 2 go on, after sync 1", "node 3 joins; 2 go on, after sync 2"]
+        assert "1 recovered; waited" in history.lines()[0]
+
+
+# ---- nodes that do not reach each other --------------------------------------------------------------------------
+
+
+def test_nodes_that_are_separated_for_a_while_synchronize_afterwards(caplog):
+    """With `min_nodes=2` each waited for the other."""
+    nodes, is_cut = threads("diloco", Elastic(min_nodes=2, dead_after=0.5)), threading.Event()
+    connect, ask_all = nodes.wires.connect_group, nodes.wires.ask_all
+
+    def waits() -> list[str]:
+        return [each.message.partition(" waits: ")[2] for each in caplog.records if " waits: " in each.message]
+
+    def connecting(quorum, index, name, meter):
+        if is_cut.is_set():
+            raise RuntimeError("is not there in time")
+        return connect(quorum, index, name, meter)
+
+    def asking(addresses, query):
+        if is_cut.is_set() and len(waits()) >= 2:
+            is_cut.clear()
+        return {} if is_cut.is_set() else ask_all(addresses, query)
+
+    nodes.wires.connect_group, nodes.wires.ask_all = connecting, asking
+
+    def work(own: ElasticRank):
+        own.join()
+        own.step()
+        is_cut.set()
+        own.membership.rendezvous.me = replace(own.membership.me, group="")
+        return own.train(6), own.membership.history.nodes
+
+    with caplog.at_level("INFO", logger="lightning_hiercomm"):
+        results = nodes.play(work)
+    assert_equal(results["0", 0][0], results["1", 0][0])
+    assert [count for _, count in results.values()] == [2, 2]
+    assert sorted(waits())[:2] == ["1 of at least 2 nodes are there", "it and node 0 do not reach each other"]
+
+
+def test_run_begins_without_a_separated_node_which_joins_later(caplog):
+    """All failed 30 times, then the last ended, then the second: the separated one went on."""
+    nodes, is_cut = threads("periodic"), threading.Event()
+    connect, ask_all = nodes.wires.connect_group, nodes.wires.ask_all
+    is_cut.set()
+
+    def connecting(quorum, index, name, meter):
+        if is_cut.is_set() and len(quorum.members) > 1 and "0" in [member.node for member in quorum.members]:
+            raise RuntimeError("is not there in time")
+        return connect(quorum, index, name, meter)
+
+    def asking(addresses, query):
+        return ask_all([each for each in addresses if not is_cut.is_set() or each != nodes.address("0")], query)
+
+    nodes.wires.connect_group, nodes.wires.ask_all = connecting, asking
+
+    def work(own: ElasticRank):
+        was_healed = own.join()
+        is_cut.clear()
+        if own.node == "1":
+            wait_until(lambda: nodes.is_alive(0))
+        return own.train(15), was_healed, own.membership.history.nodes
+
+    with caplog.at_level("INFO", logger="lightning_hiercomm"):
+        results = nodes.play(work, (1, 1, 1))
+    assert "node 0 waits: it and node 1, 2 do not reach each other" in caplog.messages
+    for (node, _), (values, was_healed, count) in results.items():
+        assert_equal(values, results["1", 0][0])
+        assert (was_healed, count) == (node == "0", 3)

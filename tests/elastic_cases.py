@@ -1,0 +1,149 @@
+"""Schemes, training and helpers for tests of elastic nodes on threads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from elastic_threads import ElasticRank, Threads
+from harness import Rank, on_nodes
+
+from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Ring, Scheme
+from lightning_hiercomm.schemes.components.merges import Replace
+
+SCHEMES = {"periodic": PeriodicAveraging(sync_every=3), "diloco": DiLoCo(sync_every=3)}
+COPIED = {
+    "fragments": DiLoCo(sync_every=4, fragments=2),
+    "local": DiLoCo(sync_every=3, keep_local=0.5),
+    "both": DiLoCo(sync_every=4, fragments=2, keep_local=0.25, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
+    "parts": ParameterSync(schedule=4, fragments=2),
+    "kept": ParameterSync(schedule=3, merge=Replace(0.5)),
+}
+"""Nodes are never equal."""
+PEERS = {
+    "peers": ParameterSync(schedule=2, reducer=RandomPermutation()),
+    "noloco": ParameterSync(schedule=3, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "ring": ParameterSync(schedule=2, reducer=Ring()),
+}
+"""Each node synchronizes with its neighbors in a graph of the nodes that are there."""
+GOSSIP = {
+    "gossip": Gossip(segments=3),
+    "push-sum": Gossip(segments=2, fair=None),
+    "one way": Gossip("directed_exponential", segments=1),
+    "no push-sum": Gossip(segments=2, fair=None, push_sum=False),
+}
+"""Nodes mix at every step."""
+LATE = {
+    "late": DiLoCo(sync_every=4, staleness=2, keep_local=0.0),
+    "streaming": DiLoCo(sync_every=6, fragments=2, staleness=2, keep_local=0.5),
+    "late adam": DiLoCo(sync_every=3, staleness=1, keep_local=0.0, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
+    "delta": ParameterSync(schedule=4, staleness=2, merge="delta"),
+    "eq1": ParameterSync(schedule=4, staleness=3, merge="eq1"),
+    "late peers": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation()),
+    "late noloco": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "daso": DASO(sync_every=3, warmup_steps=2, reducer="sharded", adapt=False),
+}
+"""Collectives overlap with training."""
+ALL: dict[str, Scheme] = {**SCHEMES, **COPIED, **PEERS, **GOSSIP, **LATE}
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+SHAPES = {"a": (7, 3), "b": (5,), "c": (40,)}
+TRAINING = {"shapes": SHAPES, "targets": (0.0, 0.0, 0.0, 0.0), "bucket_bytes": 64, "inner": adam}
+
+
+def threads(name: str, elastic: Elastic | None = None, **training: Any) -> Threads:
+    """Nodes that train by a scheme of this name."""
+    return Threads(ALL[name], elastic or Elastic(dead_after=0.5), {**TRAINING, **training})
+
+
+def assert_equal(values: torch.Tensor, expected: torch.Tensor) -> None:
+    """To the bit."""
+    torch.testing.assert_close(values, expected, rtol=0, atol=0)
+
+
+def train_stay(rank: Rank, node: int, steps: int, local: int = 0) -> tuple[torch.Tensor, list[Any]]:
+    """Train a rank that stays, by the gradients of `ElasticRank.step`; its values and their trace."""
+    while rank.scheme.state.steps < steps:
+        step_stay(rank, node, local)
+    rank.scheme.finish()
+    return rank.values, rank.trace
+
+
+def step_stay(rank: Rank, node: int, local: int = 0) -> None:
+    generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 10 * node + local)
+    rank.train(lambda values: torch.randn(values.shape, generator=generator) + 0.1 * values)
+
+
+def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = None, reconnects_at: int | None = None):
+    """The same run on nodes that stay, all of which begin as the first node does.
+
+    After ``reconnects_at`` steps they forget their error-feedback residuals, as those do that connect again.
+    """
+    starts = [sum(sizes[:node]) for node in range(len(sizes))]
+    nodes = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+    def work(rank: Rank) -> tuple[torch.Tensor, list[Any]]:
+        while rank.scheme.state.steps < steps:
+            residuals_of = rank.scheme.exchanger.reducer._feedback  # noqa: SLF001
+            for residuals in residuals_of if rank.scheme.state.steps == reconnects_at else ():
+                residuals.clear()
+            step_stay(rank, rank.topology.node, rank.topology.local_rank)
+        rank.scheme.finish()
+        return rank.values, rank.trace
+
+    return on_nodes(work, scheme, nodes, start=1.0, wire=wire, **TRAINING)
+
+
+def put(rank: Rank, state: Mapping[str, Any]) -> None:
+    """Let a rank that stays go on from an elastic one's state."""
+    state = copy.deepcopy(dict(state))
+    with torch.no_grad():
+        for parameter, values in zip(rank.parameters, state["values"], strict=True):
+            parameter.copy_(values)
+    rank.optimizer.load_state_dict(state["optimizer"])
+    rank.scheme.follow(rank.replica())
+    rank.scheme.load_state_dict(state["schedule"])
+    reference = state["schedule"].get("last_agreed")
+    if reference is not None:
+        tensors = rank.scheme.reference._tensors(rank.scheme.replica)  # noqa: SLF001
+        rank.scheme.reference.set_values(dict(zip(map(id, tensors), reference, strict=True)))
+
+
+def put_weights(rank: Rank, of_nodes: Sequence[Sequence[float]]) -> None:
+    """Give push-sum weights to all nodes, by segment."""
+    rank.scheme.state.weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+
+
+def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
+    """Let a node die in its synchronization with that number."""
+    membership = own.membership
+
+    def wrapped(function: Any, before: bool) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if before and membership.me.syncs + 1 == sync:
+                own.die()
+            result = function(*args, **kwargs)
+            if not before and membership.me.syncs + 1 >= sync:
+                own.die()
+            return result
+
+        return call
+
+    if moment == "before the quorum":
+        membership.form_quorum = wrapped(membership.form_quorum, before=True)
+    elif moment == "in the exchange":
+        for group in own.rank.topology.all_groups if own.local == 0 else ():
+            group._launch = wrapped(group._launch, before=False)  # noqa: SLF001  # noqa: SLF001
+    elif moment == "before the vote":
+        membership.vote = wrapped(membership.vote, before=True)
+    else:
+        membership.commit = wrapped(membership.commit, before=False)
