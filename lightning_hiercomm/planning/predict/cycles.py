@@ -30,7 +30,7 @@ def _(scheme: ParameterSync) -> int | str:
     if scheme.schedule.auto is not None:
         return "sync_every='auto' is chosen when a run begins: give a number"
     if scheme.period is None:
-        return "sync_every=None synchronizes at the end of epochs, whose length is not known: give a number"
+        return "sync_every=None agrees at the end of epochs, whose length is not known: give a number"
     return scheme.period
 
 

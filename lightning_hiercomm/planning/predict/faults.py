@@ -19,7 +19,7 @@ from lightning_hiercomm.schemes import Scheme
 
 RESTART_SECONDS = 600.0
 """Until a program trains again that has died. Daly's in all of his examples; with what Llama 3 reports (466
-interruptions in 54 days, of which 90 % were training) at most 17 minutes went with each, all that was repeated
+interruptions in 54 days, of which 90 % were training) at most 17 minutes went with each, all that was done anew
 included."""
 
 CHECKPOINT_BYTES_PER_SECOND = 1e9
@@ -35,7 +35,7 @@ class Faults:
         restart: Seconds from then until it, or another in its place, has started the program.
         checkpoint: Seconds that training waits for a checkpoint. None: its bytes at
             :data:`CHECKPOINT_BYTES_PER_SECOND`.
-        heal: Seconds in which a joining node takes up the state of the run. None: its bytes between two nodes.
+        heal: Seconds in which a newcomer takes up the state of the run. None: its bytes between two nodes.
         dead_after: Seconds of silence after which elastic nodes count one as gone.
         price: Of a node for an hour, in any currency.
         egress: Of a gigabyte that a node sends to others, in the same.
@@ -77,17 +77,17 @@ class Survival:
 class Lives:
     """The lives of one node, one after the other, counted in periods.
 
-    What a node has trained since its last synchronization is lost with it, so of a life X it keeps ``floor(X / P)``
-    periods. The node's next life asks for the others R after the end of this one, and begins with the next period,
-    ``ceil((X + R) / P)`` periods after the last one began. With ``p = exp(-P / M)``, the probability to outlive a
-    period, and ``R / P = whole + part``::
+    What a node has trained since its last agreement is lost with it, so of a life X it keeps ``floor(X / P)`` periods.
+    The node's next life asks for the others R after the end of this one, and begins with the next period, ``ceil((X +
+    R) / P)`` periods after the last one began. With ``p = exp(-P / M)``, the probability to outlive a period, and
+    ``R / P = whole + part``::
 
         E[floor(X / P)]      = sum over j = 1, 2, ... of p**j  =  p / (1 - p)
         E[ceil((X + R) / P)] = whole + 1 + sum over j = 1, 2, ... of p**(j - part)
                              = whole + 1 + p**(1 - part) / (1 - p)
 
     Args:
-        period: Seconds between two synchronizations after which all that was trained is safe, P.
+        period: Seconds between two agreements after which all that was trained is safe, P.
         mtbf: Seconds, M.
         restart: Seconds, R.
 
@@ -129,18 +129,17 @@ def elastic_goodput(
 ) -> float:
     """The share of the undisturbed throughput that nodes keep which come and go.
 
-    Each contributes the periods that it keeps of those that pass (:class:`Lives`), and all wait at synchronizations:
-    for who has died in the last ``dead_after`` seconds before one, and for who was healed since, and is so much later
-    there.
+    Each contributes the periods that it keeps of those that pass (:class:`Lives`), and all wait at agreements: for who
+    has died in the last ``dead_after`` seconds before one, and for who was healed since, and is so much later there.
 
     Args:
         nodes: How many take part while all live.
-        period: Seconds between two synchronizations after which all that was trained is safe.
+        period: Seconds between two agreements after which all that was trained is safe.
         mtbf: Seconds that a node lives, on average.
         restart: Seconds from its end until its next life asks for the others.
         dead_after: Seconds of silence after which it counts as gone.
         heal: Seconds in which that takes up the state of the run.
-        between: Seconds between two synchronizations of any kind. Default: ``period``.
+        between: Seconds between two agreements of any kind. Default: ``period``.
     """
     lives, between = Lives(period, mtbf, restart), between or period
     deaths = nodes / (lives.passed * period)  # per second
@@ -149,7 +148,7 @@ def elastic_goodput(
 
 
 def waits_for_dead(deaths: float, between: float, dead_after: float) -> float:
-    """Seconds that the others wait at an synchronization, on average, until all are gone who have died since the last.
+    """Seconds that the others wait at an agreement, on average, until all are gone who have died since the last.
 
     They wait longer than t if anybody has died in the last ``dead_after - t`` seconds, of ``between`` at most. With D
     the deaths per second, d for ``dead_after`` and B for ``between``, that is the integral::
@@ -158,7 +157,7 @@ def waits_for_dead(deaths: float, between: float, dead_after: float) -> float:
 
     Args:
         deaths: Per second, at any moment alike.
-        between: Seconds between two synchronizations.
+        between: Seconds between two agreements.
         dead_after: Seconds of silence after which a node counts as gone.
     """
     near = min(dead_after, between)
@@ -228,8 +227,8 @@ def survive(row: Row, cluster: Cluster, workload: Workload, faults: Faults) -> S
     every = checkpoint_interval(of_all, checkpoint)
     restarts = restarts_goodput(every, of_all, faults.restart, checkpoint)
     # a step is made, and sent, as often as the training of a segment is begun
-    repeated = restarts_goodput(every, of_all, 0.0, checkpoint) * (1 + checkpoint / every)
-    resent = nodes * row.prediction.inter_bytes / repeated if repeated else math.inf
+    anew = restarts_goodput(every, of_all, 0.0, checkpoint) * (1 + checkpoint / every)
+    resent = nodes * row.prediction.inter_bytes / anew if anew else math.inf
     restarts_cost = cost(restarts, resent if faults.egress else 0.0)
     if scheme is None or scheme.requirements.needs_fixed_nodes is not None:
         return Survival(None, None, restarts, restarts_cost, every)
@@ -243,7 +242,7 @@ def survive(row: Row, cluster: Cluster, workload: Workload, faults: Faults) -> S
 
 
 def state_bytes(scheme: Scheme | None, workload: Workload) -> float:
-    """Return the bytes of a checkpoint, which a joining node receives: model and optimizer states.
+    """Bytes of what a newcomer gets, and of a checkpoint: the model, the optimizer's state, and the outer optimizer's.
 
     Args:
         scheme: With its arguments; None is Lightning's ``DDPStrategy``.
