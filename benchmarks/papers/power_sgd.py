@@ -27,6 +27,10 @@ class PowerSGD(Method):
 
     Args:
         rank: Columns of ``P`` and ``Q``.
+
+    Attributes:
+        right: ``Q`` of every matrix: runs x 1 x columns x rank.
+        residual: The error-feedback residual: runs x nodes x parameters.
     """
 
     agrees_on_gradients = needs_node_gradients = True
@@ -38,24 +42,24 @@ class PowerSGD(Method):
         self._matrices = list(matrices(shapes_of(state.arena), self._rank))
         generator = torch.Generator().manual_seed(0)
         runs = len(state.weights)
-        self._right = [
+        self.right = [
             torch.randn(columns, self._rank, generator=generator).expand(runs, 1, -1, -1)
             for _, _, columns in self._matrices
         ]
-        self._residual: Tensor | None = None
+        self.residual: Tensor | None = None
 
     def step(self, state: State, gradients: Tensor) -> None:
-        wanted = gradients if self._residual is None else self._residual + gradients
+        wanted = gradients if self.residual is None else self.residual + gradients
         mean = gradients.mean(1, keepdim=True)
         residual = torch.zeros_like(gradients)
         for number, (part, rows, columns) in enumerate(self._matrices):
             own = wanted[..., part].unflatten(-1, (rows, columns))
-            left, _ = torch.linalg.qr((own @ self._right[number]).mean(1, keepdim=True))
-            self._right[number] = (own.mT @ left).mean(1, keepdim=True)
-            shared = left @ self._right[number].mT
+            left, _ = torch.linalg.qr((own @ self.right[number]).mean(1, keepdim=True))
+            self.right[number] = (own.mT @ left).mean(1, keepdim=True)
+            shared = left @ self.right[number].mT
             mean[..., part] = shared.flatten(-2)
             residual[..., part] = (own - shared).flatten(-2)
-        self._residual = residual
+        self.residual = residual
         state.descend(mean)
 
 

@@ -54,7 +54,7 @@ def test_residuals_hold_what_did_not_travel():
         method.step(state, gradients)
         sent = before - state.weights - 0.9 * velocity  # what momentum SGD received
         total -= sent
-    torch.testing.assert_close(total, method._residual.mean(1, keepdim=True), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(total, method.residual.mean(1, keepdim=True), atol=1e-4, rtol=1e-4)
 
 
 def test_one_step_by_hand():
@@ -62,7 +62,7 @@ def test_one_step_by_hand():
     method, state, count = begun(rank=1, runs=1)
     gradients = torch.zeros(1, 2, count)
     gradients[..., 3950], gradients[..., 3950 + 126] = 2.0, 1.0  # of the 10 x 125 matrix, (0, 0) and (1, 1)
-    q = method._right[3][0, 0, :2, 0]
+    q = method.right[3][0, 0, :2, 0]
     method.step(state, gradients)
     p = torch.stack([2 * q[0], q[1]])
     p = p / p.norm()
