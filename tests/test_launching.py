@@ -381,7 +381,7 @@ def test_training_survives_the_hub_and_later_failures_are_named(launch):
     os.kill(_when_training(launch), signal.SIGKILL)
     _, output = launch.end()
     seconds = time.time() - float((launch.folder / "accident").read_text())
-    assert output.count("lost the control plane's hub") == 2, output
+    assert output.count("lost the connection to the control plane's hub") == 2, output
     assert "lightning_hiercomm: rank 1 (node 1) died" in output
     assert seconds < SOON
 
@@ -390,7 +390,7 @@ def test_training_ends_well_without_a_hub(launch):
     launch.ranks_of_torchrun(*SLOWLY, "--steps", "100", ranks=1)
     os.kill(_when_training(launch), signal.SIGKILL)
     output = _completed(launch, 100)
-    assert output.count("lost the control plane's hub") == 2, output
+    assert output.count("lost the connection to the control plane's hub") == 2, output
 
 
 class Fragile(BoringModel):
