@@ -194,9 +194,9 @@ def test_who_mixes_the_trees_is_told_what_to_import(tree, wrong, shown, right):
         ),
         ("import lightning_utilities", "import lightning_utilities"),
         (
-            "from lightning_hiercomm.trainer import hooks, settings",
+            "from lightning_hiercomm.trainer import hooks, options",
             "from lightning_hiercomm.pytorch_lightning.trainer import hooks\n"
-            "from lightning_hiercomm.trainer import settings",
+            "from lightning_hiercomm.trainer import options",
         ),
         (
             "from lightning_hiercomm.trainer.strategy import HierarchicalStrategy as S",
