@@ -16,6 +16,7 @@ COLOURS = {
     "diloco": "#CC79A7",
     "steps_delay": "#E69F00",
     "gossip": "#56B4E9",
+    "power_sgd": "#999933",
     "hand": "#7F5A2A",
     "accelerate": "#B8860B",
     "torchft": "#6A3D9A",

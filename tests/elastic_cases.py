@@ -93,9 +93,9 @@ def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = No
 
     def work(rank: Rank) -> tuple[torch.Tensor, list[Any]]:
         while rank.scheme.state.steps < steps:
-            residuals_of = rank.scheme.exchanger.reducer._feedback  # noqa: SLF001
-            for residuals in residuals_of if rank.scheme.state.steps == reconnects_at else ():
-                residuals.clear()
+            if rank.scheme.state.steps == reconnects_at:
+                for residuals in rank.scheme.exchanger.reducer._feedback:  # noqa: SLF001
+                    residuals.clear()
             step_stay(rank, rank.topology.node, rank.topology.local_rank)
         rank.scheme.finish()
         return rank.values, rank.trace

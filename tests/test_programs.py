@@ -42,7 +42,7 @@ def ranks_that_stay_for_the_next_program():
 )
 def test_random_programs_are_right_or_end_with_a_clear_error(first):
     failures = [f"{n}: {error!r}\n{drawn(n)}" for n in range(first, first + BATCH) if (error := _trouble(drawn(n)))]
-    assert not failures, "python -m tests.programs --only N\n" + "\n".join(failures)
+    assert not failures, "python -m tools.programs --only N\n" + "\n".join(failures)
 
 
 @pytest.mark.parametrize(

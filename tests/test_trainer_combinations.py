@@ -24,7 +24,7 @@ def test_random_fits_are_what_an_independent_calculation_gives(first):
         try:
             check(drawn(number))
         except Exception as error:
-            error.add_note(f"python -m tests.trainer_combinations --only {number}\n{drawn(number)}")
+            error.add_note(f"python -m tools.trainer_combinations --only {number}\n{drawn(number)}")
             raise
 
 

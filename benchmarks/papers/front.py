@@ -29,6 +29,7 @@ from benchmarks.papers.many import (
     warm_up_steps,
 )
 from benchmarks.papers.paired import Difference, difference
+from benchmarks.papers.power_sgd import PowerSGD, shapes_of, share_sent
 from benchmarks.papers.tuned import Climb, Comparison, Contender, load, rate_of
 from benchmarks.papers.wires import wire_named
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
@@ -92,6 +93,7 @@ class Way:
         optimizers: With which it is tried.
         with_state: Whether what the optimizer remembers travels with parameters; once as it is, which bytes and times
             leave out.
+        share_sent: The share of the parameters' elements that travels, by the arena's network.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Way:
     lower: int = 0
     optimizers: tuple[str, ...] = OPTIMIZERS
     with_state: bool = False
+    share_sent: Callable[[Arena], float] = lambda _: 1.0
 
     def contender(self, arena: Arena) -> Contender:
         """Return the method as the ladder takes it."""
@@ -119,6 +122,18 @@ def _all_reduce(wire: str) -> Way:
 
     about = "all-reduce" if wire == "float32" else f"all-reduce of {wire} gradients"
     return Way(_named("AllReduce", wire), "all_reduce", wire, make, lambda *_: AllReduce(), about)
+
+
+def _power_sgd(rank: int) -> Way:
+    return Way(
+        f"PowerSGD({rank})",
+        "power_sgd",
+        "float32",
+        lambda _: PowerSGD(rank),
+        lambda *_: AllReduce(),
+        f"PowerSGD of rank {rank}, warm start",
+        share_sent=lambda arena: share_sent(shapes_of(arena), rank),
+    )
 
 
 def _periodic(every: int, wire: str, lower: int) -> Way:
@@ -229,10 +244,11 @@ def _named(name: str, wire: str) -> str:
 
 
 WAYS = (
-    *map(_all_reduce, ("float32", "bfloat16", "int8", "int4")),
+    *map(_all_reduce, ("float32", "bfloat16", "int8", "int4", "top4")),
+    _power_sgd(2),
     *(
         _periodic(every, wire, lower)
-        for every, lower in ((2, 1), (4, 1), (16, 3), (64, 4))
+        for every, lower in ((2, 1), (4, 1), (8, 2), (16, 3), (64, 4))
         for wire in ("float32", "int4")
     ),
     *(_post_local(4, "int4", 0.25, with_state, 1) for with_state in (False, True)),
@@ -292,6 +308,7 @@ def _of_steps(way: Way | None, arena: Arena, rate: float, workload: Workload) ->
     """The prediction for every step of a run."""
     if way is None:
         return [_predicted(None, "float32", arena.nodes, rate, workload)] * arena.steps
+    workload = replace(workload, parameters=way.share_sent(arena) * workload.parameters)
     copies = 1 + (len(STATE[arena.optimizer]) if way.with_state else 0)
     with_state = replace(workload, parameters=copies * workload.parameters)
     schemes = [way.scheme_at(arena, step) for step in range(arena.steps)]
@@ -428,7 +445,8 @@ def accuracy_rows(folder: Path) -> Iterator[tuple[str | int | float, ...]]:
     for comparison in SETTINGS.values():
         for row in rows(comparison, load(comparison, folder)):
             parts = re.fullmatch(r"(\w+)(?:\((\d+)[^)]*\))?(?:, delta)?(?:, (bfloat16|int8|int4|top4))?", row.way.name)
-            if row.apart is not None and parts is not None:
+            is_ours = row.way.family != "power_sgd"
+            if is_ours and row.apart is not None and parts is not None:
                 scheme, period, wire = parts.groups()
                 low, high = row.apart.low, row.apart.high
                 yield comparison.arena.nodes, scheme, int(period or 1), wire or "float32", round(low, 2), round(high, 2)
@@ -480,7 +498,8 @@ ResNet-50) that computes {1e3 * WORKLOAD.seconds:.0f} ms per step on every node,
 `python -m lightning_hiercomm plan` predicts a step of that. With twice the parameters and twice the computation the
 ratios stay nearly the same.
 
-- **MB per node and step**: sent to other nodes, the mean over the run, for the assumed network.
+- **MB per node and step**: sent to other nodes, the mean over the run, for the assumed network. PowerSGD's share is
+  that of the small network that was trained; matrices of a larger one shrink further.
 - **time to target**: until the median accuracy over the seeds first reaches the final one of float32 all-reduce less
   {MARGIN:g} point, where the time of float32 DDP, which overlaps gradients with backward, is 1. **never**: the method
   does not reach it in as many steps. A run is evaluated {LOOKS} times. All runs of a setting have the same number of

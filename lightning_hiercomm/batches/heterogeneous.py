@@ -40,7 +40,7 @@ class HeterogeneousBatches:
     With global batch G and rank speeds ``s_i``, rank i takes ``B_i = G s_i / sum(s)`` samples per step (rounded by
     largest remainder, at least 1, and 2 if the module has a BatchNorm layer, which refuses a single one); all ranks
     take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of the dataloader's own sampler, so shuffled
-    anew in every epoch if it shuffles. Gradients combine as ``sum_i w_i g_i`` with ``w_i = B_i / G``. A rank's loss
+    again in every epoch if it shuffles. Gradients combine as ``sum_i w_i g_i`` with ``w_i = B_i / G``. A rank's loss
     being the mean over its samples, that is exactly the gradient of the mean loss over the global batch: training does
     not depend on the speeds. The weights reach every scheme.
 
@@ -77,7 +77,7 @@ class HeterogeneousBatches:
             on the loss as ``Strategy.backward`` gets it, so not on a ``loss.backward()`` of your own.
         max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. Fast
             ranks take more than an equal share.
-        rebalance_every_n_epochs: Watch the ranks' step times (waiting left out) during training and divide anew after
+        rebalance_every_n_epochs: Watch the ranks' step times (waiting left out) during training and divide again after
             every n epochs, where that makes steps at least 5 % faster. None: never.
 
     Attributes:
@@ -265,7 +265,7 @@ class HeterogeneousBatches:
         return any(sampler.is_stale(epoch) for sampler in self._samplers)
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins: divide anew if that is due and worth it. Collective."""
+        """An epoch begins: divide again if that is due and worth it. Collective."""
         assert self.division is not None
         self._has_begun, self._first_batch = True, None
         if self.division.change is not None:

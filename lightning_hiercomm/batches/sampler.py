@@ -67,7 +67,7 @@ class Division:
 class EpochOrder:
     """The order in which an epoch takes a dataset's indices; the same on every rank.
 
-    Follows the dataloader's own sampler: shuffled anew in every epoch, in sequence, or, for any other sampler
+    Follows the dataloader's own sampler: shuffled again in every epoch, in sequence, or, for any other sampler
     (weighted, subset, yours), drawn from it once per epoch, with the global random generators seeded alike everywhere.
 
     Args:

@@ -60,7 +60,7 @@ def load_optimizers(
         if evaluates_loss(optimizer):  # torch makes a step, without a closure, to see what its state looks like
             raise ValueError(
                 f"the state of {type(optimizer).__name__} in {path} cannot be resumed where parameters are sharded:"
-                " start anew from its weights (the state_dict in it), or train with HierarchicalStrategy"
+                " restart from its weights (the state_dict in it), or train with HierarchicalStrategy"
             )
     if path.is_dir():
         for index, optimizer in enumerate(optimizers):

@@ -1,4 +1,4 @@
-"""Moves one after another beside training: on a thread on CPU, on a stream on CUDA."""
+"""Moves one after another in parallel with training: on a thread on CPU, on a stream on CUDA."""
 
 from __future__ import annotations
 
@@ -172,9 +172,9 @@ class _PutOff(_StreamJob):
             work, job._work = job._work, None
             assert work is not None
             try:
-                with self._meter.beside_training():  # whoever waits for the job counts all of it
+                with self._meter.beside_training():  # the thread that waits for the job counts all of it
                     job._run(job._ready, work)
-            except BaseException as error:  # reaches whoever waits for that job, and not for one behind it
+            except BaseException as error:  # reaches the thread that waits for that job, and not for one behind it
                 job._error = error
                 if not isinstance(error, Exception):
                     raise

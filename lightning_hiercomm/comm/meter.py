@@ -25,8 +25,8 @@ class Meter:
     sends ``2 (n - 1) / n`` of the tensor), so they are the same on every backend and comparable between schemes.
 
     Exposed seconds are the time that *training* spent waiting: a move that ends before it is waited for costs nothing.
-    Waits beside training do not count; all others do, also on the thread of autograd's that takes a GPU's backward pass
-    and calls hooks. On CUDA a wait only stalls the stream, so it is timed by events.
+    Waits in parallel with training do not count; all others do, also on the thread of autograd's that takes a GPU's
+    backward pass and calls hooks. On CUDA a wait only stalls the stream, so it is timed by events.
 
     Attributes:
         unawaited: A move of this rank that nobody waited for before its handle was dropped, and where it is from; its
@@ -49,7 +49,7 @@ class Meter:
 
     @contextmanager
     def waiting(self, tier: str, device: torch.device) -> Iterator[None]:
-        """Time the enclosed wait, unless it is beside training."""
+        """Time the enclosed wait, unless it is in parallel with training."""
         if getattr(_thread, "is_beside_training", False):
             yield
             return

@@ -118,8 +118,8 @@ class MPICommunicator(Communicator):
     """The members of one MPI communicator.
 
     MPI reads and writes CPU tensors where they are. CUDA tensors pass through pinned host memory, but for exchanges
-    with an MPI library that says that it is CUDA-aware: of moves beside training such libraries know only those. Sums
-    of 16-bit floats, which MPI does not know, are done by torch.
+    with an MPI library that says that it is CUDA-aware: of moves in parallel with training such libraries know only
+    those. Sums of 16-bit floats, which MPI does not know, are done by torch.
 
     Args:
         group: The MPI communicator, which nobody else uses.

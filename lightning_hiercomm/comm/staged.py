@@ -1,4 +1,4 @@
-"""CUDA tensors over a communicator of the CPU: they pass through pinned memory, beside training."""
+"""CUDA tensors over a communicator of the CPU: they pass through pinned memory, in parallel with training."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ class StagedCommunicator(Communicator):
     are.
 
     Args:
-        carrier: Moves what lies on the host; nobody else uses it.
-        meter: Counts this rank's traffic; the carrier has one of its own.
+        over_host: Moves what lies on the host; nobody else uses it.
+        meter: Counts this rank's traffic; the over_host has one of its own.
     """
 
-    def __init__(self, carrier: Communicator, meter: Meter) -> None:
-        super().__init__(carrier.ranks, carrier.ranks[carrier.rank], carrier.tier, meter)
-        self._carrier = carrier
+    def __init__(self, over_host: Communicator, meter: Meter) -> None:
+        super().__init__(over_host.ranks, over_host.ranks[over_host.rank], over_host.tier, meter)
+        self._over_host = over_host
         self._turns = Turns()
         self._copying: torch.cuda.Stream | None = None
 
     def all_gather_object(self, value: Any) -> list[Any]:
         gathered: list[list[Any]] = []
-        self._turns.take(lambda: gathered.append(self._carrier.all_gather_object(value))).wait()
+        self._turns.take(lambda: gathered.append(self._over_host.all_gather_object(value))).wait()
         return gathered[0]
 
     def close(self) -> None:
-        self._carrier.close()
+        self._over_host.close()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
-        return self._move(lambda host: self._carrier.all_reduce(host(tensor), op, waiting), [tensor], [tensor])
+        return self._move(lambda host: self._over_host.all_reduce(host(tensor), op, waiting), [tensor], [tensor])
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._move(lambda host: self._carrier.reduce_scatter(host(output), host(tensor)), [tensor], [output])
+        return self._move(lambda host: self._over_host.reduce_scatter(host(output), host(tensor)), [tensor], [output])
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._move(lambda host: self._carrier.all_gather(host(output), host(tensor)), [tensor], [output])
+        return self._move(lambda host: self._over_host.all_gather(host(output), host(tensor)), [tensor], [output])
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._move(lambda host: self._carrier.broadcast(host(tensor), source), [tensor], [tensor])
+        return self._move(lambda host: self._over_host.broadcast(host(tensor), source), [tensor], [tensor])
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         return self._move(
-            lambda host: self._carrier.exchange(
+            lambda host: self._over_host.exchange(
                 [(host(tensor), peer) for tensor, peer in send], [(host(buffer), peer) for buffer, peer in receive]
             ),
             [tensor for tensor, _ in send],
@@ -99,7 +99,7 @@ class _Staged(Handle):
         def move() -> None:
             streams.work_for(device)
             sent.synchronize()  # a thread of its own waits, and lets go of the interpreter's lock meanwhile
-            with torch.inference_mode():  # an agreed model may be looked at in that, and is written to in no other
+            with torch.inference_mode():  # an averaged model may be looked at in that, and is written to in no other
                 launch(lambda tensor: on_host[id(tensor)]).wait()
                 with streams.within(copying):
                     for tensor in writes:
@@ -130,7 +130,7 @@ def connect_gloo(meter: Meter, timeout: timedelta | None = None) -> Connect:
     over_gloo = connect_torch(Meter(), timeout, launching=unprofiled, backend="gloo")
 
     def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-        carrier = over_gloo(groups, tier)
-        return None if carrier is None else StagedCommunicator(carrier, meter)
+        over_host = over_gloo(groups, tier)
+        return None if over_host is None else StagedCommunicator(over_host, meter)
 
     return connect

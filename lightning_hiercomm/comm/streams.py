@@ -29,7 +29,7 @@ def check_known(device: torch.device) -> None:
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"nodes exchange beside training, which needs the order of a device's streams, and that of"
+            f"nodes exchange in parallel with training, which needs the order of a device's streams, and that of"
             f" {device.type!r} devices is not known here: train with Trainer(accelerator='gpu') on NVIDIA's or AMD's"
             " GPUs, or with Trainer(accelerator='cpu'), or without this strategy"
         )

@@ -50,7 +50,7 @@ class ThreadWorld:
         self.timeout = timeout
         self.one_processor = one_processor
         self._lock = threading.Lock()
-        self._meetings: dict[Hashable, _Meeting] = defaultdict(_Meeting)
+        self._slots: dict[Hashable, _Slot] = defaultdict(_Slot)
         self._groups: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
         self._failure: tuple[int, BaseException] | None = None
 
@@ -78,8 +78,8 @@ class ThreadWorld:
         """A rank is gone: every wait for a peer, now and later, is an error."""
         with self._lock:
             self._failure = self._failure or (rank, error)
-            for meeting in self._meetings.values():
-                meeting.is_over.set()
+            for slot in self._slots.values():
+                slot.is_over.set()
 
     def connect(
         self, rank: int, meter: Meter | None = None
@@ -106,45 +106,45 @@ class ThreadWorld:
     def post(self, key: Hashable, rank: int, value: Any, senders: int) -> None:
         """Leave ``value`` for whoever collects ``key``; so do ``senders`` ranks."""
         with self._lock:
-            meeting = self._meetings[key]
-            meeting.values[rank] = value
-            if len(meeting.values) == senders:
-                meeting.is_over.set()
+            slot = self._slots[key]
+            slot.values[rank] = value
+            if len(slot.values) == senders:
+                slot.is_over.set()
 
     def collect(self, key: Hashable, senders: int, readers: int, together: Callable[[dict[int, Any]], T]) -> T:
         """Block until ``senders`` ranks posted ``key``.
 
         Args:
-            key: Of the meeting; the last of its readers clears it.
+            key: Of the slot; the last of its readers clears it.
             senders: How many post.
             readers: How many collect.
             together: What becomes of all values, by rank. The first reader computes it for all: nobody may change it.
         """
         with self._lock:
-            meeting = self._meetings[key]
+            slot = self._slots[key]
             if self._failure is not None:
-                meeting.is_over.set()
-        if not meeting.is_over.wait(self.timeout):
-            missing = senders - len(meeting.values)
+                slot.is_over.set()
+        if not slot.is_over.wait(self.timeout):
+            missing = senders - len(slot.values)
             raise CommunicationError(f"{missing} rank(s) did not join {key} within {self.timeout} s")
-        if len(meeting.values) < senders:
+        if len(slot.values) < senders:
             assert self._failure is not None
             rank, error = self._failure
             raise CommunicationError(f"rank {rank} failed: {error!r}") from error
-        with meeting.reading:
-            if meeting.readers == 0:
-                meeting.result = together(meeting.values)
-            meeting.readers += 1
-            if meeting.readers == readers:
+        with slot.reading:
+            if slot.readers == 0:
+                slot.result = together(slot.values)
+            slot.readers += 1
+            if slot.readers == readers:
                 with self._lock:
-                    del self._meetings[key]
-        result: T = meeting.result
+                    del self._slots[key]
+        result: T = slot.result
         return result
 
     def is_posted(self, key: Hashable, senders: int) -> bool:
         """Whether :meth:`collect` would return at once."""
         with self._lock:
-            return key in self._meetings and len(self._meetings[key].values) >= senders
+            return key in self._slots and len(self._slots[key].values) >= senders
 
 
 @contextmanager
@@ -163,7 +163,7 @@ def on_one_processor(wanted: bool = True) -> Iterator[None]:
         os.sched_setaffinity(0, allowed)
 
 
-class _Meeting:
+class _Slot:
     """What ranks leave for each other in one place."""
 
     def __init__(self) -> None:

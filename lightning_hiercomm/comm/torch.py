@@ -454,9 +454,9 @@ def _own_group(
       ranks, for each holds the device until its peers are there, too
       (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html, "Using multiple NCCL
       communicators concurrently"). So no group is made when it is first needed, which may be in a background thread on
-      one rank and not yet on another: a topology's are made in its constructor, a twin's when a scheme begins. The one
-      group that a topology and its twin share, the world's, is used by the training thread only, in the order of the
-      program; what a background stream launches has a twin's own groups.
+      one rank and not yet on another: a topology's are made in its constructor, a duplicate's when a scheme begins. The
+      one group that a topology and its duplicate share, the world's, is used by the training thread only, in the order
+      of the program; what a background stream launches has a duplicate's own groups.
     """
     wanted, how = [own or [dist.get_rank()]], dict[str, Any](use_local_synchronization=True)
     if not group_names_agree() or dist.get_backend() == "mpi":
@@ -528,8 +528,8 @@ def connecting_when_needed() -> Iterator[None]:
 def unprofiled() -> Iterator[None]:
     """Keep torch's profiler from recording what this thread does.
 
-    A move that is launched while the profiler records, and ends beside training when it has stopped, would write to a
-    record that is gone: a segmentation fault.
+    A move that is launched while the profiler records, and ends in parallel with training when it has stopped, would
+    write to a record that is gone: a segmentation fault.
     """
     if not torch.autograd.profiler._is_profiler_enabled:  # the process's; not all modes show in the thread's own flag
         yield

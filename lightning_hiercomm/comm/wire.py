@@ -14,13 +14,13 @@ class Wire:
     """The form of inter-node traffic.
 
     Parameters must not simply be encoded: an update below half a unit in the last place is then lost (in bfloat16,
-    1.0 - 0.001 is 1.0). So by default what travels is the *difference* from the last agreed parameters, which both
-    ends know exactly.
+    1.0 - 0.001 is 1.0). So by default what travels is the *difference* from the last synchronized parameters, which
+    both ends know exactly.
 
     Args:
         codec: What is made of a tensor, or a floating type to cast it to. None sends tensors as they are.
-        raw: Encode the parameters themselves. Cheaper in memory (no copy of the last agreed values), but small updates
-            stall; for reproducing papers that do so.
+        raw: Encode the parameters themselves. Cheaper in memory (no copy of the last synchronized values), but small
+            updates stall; for reproducing papers that do so.
     """
 
     codec: Codec

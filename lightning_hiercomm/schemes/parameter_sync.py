@@ -35,20 +35,9 @@ MergeName = Literal["replace", "eq1", "delta"]
 
 
 class ParameterSync(Scheme):
-    """Nodes train alone and agree on parameters every now and then; what that means is five choices.
+    """Train nodes independently and synchronize their parameters every now and then, by five components.
 
-    ============  ====================================================  =========================================
-    word          question                                              argument
-    ============  ====================================================  =========================================
-    when          which parts leave, which are due, after this step?    ``when``, ``staleness``
-    what          which part of the model?                              ``what``
-    through whom  who carries it between nodes?                         ``through``
-    as what       what travels?                                         the strategy's ``wire_dtype``
-    merged how    what does the node make of what arrives?              ``merge``
-    ============  ====================================================  =========================================
-
-    ``PeriodicAveraging``, ``DASO`` and ``DiLoCo`` are such sentences under the names of their papers; any other is
-    written with this class. Streaming fragments with plain replacing::
+    Streaming fragments, each sent 5 steps before it is merged::
 
         ParameterSync(schedule=Staggered(100), fragments=4, staleness=5)
 
@@ -57,31 +46,42 @@ class ParameterSync(Scheme):
 
         ParameterSync(schedule=50, reducer=RandomPermutation(), merge=OuterOptimizer())
 
-    After step t, with x the parameters of a part that is due::
+    =========  ===================================================  =============================
+    component  question                                             argument
+    =========  ===================================================  =============================
+    schedule   which fragments are sent, and merged, after a step?  ``schedule``, ``staleness``
+    fragments  into which parts is the model cut?                   ``fragments``
+    reducer    between which ranks are they averaged?               ``reducer``
+    codec      in which form do they travel?                        the strategy's ``wire_dtype``
+    merge      what does a node do with the average?                ``merge``
+    =========  ===================================================  =============================
 
-        sent after step t - staleness;  x := merge(x, what arrived)
+    ``PeriodicAveraging``, ``DASO`` and ``DiLoCo`` are such compositions under the names of their papers. With x the
+    parameters of a fragment that is due after step t, and y the average of those sent after step t - staleness::
+
+        x := merge(x, y)
 
     **The averaged model** is the mean of the nodes' present parameters, whatever the merge. An outer optimizer keeps
     reference parameters in addition: a plain checkpoint holds the former as its model, and the latter for the run that
     resumes from it.
 
-    Float buffers (BatchNorm statistics) agree when all parts do at once and training waits for it.
+    Float buffers (BatchNorm statistics) are averaged when all fragments are due at once and training waits for them.
 
     Args:
         schedule: When fragments are merged, or a number of optimizer steps between two merges.
-        fragments: Into how many equal parts the model is cut, or a list of module names: the parameters below each are
-            one part, all others the last one. All parts are exchanged in one go where the schedule says so.
-        reducer: ``"sharded"``: over all nodes, each rank of a node carrying its part. ``"leader"``: the same mean, but
-            one rank of each node carries everything, the next rank the next time. A ``Graph``: the
-            mean with those nodes that the graph names.
-        merge: ``"replace"`` by what arrived, ``"eq1"`` (DASO's), ``"delta"`` (keeps local progress), an
+        fragments: Number of equal fragments of the model, or a list of module names: the parameters of each are one
+            fragment, and all others the last one. Fragments that are due together are exchanged together.
+        reducer: ``"sharded"``: over all nodes, each rank of a node sends its shard. ``"leader"``: the same mean, but
+            one rank of each node sends everything, the next rank the next time. A ``Graph``: the mean with those nodes
+            that the graph names.
+        merge: ``"replace"`` by the average, ``"eq1"`` (DASO's), ``"delta"`` (keeps local progress), an
             ``OuterOptimizer``, or another ``Merge``.
         staleness: Optimizer steps between sending and merging, in which training goes on. 0 waits.
         gradients: ``"node"``: gradients are averaged inside the node at every step. ``"none"``: every rank trains
-            alone between agreements, which then average inside the node as well.
+            alone between synchronizations, which then average inside the node as well.
 
     Attributes:
-        merging: The merge itself, also where it was given by its name.
+        merging: The merge itself, also if it was given by its name.
         is_exact_overlapped: Whether exchanges that overlap with training are exact, whatever the wire.
         first_phase: Optimizer steps, or the share of the run, in which gradients are averaged over all nodes and
             parameters are not exchanged.
@@ -126,7 +126,7 @@ class ParameterSync(Scheme):
         if self.merging.keeps_reference and reducer == "leader":
             raise ValueError(
                 f"reducer='leader' does not go with {type(self.merging).__name__}, whose state lies with the rank"
-                " that carries a part: use reducer='sharded'"
+                " that sends a shard: use reducer='sharded'"
             )
 
     def build(self, context: Context) -> RunningParameterSync[ParameterSync]:
@@ -141,7 +141,7 @@ class ParameterSync(Scheme):
 
     @property
     def period(self) -> int | None:
-        """Optimizer steps between two agreements on the same part; None if the schedule has no such number."""
+        """Optimizer steps between two synchronizations of a fragment; None if the schedule has no such number."""
         return self.schedule.period
 
     @property
@@ -209,8 +209,8 @@ class ParameterSync(Scheme):
         yield from self._check_first_phase(steps)
         if self.period is not None and 0 < steps < self.period:
             yield (
-                f"nodes that train by {self!r} agree every {self.period} optimizer steps, but the run ends after"
-                f" {steps:.0f}: they agree at its end only. Choose a shorter period."
+                f"{self!r} synchronizes nodes every {self.period} optimizer steps, but the run ends after {steps:.0f}:"
+                " they synchronize at its end only. Choose a shorter period."
             )
 
     def _check_first_phase(self, steps: float) -> Iterator[str]:
@@ -268,7 +268,7 @@ class RunningParameterSync(RunningScheme[A]):
 
     Attributes:
         tuner: Chooses the period of a scheme with ``sync_every="auto"``; None once that is done, and without it.
-        exchanger: Sends fragments, and merges what arrives.
+        exchanger: Sends fragments, and merges the averages.
         reference: The reference parameters, with the outer optimizer.
     """
 
@@ -448,7 +448,7 @@ class RunningParameterSync(RunningScheme[A]):
     def scalars(self) -> dict[str, float]:
         """``sync_every``, ``staleness``, ``outer_lr`` with an outer optimizer, and ``disagreement``.
 
-        With a synchronous first phase also ``phase``: 0 in it, 1 after it. The disagreement is how far this node was
+        With a synchronous first phase also ``phase``: 0 in it, 1 after it. The disagreement is this node's distance
         from the mean of all when they last synchronized, relative to the mean: before the merge, and estimated, for
         free, on up to 4096 elements of every bucket that this rank reduces.
         """

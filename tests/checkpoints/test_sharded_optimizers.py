@@ -44,7 +44,7 @@ def test_an_optimizer_without_steps_of_its_own_is_refused_with_the_remedy(tmp_pa
     module = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(module.parameters())
     path = tmp_path if kind == "directory" else tmp_path / "run.ckpt"
-    with pytest.raises(ValueError, match=r"state of LBFGS .* cannot be resumed .*: start anew from its weights"):
+    with pytest.raises(ValueError, match=r"state of LBFGS .* cannot be resumed .*: restart from its weights"):
         load_optimizers(path, [optimizer.state_dict()], module, [optimizer], strict=True)
 
 

@@ -151,7 +151,7 @@ def test_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
 
 def test_node_that_trains_other_parameters_is_at_another_position():
     """Its tensors would not fit theirs, and each exchange would fail."""
-    own, scheme = node(), SimpleNamespace(steps=5)
+    own, scheme = node(), SimpleNamespace(state=SimpleNamespace(steps=5))
     own._run.schemes = [scheme]  # noqa: SLF001
     positions = []
     for sizes in ((3, 4), (3,)):
@@ -223,7 +223,9 @@ class WithTeacher(BoringModel):
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
 def test_parameters_changed_after_a_sync_are_refused_except_a_teacher(tmp_path, address, hook):
-    with pytest.raises(ValueError, match=r"changed in on_fit_start or on_train_start, .* Do that in configure_model"):
+    with pytest.raises(
+        ValueError, match=r"changed in on_fit_start or on_train_start, .* Change them in configure_model"
+    ):
         fit_alone(tmp_path, WithTeacher(hook, "layer.weight"))
     run = fit_alone(tmp_path, WithTeacher(hook, "teacher"))
     run.save_checkpoint(tmp_path / "saved.ckpt")

@@ -133,7 +133,11 @@ def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every,
         (StepsDelay(warmup_steps=4), {"max_epochs": 2, "accumulate_grad_batches": 2}, "none is delayed"),
         (StepsDelay(warmup_steps=4), {"max_steps": 3}, "none is delayed"),
         (StepsDelay(warmup_steps=4), {"max_steps": 5, "max_epochs": 5}, None),
-        (DiLoCo(9), {"max_epochs": 2}, "DiLoCo(sync_every=9) agree every 9 optimizer steps, but the run ends after 8"),
+        (
+            DiLoCo(9),
+            {"max_epochs": 2},
+            "DiLoCo(sync_every=9) synchronizes nodes every 9 optimizer steps, but the run ends after 8",
+        ),
         (DiLoCo(8), {"max_epochs": 2}, None),
     ],
 )

@@ -127,7 +127,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Point:
-    """The agreed model at one moment.
+    """The averaged model at one moment.
 
     Attributes:
         step: Optimizer steps so far.
@@ -152,7 +152,7 @@ class Curve:
         inter_bytes: That a node of the simulation sent to others per step, on average; not a number, of a run that was
             given up.
         took: Seconds on this machine.
-        parameters: Of the agreed model in the end.
+        parameters: Of the averaged model in the end.
     """
 
     experiment: Experiment
@@ -208,7 +208,7 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
     Args:
         experiment: What is trained, and how.
         site: What the virtual clock goes by.
-        evaluations: How often the agreed model is judged.
+        evaluations: How often the averaged model is judged.
 
     Raises:
         PlanningError: If the scheme does not go with the rest.
@@ -333,7 +333,7 @@ class _Replica:
         optimizer.step()
 
     def _look(self, run: TrainingRun | None, step: int, seconds: float) -> None:
-        """Judge the agreed model; of a run that is over, it is in the module."""
+        """Judge the averaged model; of a run that is over, it is in the module."""
         before = self._meter.bytes["inter"]
         if run is not None:
             run.averaged_model.enter()

@@ -100,7 +100,9 @@ ENCODED = {
 }
 
 
-@pytest.mark.parametrize(("name", "wire"), [*((name, "int4") for name in ENCODED), ("all-reduce", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "wire"), [*((name, "int4") for name in ENCODED), ("all-reduce", "bfloat16"), ("all-reduce", "top4")]
+)
 @pytest.mark.parametrize("nodes", [4, pytest.param(2, marks=pytest.mark.nightly)])
 def test_encoded_runs_end_where_the_scheme_does(name, wire, nodes):
     ours, scheme = ENCODED[name]

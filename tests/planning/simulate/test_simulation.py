@@ -380,4 +380,4 @@ def test_wrong_flags_get_one_line(flags, message, capsys):
 
 def test_a_clock_is_needed(capsys):
     assert main(["simulate", "--task", "own_task:task", "--scheme", "daso", "--inter", "1gbit"]) == 2
-    assert "give --inter and --step-time, or --profile with what `probe` measured" in capsys.readouterr().err
+    assert "give --inter and --step-time, or --profile with a file of `probe`" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Random combinations of what a Trainer is given: ``python -m tests.trainer_combinations``, in a checkout.
+"""Random combinations of what a Trainer is given: ``python -m tools.trainer_combinations``, in a checkout.
 
 As :mod:`combinations`, whose schemes, events and references it shares, but every run is a ``Trainer.fit`` of processes:
 accumulation, clipping, precision, validations, checkpoints, callbacks that stop, average and swap, unfreezing, manual
@@ -873,4 +873,4 @@ if __name__ == "__main__":
     from trainer_combinations import check, drawn, goes_together, on_a_gpu  # ranks find programs by this name
 
     places = {"cpu": nullcontext, "gpu": on_a_gpu}
-    sys.exit(tell(__doc__, "tests.trainer_combinations", drawn, check, goes_together, places=places))
+    sys.exit(tell(__doc__, "tools.trainer_combinations", drawn, check, goes_together, places=places))

@@ -1,4 +1,4 @@
-"""Random programs: ``python -m tests.programs --seconds 3600 --seed 1``, in a checkout.
+"""Random programs: ``python -m tools.programs --seconds 3600 --seed 1``, in a checkout.
 
 A program is a ``Trainer.fit`` with one or two actions that real programs contain, each in a hook, at a moment, on all
 ranks or on some. Every program must end within ``hang_timeout`` plus 5 s of its last progress, and either
@@ -563,4 +563,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     from programs import check, drawn, goes_together, simpler  # ranks find programs by this name
 
-    sys.exit(tell(__doc__, "tests.programs", drawn, check, goes_together, among=10**7, simpler=simpler))
+    sys.exit(tell(__doc__, "tools.programs", drawn, check, goes_together, among=10**7, simpler=simpler))
