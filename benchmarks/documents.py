@@ -36,7 +36,15 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 ACCURACY = CHECKOUT / "lightning_hiercomm/planning/predict/accuracy.csv"
 """What ``plan`` knows of accuracy."""
 RESULTS = CHECKOUT / "benchmarks" / "results"
-PAGES = tuple(CHECKOUT / name for name in ("README.md", "benchmarks/results/tuned/README.md"))
+PAGES = tuple(
+    CHECKOUT / name
+    for name in (
+        "README.md",
+        "benchmarks/results/tuned/README.md",
+        "docs/howto/choose_a_scheme.md",
+        "docs/howto/compress.md",
+    )
+)
 """Pages with tables between comments."""
 SUBSTITUTIONS = CHECKOUT / "docs" / "measured.json"
 """The values of `MEASURED`, which ``docs/conf.py`` reads."""
@@ -168,8 +176,8 @@ _ADVICE = {
 }
 
 
-def _advice() -> str:
-    """Return what methods cost in accuracy, by setting."""
+def _advice(scheme: str = "") -> str:
+    """Return what the methods of a scheme, or all methods, cost in accuracy, by setting."""
     lines = [
         f"| | bytes on 8 nodes, of float32 | {' | '.join(_ADVICE.values())} |",
         "|---|" + "--:|" * (1 + len(_ADVICE)),
@@ -177,9 +185,52 @@ def _advice() -> str:
     every = {setting: _front_rows(setting) for setting in _ADVICE}
     for name in _SHOWN[1:-1]:
         rows = [rows.get(name) for rows in every.values()]
-        if all(rows):
+        if all(rows) and name.startswith(scheme):
             cells = ["" if row is None or row.apart is None else row.apart.text() for row in rows]
             lines.append("| " + " | ".join([name, every["8-sgd-short-cnn"][name].share_text(), *cells]) + " |")
+    return "\n".join(lines)
+
+
+_INT8, _INT4 = ('wire_dtype="int8"', "AllReduce, int8"), ('wire_dtype="int4"', "AllReduce, int4")
+_PERIODIC = ('PeriodicAveraging(4), wire_dtype="int4"', "PeriodicAveraging(4), int4")
+_CLUSTERS = (
+    (25.6, 4, 8, 10, 0.12, *_INT8, "8-adamw-short-cnn"),
+    (1300, 8, 8, 100, 0.8, *_INT8, "8-adamw-short-cnn"),
+    (25.6, 2, 4, 1, 0.12, *_INT4, "2-adamw-short-cnn"),
+    (125, 2, 8, 1, 0.3, *_PERIODIC, "2-adamw-short-cnn"),
+    (1300, 8, 8, 10, 0.8, *_PERIODIC, "8-adamw-short-cnn"),
+)
+"""Million parameters, nodes, GPUs each, Gbit/s, seconds of a step; the strategy's arguments, a method and a setting."""
+
+
+def _clusters() -> str:
+    """Return what to write on example clusters, with the loss of accuracy that was measured in the nearest setting."""
+    lines = [
+        "| parameters, cluster, c | T / c | write | accuracy lost or gained, on |",
+        "|---|--:|---|--:|",
+    ]
+    for millions, nodes, ranks, gbits, seconds, arguments, method, setting in _CLUSTERS:
+        ratio = 2 * (nodes - 1) / nodes * 32e6 * millions / (1e9 * gbits) / seconds
+        cluster = f"{millions:,} M, {nodes} nodes of {ranks} GPUs, {gbits} Gbit/s, {seconds} s"
+        loss = f"{_front(setting, method)}, {_ADVICE[setting]}"
+        lines.append(f"| {cluster} | {ratio:.1f} | `HierarchicalStrategy({arguments})` | {loss} |")
+    return "\n".join(lines)
+
+
+_RATES = (
+    "PeriodicAveraging(4)",
+    "DASO(4), a whole run",
+    "Crossover-SGD, flat",
+    "StepsDelay(4), warm-up of half the run",
+)
+
+
+def _rates() -> str:
+    """Return the best learning rates of methods, as factors of all-reduce's."""
+    lines = ["| best learning rate, as a factor of all-reduce's | on 8 nodes | on 32 nodes |", "|---|--:|--:|"]
+    for method in _RATES:
+        factors = (_tuned(arena, method, "AllReduce", "rate") for arena in ("nodes-8", "nodes-32"))
+        lines.append(f"| {method} | {' | '.join(factors)} |")
     return "\n".join(lines)
 
 
@@ -330,7 +381,6 @@ def _held_out() -> str:
 
 
 MEASURED = {
-    "table_advice": "advice",
     "table_front_8_sgd": "front in short / 8-sgd-short-cnn",
     "table_front_8_adamw": "front in short / 8-adamw-short-cnn",
     "table_front_2_adamw": "front in short / 2-adamw-short-cnn",
@@ -345,42 +395,24 @@ MEASURED = {
     "table_rare2": "tuned / rare-2",
     "table_held_out": "held-out",
     "table_elastic": "elastic",
-    "sgd8_bf16": "front / 8-sgd-short-cnn / AllReduce, bfloat16",
-    "sgd8_int8": "front / 8-sgd-short-cnn / AllReduce, int8",
-    "sgd8_int4": "front / 8-sgd-short-cnn / AllReduce, int4",
-    "adamw8_bf16": "front / 8-adamw-short-cnn / AllReduce, bfloat16",
-    "adamw8_int8": "front / 8-adamw-short-cnn / AllReduce, int8",
-    "adamw8_int4": "front / 8-adamw-short-cnn / AllReduce, int4",
-    "adamw2_int8": "front / 2-adamw-short-cnn / AllReduce, int8",
-    "adamw2_int4": "front / 2-adamw-short-cnn / AllReduce, int4",
     "nodes4_periodic2": "tuned / nodes-4 / PeriodicAveraging(2) / AllReduce",
     "nodes4_steps08": "tuned / nodes-4 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
-    "nodes8_allreduce_other": "tuned / nodes-8 / AllReduce, other seeds / AllReduce",
     "nodes8_periodic4": "tuned / nodes-8 / PeriodicAveraging(4) / AllReduce",
     "nodes32_periodic4": "tuned / nodes-32 / PeriodicAveraging(4) / AllReduce",
-    "long8_periodic4": "tuned / long-8 / PeriodicAveraging(4) / AllReduce",
     "adamw8_periodic4": "tuned / adamw-8 / PeriodicAveraging(4) / AllReduce",
-    "rate8_periodic4": "tuned / nodes-8 / PeriodicAveraging(4) / AllReduce / rate",
-    "rate32_periodic4": "tuned / nodes-32 / PeriodicAveraging(4) / AllReduce / rate",
     "nodes8_daso": "tuned / nodes-8 / DASO(4), a whole run / AllReduce",
     "nodes32_daso": "tuned / nodes-32 / DASO(4), a whole run / AllReduce",
     "long8_daso": "tuned / long-8 / DASO(4), its defaults / AllReduce",
     "daso8_delta": "tuned / nodes-8 / DASO(4), delta / DASO(4), a whole run",
-    "rate8_daso4": "tuned / nodes-8 / DASO(4), a whole run / AllReduce / rate",
-    "rate32_daso4": "tuned / nodes-32 / DASO(4), a whole run / AllReduce / rate",
     "stale8_21_ar": "tuned / stale-8 / B = 2, S = 1 / AllReduce",
     "stale8_41_ar": "tuned / stale-8 / B = 4, S = 1 / AllReduce",
     "stale8_81_ar": "tuned / stale-8 / B = 8, S = 1 / AllReduce",
     "stale8_81": "tuned / stale-8 / B = 8, S = 1 / B = 4, S = 1",
     "stale8_44": "tuned / stale-8 / B = 4, S = 4 / B = 4, S = 1",
-    "daso_less_time": "papers / 002 / DASO; 8 nodes, 10 Gbit/s / DDP; 8 nodes, 10 Gbit/s / less time",
-    "fp16_less_time": "papers / 002 / DDP, fp16 on the wire; 8 nodes, 10 Gbit/s / DDP; 8 nodes, 10 Gbit/s / less time",
     "steps8_08": "tuned / nodes-8 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
     "steps8_half": "tuned / nodes-8 / StepsDelay(4), warm-up of half the run / AllReduce",
     "steps8_6th": "tuned / nodes-8 / StepsDelay(4), warm-up of a sixth / AllReduce",
     "steps32_08": "tuned / nodes-32 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
-    "rate8_steps_half": "tuned / nodes-8 / StepsDelay(4), warm-up of half the run / AllReduce / rate",
-    "rate32_steps_half": "tuned / nodes-32 / StepsDelay(4), warm-up of half the run / AllReduce / rate",
     "gossip8": "tuned / nodes-8 / Crossover-SGD, flat / AllReduce",
     "gossip32": "tuned / nodes-32 / Crossover-SGD, flat / AllReduce",
     "gossip32_sgp": "tuned / nodes-32 / Crossover-SGD, flat / SGP, flat",
@@ -389,10 +421,8 @@ MEASURED = {
     "acc8_gossip": "tuned / nodes-8 / Crossover-SGD, flat",
     "acc32_gossip": "tuned / nodes-32 / Crossover-SGD, flat",
     "rate8_gossip": "tuned / nodes-8 / Crossover-SGD, flat / AllReduce / rate",
-    "rate32_gossip": "tuned / nodes-32 / Crossover-SGD, flat / AllReduce / rate",
     "unequal_weights": "tuned / unequal-ranks / weights by samples / equal weights",
     "unequal_speed": "tuned / unequal-ranks / weights by speed / equal weights",
-    "perceptron_unequal": "tuned / perceptron-unequal / weights by samples / equal weights",
     "rare2_plain512": "tuned / rare-2 / plain averages, H = 512 / AllReduce",
     "rare2_diloco64_09": "tuned / rare-2 / DiLoCo, H = 64, outer 0.7, 0.9 / plain averages, H = 64",
     "rare2_diloco64_05": "tuned / rare-2 / DiLoCo, H = 64, outer 0.7, 0.5 / plain averages, H = 64",
@@ -403,8 +433,6 @@ MEASURED = {
     "papers_k4_4": "papers / 000 / K' = 4; 4 nodes, learning rate 0.1 / AllReduce; 4 nodes, learning rate 0.1",
     "papers_k4_8": "papers / 000 / K' = 4; 8 nodes, learning rate 0.1 / AllReduce; 8 nodes, learning rate 0.1",
     "papers_k4_20": "papers / 000 / K' = 4; 20 nodes, learning rate 0.1 / AllReduce; 20 nodes, learning rate 0.1",
-    "papers_dcasgd": "papers / 001 / k = 5, DC-ASGD; low learning rate / k = 5; low learning rate",
-    "papers_localsgd": "papers / 001 / k = 5, SGD; low learning rate / k = 5; low learning rate",
     "model_10_k5": "model / 10 / k = 5",
     "memory_daso_training": "memory / daso / training",
     "memory_daso_checkpoint": "memory / daso / validation and checkpoint",
@@ -432,7 +460,6 @@ MEASURED = {
     "predictions_all_20": "predictions / all / 20",
     "predictions_heldout_10": "predictions / held-out / 10",
     "predictions_heldout_20": "predictions / held-out / 20",
-    "probe_seconds": "once / probe, 1 Gbit/s, seconds",
     "one_job_ms": "once / one job, ms",
     "one_job_later_ms": "once / the same job an hour later, ms",
 }
@@ -444,6 +471,8 @@ _KINDS: dict[str, Callable[..., str]] = {
     "front": _front,
     "front in short": _front_short,
     "advice": _advice,
+    "clusters": _clusters,
+    "rates": _rates,
     "papers": _papers,
     "model": _model,
     "speed": _speed,

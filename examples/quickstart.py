@@ -1,7 +1,7 @@
 import lightning.pytorch as pl
 import torch
 
-from lightning_hiercomm import CommunicationMonitor, HierarchicalStrategy, PeriodicAveraging
+from lightning_hiercomm import CommunicationMonitor, HierarchicalStrategy
 
 
 class Model(pl.LightningModule):  # an ordinary module: it knows nothing of nodes
@@ -18,7 +18,7 @@ class Model(pl.LightningModule):  # an ordinary module: it knows nothing of node
 
 
 if __name__ == "__main__":
-    strategy = HierarchicalStrategy(PeriodicAveraging(sync_every=8), ranks_per_node=2)  # four processes play two nodes
+    strategy = HierarchicalStrategy(wire_dtype="int8", ranks_per_node=2)  # four processes act as two nodes
     trainer = pl.Trainer(
         accelerator="cpu", devices=4, strategy=strategy, max_epochs=10, callbacks=[CommunicationMonitor()], logger=False
     )

@@ -10,4 +10,4 @@ import pytest
 def test_the_quickstart_trains_and_says_what_it_saved(folder):
     out = folder.run("quickstart.py")
     assert "Communication of 320 optimizer steps on 4 ranks" in out
-    assert float(re.search(r"([\d.]+) times what was sent", out)[1]) > 10
+    assert float(re.search(r"([\d.]+) times what was sent", out)[1]) > 5
