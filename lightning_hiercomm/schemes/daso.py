@@ -65,9 +65,9 @@ class DASO(ParameterSync):
     them.
 
     Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; the paper sends parameters as
-        bfloat16 in the blocking phases, which is not the default here: set ``wire_dtype="bfloat16"``,
-        ``Transport(wire_raw=True)`` and ``narrow_phases="blocking"``. The paper gives no lengths of warm-up and
-        cool-down, no threshold and no patience; those defaults are specific to this package.
+    bfloat16 in the blocking phases, which is not the default here: set ``wire_dtype="bfloat16"``,
+    ``Transport(wire_raw=True)`` and ``narrow_phases="blocking"``. The paper gives no lengths of warm-up and cool-down,
+    no threshold and no patience; those defaults are specific to this package.
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase. ``"auto"``: measure the cost
@@ -194,9 +194,10 @@ class DASOState(SyncState):
     Attributes:
         given: ``sync_every`` and ``staleness`` as passed by the user.
         cycle: The current B and S; None: as given.
-        plateau: Whether the loss still falls. awaits_metric: Whether the last epoch still waits for its metric to be
-        logged. recorded_metric: The weighted sum of that metric and the sum of the weights, if it was logged before a
-        checkpoint was saved.
+        plateau: Whether the loss still falls.
+        awaits_metric: Whether the last epoch still waits for its metric to be logged.
+        recorded_metric: The weighted sum of that metric and the sum of the weights, if it was logged before a
+            checkpoint was saved.
     """
 
     given: list[Any] = field(default_factory=list)
