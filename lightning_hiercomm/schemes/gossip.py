@@ -133,7 +133,7 @@ class Gossip(Scheme):
                 " ranks of a node hold parts of one: use hierarchical=True"
             )
         elif self.overlap:
-            stay = "overlap=True always has an exchange in flight, so no node can join: use overlap=False"
+            stay = "overlap=True always has an exchange in flight, so no node can join: take overlap=False"
         return Requirements(
             needs_whole_parameters=whole,
             needs_fixed_nodes=stay,
