@@ -119,7 +119,7 @@ class PeriodicAveraging(ParameterSync):
     def requirements(self) -> Requirements:
         if self.order == "after_step":
             return super().requirements
-        unequal = "order='before_step' leaves the nodes unequal after a synchronization: use order='after_step'"
+        unequal = "order='before_step' leaves the nodes unequal after a synchronization: take order='after_step'"
         return replace(super().requirements, needs_fixed_nodes=unequal)
 
 
