@@ -23,7 +23,7 @@ class Background:
     """Work that waits for a move, then does the next one, without the training thread waiting for either.
 
     Jobs run in the order they were submitted, which is the same on every rank, so moves that only one background
-    launches on a communicator match up. A communicator used by its jobs must be used by nobody else: take it from
+    launches on a communicator match up. A communicator used by its jobs must not be used elsewhere: take it from
     :meth:`lightning_hiercomm.nodes.topology.Topology.duplicate`.
 
     On CPU it is a thread (gloo and MPI waits release the interpreter lock), started by the first job. On CUDA it is a
@@ -131,7 +131,7 @@ class _StreamJob(Handle):
 
 
 class _PutOff(_StreamJob):
-    """The same, done when somebody waits for it or for one behind it."""
+    """A job that runs when it, or a later job, is waited for."""
 
     def __init__(
         self,

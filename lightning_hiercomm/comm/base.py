@@ -1,4 +1,4 @@
-"""What the ranks of one group can do together, whoever carries it."""
+"""Interface of communicators: the collectives of a group of ranks, for any backend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Handle(ABC):
         """Whether :meth:`wait` would return at once."""
 
     def forget(self) -> None:
-        """Nobody is to wait for it any more: what it would have brought is taken back."""
+        """Discard the result, because it will not be waited for."""
 
     def future(self, value: Tensor) -> Future[Tensor]:
         """A torch future that completes with ``value`` when the move does, as DDP's communication hooks want it."""
@@ -199,7 +199,7 @@ class Communicator(ABC):
 
         Args:
             output: 1-D, ``n`` elements; may be this rank's own part of ``tensor``.
-            tensor: 1-D, ``size * n`` elements. Its contents are undefined afterwards, but for the output.
+            tensor: 1-D, ``size * n`` elements. Its contents are undefined afterwards, except the output.
             weight: Factor of this member's tensor; others may have other ones. Not 1 for floating dtypes only.
         """
         self._check_parts(whole=tensor, part=output)

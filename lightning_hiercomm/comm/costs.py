@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def all_reduce(members: int, whole: float) -> float:
-    """A ring passes every part around twice but for one stop: ``2 (n - 1) / n`` of the tensor."""
+    """Return the cost of a ring all-reduce: ``2 (n - 1) / n`` of the tensor."""
     return 2 * (members - 1) / members * whole
 
 
@@ -23,7 +23,7 @@ def all_gather(members: int, whole: float) -> float:
 
 
 def broadcast(members: int, whole: float) -> float:
-    """The source sends the tensor once; the others count nothing, whoever passes it on."""
+    """Return the cost of a broadcast: the source sends the tensor once; other ranks count nothing."""
     return whole if members > 1 else 0.0
 
 

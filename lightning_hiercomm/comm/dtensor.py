@@ -39,7 +39,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def whole(held: Tensor, like: Tensor) -> Tensor:
-    """The tensor of which ``held`` is this rank's share, laid out as ``like`` is."""
+    """Return the DTensor with this rank's shard ``held`` and the layout of ``like``."""
     if not isinstance(like, DTensor):
         return held
     return DTensor.from_local(

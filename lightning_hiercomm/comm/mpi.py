@@ -117,12 +117,12 @@ def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
 class MPICommunicator(Communicator):
     """The members of one MPI communicator.
 
-    MPI reads and writes CPU tensors where they are. CUDA tensors pass through pinned host memory, but for exchanges
+    MPI reads and writes CPU tensors where they are. CUDA tensors pass through pinned host memory, except for exchanges
     with an MPI library that says that it is CUDA-aware: of moves in parallel with training such libraries know only
     those. Sums of 16-bit floats, which MPI does not know, are done by torch.
 
     Args:
-        group: The MPI communicator, which nobody else uses.
+        group: The MPI communicator, used only here.
         ranks: World ranks of its members, in its order.
         rank: World rank of this member.
         tier: See :class:`~lightning_hiercomm.comm.base.Communicator`.

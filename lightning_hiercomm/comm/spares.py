@@ -61,7 +61,7 @@ class Spares:
             self.give_back(taken)
 
     def give_back(self, taken: Tensor) -> None:
-        """Nobody uses a tensor any more that was taken here."""
+        """Return a tensor that is no longer used."""
         if _keeps_freed(taken.device) or not taken.numel():
             return
         spare = torch.empty(0, dtype=torch.uint8).set_(taken.untyped_storage())

@@ -28,7 +28,7 @@ class StagedCommunicator(Communicator):
     are.
 
     Args:
-        over_host: Moves what lies on the host; nobody else uses it.
+        over_host: The communicator for host tensors, used only here.
         meter: Counts this rank's traffic; the over_host has one of its own.
     """
 

@@ -64,7 +64,7 @@ def mark(device: torch.device, timing: bool = False) -> torch.cuda.Event:
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when the device has done all that it was told to."""
+    """Wait until the device has finished all queued work."""
     if has(device):
         torch.cuda.synchronize(device)
 

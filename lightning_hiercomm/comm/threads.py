@@ -118,7 +118,7 @@ class ThreadWorld:
             key: Of the slot; the last of its readers clears it.
             senders: How many post.
             readers: How many collect.
-            together: What becomes of all values, by rank. The first reader computes it for all: nobody may change it.
+            together: What becomes of all values, by rank. The first reader computes it for all; it must not be changed.
         """
         with self._lock:
             slot = self._slots[key]

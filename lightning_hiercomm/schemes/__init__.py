@@ -1,11 +1,11 @@
-"""When and how replicas agree; knows communicators and replicas, never Lightning.
+"""Schemes: when and how replicas synchronize, independent of Lightning.
 
-What is cut into what:
+Units of data:
 
-- **Bucket**: tensors of one type, one behind the other, that travel together. What it has of one tensor is a *piece*.
+- **Bucket**: consecutive tensors of one type that are sent together. Its slice of one tensor is a *piece*.
 - **Part**: the buckets that leave after the same step. Papers call it a *fragment* (Streaming DiLoCo) or a *segment*
-  (Crossover-SGD), and the arguments of these schemes are named so. A rank's part of a bucket is what it carries
-  through its *lane*, the ranks with its place on all nodes.
+  (Crossover-SGD), and the arguments of these schemes are named so. A rank sends its part of a
+  bucket over its inter-node process group: the ranks with the same local rank on all nodes.
 - **Section**: a bucket of parameters of one param group, on the server of ``StepsDelay``.
 - **Shard**: of a section, what one node holds; of a tensor (FSDP2), what one rank of a node holds.
 """

@@ -13,19 +13,19 @@ from lightning_hiercomm.schemes.requirements import Requirements
 class AllReduce(Scheme):
     """Average gradients over all ranks at every step; nodes never differ.
 
-    Numerically what DDP does. Between nodes it moves less: each bucket is reduce-scattered inside the node, part ``l``
-    is all-reduced over lane ``l``, and the parts are gathered again, which sends ``2 (M - 1) / M`` of the gradients per
-    node instead of DDP's ``2 (R - 1) / R``. The three stages of successive pieces of a bucket overlap with each other
-    and with the backward pass.
+    The result is that of DDP, with less traffic between nodes. Each bucket is reduce-scattered inside the node, shard
+    ``l`` is all-reduced over the inter-node process group of local rank ``l``, and the shards are all-gathered inside
+    the node. With M nodes and R ranks this sends ``2 (M - 1) / M`` times the gradients per node, against ``2 (R - 1) /
+    R`` in DDP. The three stages overlap with each other and with the backward pass.
 
-    With ``wire_dtype="bfloat16"`` the node's mean gradient is cast for its way between nodes. ``"int8"`` and ``"int4"``
-    quantize it in blocks, with error feedback: what rounding removes is added to the next gradient.
+    With ``wire_dtype="bfloat16"`` the node's mean gradient is cast before it is sent to other nodes. ``"int8"`` and
+    ``"int4"`` quantize it in blocks, with error feedback: the rounding error is added to the next gradient.
 
-    Float buffers (BatchNorm statistics) are averaged for a validation, a checkpoint and the end of the run.
+    Float buffers (BatchNorm statistics) are averaged before a validation or a checkpoint and at the end of the run.
 
-    A gradient that is not finite reaches all ranks at once, as with DDP, so no node can be left out:
-    ``on_nonfinite="raise"`` looks at the parameters after every tenth step and at the end of an epoch, and ``"skip"``
-    is refused. (A gradient scaler, as in ``precision="16-mixed"``, skips steps whose gradients overflow.)
+    A non-finite gradient reaches all ranks at once, as with DDP, so no node can be excluded. ``on_nonfinite="raise"``
+    checks the parameters after every tenth step and at the end of each epoch; ``"skip"`` raises an error. A gradient
+    scaler, as in ``precision="16-mixed"``, skips steps whose gradients overflow.
     """
 
     gradients = "world"
@@ -43,7 +43,7 @@ class AllReduce(Scheme):
 
 
 class RunningAllReduce(RunningScheme[AllReduce]):
-    """Checks parameters every now and then, and averages float buffers."""
+    """Check parameters periodically, and average float buffers."""
 
     def after_step(self, last: bool) -> None:
         self._after_synchronous_step()

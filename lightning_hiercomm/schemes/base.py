@@ -1,4 +1,4 @@
-"""What every scheme is: configuration, and what runs by it."""
+"""Base classes of schemes: the configuration, and the object that runs it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Gradients = Literal["node", "world", "none"]
 
 @dataclass(frozen=True)
 class Context:
-    """Where a scheme is to run: what is trained, and by whom.
+    """The replica, nodes and settings with which a scheme runs.
 
     Attributes:
         replica: The parameters and buffers; their values are equal on all ranks.
-        topology: The nodes, as long as the scheme runs.
+        topology: The nodes while the scheme runs.
         optimizer: The user's optimizer of these parameters.
-        wire: What they look like between nodes. Default: as they are.
-        policy: What the user has chosen for all agreements. Default: nobody looks at what is sent.
+        wire: The encoding of parameters between nodes. Default: unencoded.
+        policy: The user's settings for all synchronizations. Default: sent values are not checked.
     """
 
     replica: Replica
@@ -51,14 +51,14 @@ class Context:
 
 
 class Scheme(Value):
-    """When and how the replicas of one optimizer agree: configuration, which runs nothing and does not change.
+    """An immutable configuration of when and how the replicas of one optimizer synchronize.
 
-    :meth:`build` makes what runs, a :class:`RunningScheme`: one for every optimizer, all of the same scheme. A new
-    scheme is a subclass of each: this one's constructor takes plain values and refuses bad ones by name, and its
-    :meth:`build` names the other, which has the algorithm.
+    :meth:`build` makes a :class:`RunningScheme` for each optimizer, which runs the scheme. A new scheme subclasses both
+    classes: the constructor of the :class:`Scheme` takes plain values and raises an error that names a bad argument;
+    the :class:`RunningScheme` has the algorithm.
 
     Attributes:
-        gradients: Over whom gradients are averaged: the ranks of the ``"node"``, the ``"world"``, or ``"none"`` other.
+        gradients: The ranks over which gradients are averaged: ``"node"``, ``"world"``, or ``"none"`` (not averaged).
         first_gradients: The same in a first phase of the run; None if the scheme has no such phase.
         watches_loss: Whether :meth:`RunningScheme.end_epoch` needs the training loss.
     """
@@ -78,23 +78,23 @@ class Scheme(Value):
                 )
 
     def build(self, context: Context) -> RunningScheme[Scheme]:
-        """Make what runs. Collective, and in the same order on all ranks.
+        """Make the object that runs the scheme. Collective, and in the same order on all ranks.
 
         Args:
-            context: What is trained, and by whom.
+            context: The replica, its optimizer and the nodes.
 
         Raises:
-            ValueError: For what this scheme cannot train.
+            ValueError: If this scheme cannot train the replica.
         """
         return RunningScheme(self, context)
 
     @property
     def requirements(self) -> Requirements:
-        """What it requires of a run; another scheme changes this by :func:`dataclasses.replace`."""
+        """The scheme's requirements of a run; subclasses change them by :func:`dataclasses.replace`."""
         kind = type(self).__name__
         alone = (
             f"{kind}(gradients='none') lets every rank train a whole model by itself, but the ranks of a node hold"
-            " parts of one: use gradients='node'"
+            " shards of one: use gradients='node'"
         )
         return Requirements(
             needs_whole_parameters=alone if self.gradients == "none" else None,
@@ -102,50 +102,50 @@ class Scheme(Value):
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
-        """What the user should know before a run that is too short for what the scheme is for.
+        """Yield warnings if a run is too short for the scheme.
 
         Args:
-            nodes: How many.
-            steps_of_epoch: Optimizer steps of an epoch; where the last accumulates fewer batches, a fraction of one.
-            steps: Of the run; infinite if that is not known.
+            nodes: The number of nodes.
+            steps_of_epoch: Optimizer steps of an epoch; fractional if the last step accumulates fewer batches.
+            steps: Optimizer steps of the run; infinite if that is not known.
 
         Yields:
             Warnings.
 
         Raises:
-            ValueError: If it cannot work.
+            ValueError: If the scheme cannot train in such a run.
         """
         return iter(())
 
 
 class RunningScheme(Generic[S]):
-    """A scheme at work on the replica of one optimizer, from the first step of a run to its end.
+    """Base class of objects that run a scheme on the replica of one optimizer, from the first step of a run to its end.
 
-    :meth:`Scheme.build` calls the constructor, which opens process groups. Everything else is collective, except
-    :meth:`close`, and happens on all ranks in the same order:
+    :meth:`Scheme.build` calls the constructor, which opens process groups. All other methods except :meth:`close` are
+    collective, and all ranks call them in the same order:
 
     1. :meth:`begin_run`; for every epoch :meth:`begin_epoch`, :meth:`step` for every attempt of the optimizer to step,
        :meth:`end_epoch`; and :meth:`finish`.
     2. Between any two of these: :meth:`synchronize`, and :meth:`follow` when other parameters are to be trained.
     3. :meth:`close`, once.
 
-    A new scheme overrides :meth:`after_step`, or another hook that is named below "for schemes". What changes while it
-    runs is in :attr:`state`; what the user has chosen stays in :attr:`config`.
+    A new scheme overrides :meth:`after_step`, or another hook in the section "for schemes" below. Everything that
+    changes during a run is in :attr:`state`; the user's settings stay in :attr:`config`.
 
     Args:
         config: The configuration.
-        context: What is trained, and by which ranks.
+        context: The replica, its optimizer and the nodes.
 
     Attributes:
-        config: As above.
-        state: All that changes: counters, phases, pending exchanges.
+        config: The configuration.
+        state: Everything that changes during a run: counters, phases, pending exchanges.
         state_type: Its dataclass.
         gradients: The ranks over which gradients are averaged in the present phase.
         phase: The name of the present phase, for progress bars.
         replica: The parameters (and float buffers) that are synchronized.
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.
-        wire: What parameters look like between nodes.
+        wire: The encoding of parameters between nodes.
         is_alone: Whether there is no other replica: one node, of one rank or of ranks that share their gradients.
         guard: Averages, and finds and repairs values that are non-finite or differ inside a node.
     """
@@ -196,7 +196,7 @@ class RunningScheme(Generic[S]):
 
         Args:
             epoch: Its number, from 0.
-            metrics: What the user logged so far.
+            metrics: The metrics logged so far.
         """
         self.state.epoch = epoch
         self.state.step_in_epoch = 0
@@ -234,10 +234,10 @@ class RunningScheme(Generic[S]):
         """
 
     def record_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Take what the scheme needs of the logged metrics, which will be lost after a save. Collective.
+        """Store the logged metrics that the scheme needs, which are lost after a checkpoint is saved. Collective.
 
         Args:
-            logged: Returns what the user has logged so far.
+            logged: Returns the metrics logged so far.
         """
 
     def finish(self) -> None:
@@ -261,7 +261,7 @@ class RunningScheme(Generic[S]):
     # ---- the averaged model --------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for pending exchanges, and keep what they bring for its scheduled merge."""
+        """Wait for pending exchanges, and keep the received values for their scheduled merge."""
         self.state.settle()
 
     def synchronize(self) -> None:
@@ -285,10 +285,10 @@ class RunningScheme(Generic[S]):
         return {}
 
     def shared_state(self, can_communicate: bool = True) -> dict[str, Any]:
-        """Return the state that all replicas share, as primitives and tensors: what a plain checkpoint holds.
+        """Return the state that all replicas share, as primitives and tensors: the content of a plain checkpoint.
 
         Args:
-            can_communicate: Whether all ranks call this. Otherwise what only other ranks hold is left out.
+            can_communicate: Whether all ranks call this. Otherwise state that only other ranks hold is left out.
         """
         return {"scheme": type(self.config).__name__, **self.state.saved(Scope.SHARED)}
 
@@ -304,7 +304,7 @@ class RunningScheme(Generic[S]):
         self.guard.load_state_dict(state.get("optimizer_average", {}))
 
     def undo_point(self) -> Callable[[], None]:
-        """Remember all that a synchronization changes; return a callback that restores it. Not collective."""
+        """Store all state that a synchronization changes; return a callback that restores it. Not collective."""
         undo_values, undo_state, nonfinite = self.replica.undo_point(), self.state.undo_point(), self.guard.nonfinite
 
         def undo() -> None:
@@ -315,7 +315,7 @@ class RunningScheme(Generic[S]):
         return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
-        """Prepare for a change of nodes; return what to call after it. Collective over the node."""
+        """Prepare for a change of nodes; return a function to call after it. Collective over the node."""
         unsynchronized_steps = self.state.unsynchronized_steps
 
         def resume() -> None:
@@ -327,8 +327,8 @@ class RunningScheme(Generic[S]):
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         """Return the optimizer's state for a checkpoint, as ``Optimizer.state_dict`` lays it out. Collective.
 
-        A scheme that keeps the state elsewhere gathers it here; what a checkpoint put into the optimizer it collects
-        in :meth:`begin_run`.
+        A scheme that keeps the state elsewhere gathers it here, and takes restored state from the optimizer in
+        :meth:`begin_run`.
 
         Args:
             only_on: The one rank that will use it: where it has to be gathered, the others' ``"state"`` is empty.
@@ -345,18 +345,18 @@ class RunningScheme(Generic[S]):
         """Prepare the user's step.
 
         Args:
-            last: As :meth:`step` gets it.
+            last: As in :meth:`step`.
 
         Returns:
-            What replaces the optimizer's step in this attempt, called once, when the gradients are there; or None.
+            A function that replaces the optimizer step, called once when gradients are ready; or None.
         """
         return None
 
     def after_step(self, last: bool) -> None:
-        """Launch, collect or merge, as the schedule says; called after the user's step was counted."""
+        """Launch, collect or merge exchanges by the schedule; called after the user's step is counted."""
 
     def average(self) -> None:
-        """Replace the replica by the weighted mean over all ranks, and train on from there; blocks."""
+        """Replace the replica by the weighted mean over all ranks and continue training from it; blocks."""
         if self._write_mean():
             self.guard.begin_optimizer_anew()
         self.guard.average_optimizer_state()
@@ -367,7 +367,7 @@ class RunningScheme(Generic[S]):
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
 
         Returns:
-            Whether this rank was non-finite, and has got the others' mean: see :meth:`NonFiniteGuard.repair`.
+            Whether this rank was non-finite and received the others' mean: see :meth:`NonFiniteGuard.repair`.
         """
         if self.in_first_phase:
             return self._write_mean_of_buffers()
@@ -412,7 +412,7 @@ class RunningScheme(Generic[S]):
 
 
 def _held_by_ranks(replica: Replica, config: Scheme) -> Replica:
-    """The same, where ranks of a node that do not share gradients hold values that differ."""
+    """Return the replica, with buckets held by ranks if ranks of a node do not average gradients."""
     is_equal = config.gradients != "none"
     return replica if replica.equal_in_node == is_equal else replica.of_ranks_that_differ()
 
@@ -421,4 +421,4 @@ _OF_WHAT_RUNS = {
     *(name for name in vars(RunningScheme) if not name.startswith("_") and name not in vars(Scheme)),
     *("attach", "open", "has_update", "update"),  # when a scheme and what runs by it were one class
 }
-"""What nobody looks for in a scheme."""
+"""Public names of :class:`RunningScheme`, which a :class:`Scheme` must not define."""

@@ -1,4 +1,4 @@
-"""DASO: nodes average without waiting, with parameters a few batches old."""
+"""DASO: asynchronous averaging of parameters that are a few batches old."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 _PHASES = ("warm-up", "cycling", "cool-down")
 _EPOCHS = 4
-_LARGEST_SHARE = 1 / 4  # of a short run, or it would have nothing but warm-up and cool-down
+_LARGEST_SHARE = 1 / 4  # of a short run, so that some steps remain for the cycling phase
 
 
 def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | None, steps: int | None) -> Moment:
-    """How long warm-up, or cool-down, takes in a run, as the user has set it or by default."""
+    """Return the length of the warm-up or cool-down, from the arguments or by default."""
     if in_steps is not None:
         return Moment(step=in_steps)
     if in_epochs is not None:
@@ -39,64 +39,68 @@ def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | 
 
 
 class DASO(ParameterSync):
-    """Average parameters between nodes every few batches without waiting, and merge what is a few batches old.
+    """Average parameters between nodes asynchronously, and merge the mean a few batches later.
 
     Every batch, gradients are averaged inside the node and the optimizer steps. A run has three phases.
 
-    - **Warm-up** and **cool-down**: after every step the nodes take the mean of their parameters, and wait for it.
+    - **Warm-up** and **cool-down**: after every step the nodes average their parameters and wait for the mean.
     - **Cycling**, between them: after batch ``t = 0, B, 2B, ...`` of an epoch the nodes start to sum their parameters
-      and go on training; after batch ``t + S`` each merges the sum with what it has become (Eq. 1, with P nodes)::
+      and continue training; after batch ``t + S`` each merges the sum into its current parameters (Eq. 1, with P
+      nodes)::
 
           x := (2 S x_local + sum of sent x) / (2 S + P)
 
-      The last batch of an epoch ends in a mean that is waited for; a sum in flight is then dropped. When the loss stops
+      After the last batch of an epoch the nodes average and wait; a pending sum is dropped. When the loss stops
       falling, B and S halve (at least 1); if it stops at B = S = 1, they return to their first values.
 
-    Eq. 1 leaves the progress made in the S batches only the weight ``2 S / (2 S + P)``: half with 2 nodes, 3 % with 64
-    (S = 1). ``merge="delta"`` keeps all of it, and with it the mean over the nodes::
+    Eq. 1 gives the progress made in the S batches only the weight ``2 S / (2 S + P)``: half with 2 nodes, 3 % with 64
+    (S = 1). ``merge="delta"`` keeps all local progress, and preserves the mean over the nodes::
 
           x := x_local + mean of sent x - own sent x
 
-    Nodes of unequal weight W_m (unequal numbers of ranks or samples): ``P sum_m W_m x_m`` takes the place of the sum.
+    For nodes of unequal weight W_m (unequal numbers of ranks or samples), ``P sum_m W_m x_m`` replaces the sum.
     Local progress keeps the weight 2 S on every node, so a merge moves all nodes by the same fraction towards the mean.
 
-    Float buffers (BatchNorm statistics), which no training step reads, take part only in the means that are waited for.
+    Float buffers (BatchNorm statistics) are averaged only in blocking synchronizations, because no training step reads
+    them.
 
-    Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; parameters are sent as bfloat16 in
-    the blocking phases, by ``wire_dtype="bfloat16"``, ``Transport(wire_raw=True)`` and ``narrow_phases="blocking"``
-    here, which is not the default. It names no lengths of warm-up and cool-down, no threshold and no patience: those
-    defaults are ours.
+    Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; the paper sends parameters as
+    bfloat16 in the blocking phases, which is not the default here: set ``wire_dtype="bfloat16"``,
+    ``Transport(wire_raw=True)`` and ``narrow_phases="blocking"``. The paper gives no lengths of warm-up and cool-down,
+    no threshold and no patience; those defaults are specific to this package.
 
     Args:
-        sync_every: B, batches between the starts of two exchanges in the cycling phase. ``"auto"``: a few when it
-            begins, which is timed; then as few as ``overhead_target`` allows.
-        staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: training waits
-            for a mean every ``sync_every`` batches (6 of the 20 rows of the paper's Table 2).
-        warmup_epochs: Epochs of warm-up. None: 4, or a quarter of a run of fewer than 16 epochs, rounded down; where
-            that is less than one, a quarter of the run's optimizer steps.
-        cooldown_epochs: Epochs of cool-down, for which the run's end must be known (``Trainer(max_epochs=...)``). None:
-            as for ``warmup_epochs``, and none at all where the end is not known.
+        sync_every: B, batches between the starts of two exchanges in the cycling phase. ``"auto"``: measure the cost
+            with a short period first, then use the shortest period that ``overhead_target`` allows.
+        staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: nodes average and
+            wait every ``sync_every`` batches (6 of the 20 rows of the paper's Table 2).
+        warmup_epochs: Epochs of warm-up. None: 4, or in runs of fewer than 16 epochs a quarter of the epochs, rounded
+            down; if that is 0, a quarter of the run's optimizer steps.
+        cooldown_epochs: Epochs of cool-down; requires a known end of the run (``Trainer(max_epochs=...)``). None: as
+            for ``warmup_epochs``, or no cool-down if the end is unknown.
         merge: ``"eq1"`` as in the paper, or ``"delta"``, see above.
-        threshold: How much, relative to the best so far, an epoch's loss must fall to count as falling.
-        patience: How many epochs in a row it may fail to before B and S change. Only cycling epochs are judged.
-        warmup_steps: Optimizer steps of warm-up, in place of ``warmup_epochs``.
-        cooldown_steps: Optimizer steps of cool-down, in place of ``cooldown_epochs``, for which the run's end must be
-            known, too (``Trainer(max_steps=...)``, or epochs whose length is known).
-        reducer: How parameters are averaged between nodes. ``"leader"``: one rank per node carries all of them, the
-            next rank the next time (the paper). ``"sharded"``: all ranks carry equal parts, which is faster where every
-            rank has a network link of its own. The numbers are the same.
-        monitor: The metric that is watched in place of the training loss, such as ``"val_loss"``: lower is better. It
-            must be logged by the end of the first cycling epoch, and judges those that log it. Default: what
-            ``training_step`` returns. Both are averaged over all ranks.
-        adapt: Let B and S follow the loss, as above. False keeps them as they are.
-        gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged, so every rank trains alone between
-            exchanges, which then average inside the node as well.
-        narrow_phases: In which phases ``wire_dtype`` acts: in ``"all"``, or in the ``"blocking"`` ones only, while what
-            is not waited for travels as it is (the paper's section 3).
-        overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
+        threshold: Smallest decrease of an epoch's loss that counts as an improvement, relative to the best loss so far.
+        patience: Consecutive epochs without improvement before B and S change. Only epochs of the cycling phase count.
+        warmup_steps: Optimizer steps of warm-up, instead of ``warmup_epochs``.
+        cooldown_steps: Optimizer steps of cool-down, instead of ``cooldown_epochs``; also requires a known end of the
+            run (``Trainer(max_steps=...)``, or epochs of known length).
+        reducer: How parameters are averaged between nodes. ``"leader"``: one rank per node sends all parameters, in
+            turns (the paper). ``"sharded"``: every rank sends an equal shard, which is faster if every rank has its own
+            network link. Both give the same result.
+        monitor: Name of the metric to watch instead of the training loss, such as ``"val_loss"``; lower is better. It
+            must be logged by the end of the first cycling epoch; epochs that do not log it are skipped. Default: the
+            loss that ``training_step`` returns. Either is averaged over all ranks.
+        adapt: Change B and S when the loss stops falling, as above. False: keep them constant.
+        gradients: ``"node"``: average gradients over the ranks of a node at every step. ``"none"``: do not exchange
+            gradients; every rank trains alone, and exchanges average over all ranks.
+        narrow_phases: Phases in which ``wire_dtype`` applies: ``"all"``, or ``"blocking"``, where asynchronous
+            exchanges send full precision (the paper's section 3).
+        overhead_target: With ``sync_every="auto"``, the largest fraction of training time to spend waiting for
+            exchanges, between 0 and 1.
 
     Raises:
-        ValueError: If an argument is out of range; when the run begins, if the cool-down has no end to count from.
+        ValueError: If an argument is out of range; when the run begins, if the cool-down needs the end of the run and
+            it is unknown.
     """
 
     def __init__(
@@ -156,7 +160,7 @@ class DASO(ParameterSync):
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
         self.monitor = monitor
         self.make_plateau = partial(Plateau, threshold, patience)
-        self.make_plateau()  # or what is wrong with these would be said when a run begins
+        self.make_plateau()  # reports bad arguments now instead of when a run begins
         self.watches_loss = monitor is None and adapt
 
     def build(self, context: Context) -> RunningDASO:
@@ -169,13 +173,13 @@ class DASO(ParameterSync):
         stay = super().requirements.needs_fixed_nodes
         if self.adapt and self.monitor is not None:
             stay = (
-                f"monitor={self.monitor!r} is judged between an agreement and the next epoch, where no node could come:"
-                " leave it out, which watches the training loss, or take adapt=False"
+                f"monitor={self.monitor!r} is evaluated between a synchronization and the next epoch, when no node can"
+                " join: leave it out to watch the training loss, or set adapt=False"
             )
         return replace(
             super().requirements,
             needs_fixed_nodes=stay,
-            can_average_optimizer_state=True,  # in the phases in which nodes wait for each other
+            can_average_optimizer_state=True,  # in the blocking phases
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -188,11 +192,12 @@ class DASOState(SyncState):
     """The state of DASO.
 
     Attributes:
-        given: ``sync_every`` and ``staleness`` as the user gave them.
-        cycle: B and S by now; None: as given.
+        given: ``sync_every`` and ``staleness`` as passed by the user.
+        cycle: The current B and S; None: as given.
         plateau: Whether the loss still falls.
-        awaits_metric: Whether the last epoch is judged when its metric is logged.
-        recorded_metric: The weighted sum of that metric, and of the weights, if it was logged before a save.
+        awaits_metric: Whether the last epoch still waits for its metric to be logged.
+        recorded_metric: The weighted sum of that metric and the sum of the weights, if it was logged before a
+            checkpoint was saved.
     """
 
     given: list[Any] = field(default_factory=list)
@@ -203,7 +208,7 @@ class DASOState(SyncState):
 
 
 class RunningDASO(RunningParameterSync[DASO]):
-    """DASO at work: in which phase it is, and how B and S follow the loss.
+    """Run DASO's phases, and adapt B and S to the loss.
 
     Attributes:
         phase: ``"warm-up"``, ``"cycling"`` or ``"cool-down"``; empty before the first epoch.
@@ -291,7 +296,7 @@ class RunningDASO(RunningParameterSync[DASO]):
         self._has_resumed = False
 
     def _new_metric(self, metrics: Mapping[str, Tensor]) -> Tensor | None:
-        """What is monitored, if it has been logged since the epoch began: Lightning keeps what was logged before."""
+        """Return the monitored metric if it was logged in this epoch; Lightning also keeps older values."""
         metric = metrics.get(self.config.monitor or "")
         return None if metric is self._last_metric else metric
 
@@ -355,7 +360,7 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     @property
     def _period(self) -> int:
-        """B: the number that ``sync_every`` says, or stands for."""
+        """Return B as a number, also with ``sync_every="auto"``."""
         return self.period or 1
 
     def _announce(self, level: int, message: str) -> None:
@@ -365,9 +370,9 @@ class RunningDASO(RunningParameterSync[DASO]):
     # ---- plateau -------------------------------------------------------------------------------------------------
 
     def _summed(self, loss: Tensor | None) -> tuple[float, float]:
-        """The weighted sum of all ranks' losses, and that of the weights of those that have one. Collective.
+        """Return the weighted sum of all ranks' losses and the sum of the weights of ranks with a loss. Collective.
 
-        Where the others go on without a sick rank, they are judged without it, too.
+        With ``on_nonfinite="skip"``, non-finite ranks are excluded.
         """
         value = None if loss is None else float(loss)
         if value is not None and self.guard.policy.on_nonfinite == "skip" and not math.isfinite(value):
@@ -383,7 +388,7 @@ class RunningDASO(RunningParameterSync[DASO]):
 
         Args:
             weighted: See :meth:`_summed`.
-            total: Likewise.
+            total: See :meth:`_summed`.
         """
         if total == 0.0:
             if not self._has_missed_a_loss:
@@ -393,7 +398,7 @@ class RunningDASO(RunningParameterSync[DASO]):
         if not self.state.plateau.reached(weighted / total):
             return
         before = self._period, self.staleness
-        least = min(1, self.config.staleness)  # a scheme that waits goes on waiting
+        least = min(1, self.config.staleness)  # a blocking scheme stays blocking
         if before == (1, least):
             self.state.cycle = None
         else:

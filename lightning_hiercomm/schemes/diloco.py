@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, then an outer optimizer takes the way the nodes went for a gradient."""
+"""DiLoCo: many local steps, then an outer optimizer step on the averaged parameter difference."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ log = logging.getLogger(__name__)
 
 
 class DiLoCo(ParameterSync):
-    """Train alone with any optimizer, and every ``sync_every`` steps take an outer step along the nodes' mean way.
+    """Train nodes independently and apply an outer optimizer to their averaged progress every ``sync_every`` steps.
 
-    With x_m the parameters of node m, a the outer parameters (equal on all nodes), H = ``sync_every``, P ``fragments``
-    of the model, tau = ``staleness`` and alpha = ``keep_local``, after the t-th step (t = 1, 2, ...)::
+    Let x_m be the parameters of node m, a the outer parameters (equal on all nodes), H = ``sync_every``, P
+    ``fragments`` of the model, tau = ``staleness`` and alpha = ``keep_local``, after the t-th step (t = 1, 2, ...)::
 
         fragment p is due if t % H == ((p + 1) H // P) % H
         if p is due at t + tau:   send d_m = a_p - x_m,p
         if p is due at t:         a_p   := outer(a_p, sum_m W_m d_m)
                                   x_m,p := alpha x_m,p + (1 - alpha) a_p
 
-    Training waits for nothing but the merge. ``staleness=0, fragments=1`` is DiLoCo; fragments that overlap with
-    training are Streaming DiLoCo. An outer SGD with learning rate 1 and no momentum averages parameters.
+    Training waits only for the merge. ``staleness=0, fragments=1`` is DiLoCo; more fragments or staleness make it
+    Streaming DiLoCo. An outer SGD with learning rate 1 and no momentum averages parameters.
 
-    Every rank holds a, and the outer optimizer's state, for its own part of the model, so both take the memory of one
-    model per *node*. Between nodes ``2 (M - 1) / M`` of the model travel per node and period, or an eighth of that with
+    Every rank stores a and the outer optimizer's state for its own shard of the model, so each needs the memory of one
+    model per *node*. Each of M nodes sends ``2 (M - 1) / M`` times the model per period, or an eighth of that with
     ``wire_dtype="int4"``.
 
-    **The agreed model** is the mean of the present x_m, as for every scheme that averages: what is validated, saved and
-    left at the end has all steps that the nodes have taken. Right after an agreement on everything (the papers' moment
-    of evaluation) that is a, if alpha is 0. A plain checkpoint keeps a and the outer optimizer's state beside it,
-    laid out as one process would have them, so a run goes on from it on any number of nodes. Schedulers of the outer
+    **The averaged model** is the mean of the current x_m, as for every scheme that averages parameters. Validation,
+    checkpoints and the end of the run use it, so it includes all local steps. If alpha is 0, it equals a right after
+    all fragments are synchronized (when the papers evaluate). A plain checkpoint also stores a and the outer
+    optimizer's state in the layout of one process, so a run resumes on any number of nodes. Schedulers of the outer
     learning rate count periods.
 
-    NoLoCo exchanges with one random other node instead of all: see
+    For NoLoCo, which exchanges with one random other node instead of all nodes, see
     :class:`~lightning_hiercomm.schemes.parameter_sync.ParameterSync`.
 
-    DiLoCo from a model that was trained synchronously for 1,000 steps, in the same run::
+    This example trains synchronously for 1,000 steps before DiLoCo starts::
 
         HierarchicalStrategy(DiLoCo(64, warmup_steps=1000), wire_dtype="int4")
 
@@ -52,31 +52,34 @@ class DiLoCo(ParameterSync):
     Sources: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", Algorithm 1;
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", Algorithm 2. Paper settings:
     ``sync_every=100`` to 500 with AdamW inside; streaming ``staleness=1`` to 5, ``keep_local=0.5``, 4-bit payloads (of
-    floating point; ``"int4"`` is a linear code with a scale per block). The first paper's outer learning rate for
-    streaming, too, is a default of ours. ``warmup_steps``: the first paper trains 24,000 steps synchronously before;
-    Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", section 3 (post-local SGD).
+    floating point; ``"int4"`` is a linear code with a scale per block). Using the first paper's outer learning rate
+    also for streaming is a choice of this package. ``warmup_steps``: the first paper trains 24,000 steps synchronously
+    before; Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", section 3 (post-local SGD).
 
     Args:
-        sync_every: H, optimizer steps between two agreements on the same fragment. ``"auto"``: a few steps at first,
-            which are timed; then as few as ``overhead_target`` allows.
-        outer_optimizer: Makes the outer optimizer: any of ``torch.optim`` that treats every element by itself. Default:
-            SGD with learning rate 0.7 and Nesterov momentum 0.9.
-        fragments: P, into how many equal parts the model is cut, or a list of module names such as ``["net.layer1",
-            "net.layer2"]``: the parameters below each are one fragment, all others the last one.
-        staleness: tau, steps between sending a fragment and merging it; less than ``sync_every / fragments``.
-        keep_local: alpha, the weight of what a node has become by itself when a fragment is merged, from 0 to 1. By
-            default 0.5 with ``staleness``, as in the second paper, and 0 without, as in the first; but a run that goes
-            on from a checkpoint with ``staleness`` keeps its alpha, which was 0 in files that do not say.
-        gradients: ``"node"``: the ranks of a node share gradients at every step, so a node is one of the papers'
-            replicas. ``"none"``: every rank is one.
-        outer_scheduler: Makes a learning-rate scheduler of the outer optimizer; it steps once per period.
-        overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for exchanges.
-        warmup_steps: The first optimizer steps, or the first share of the run (a float below 1), in which gradients are
-            averaged over all nodes instead, as ``AllReduce`` does it. Then the outer parameters are the present ones,
-            the outer optimizer begins, and t counts from 1.
+        sync_every: H, optimizer steps between two synchronizations of the same fragment. ``"auto"``: measure the cost
+            with a short period first, then use the shortest period that ``overhead_target`` allows.
+        outer_optimizer: Function that creates the outer optimizer from parameters: any optimizer of ``torch.optim``
+            whose update is elementwise. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9.
+        fragments: P, the number of equal fragments of the model, or a list of module names such as ``["net.layer1",
+            "net.layer2"]``: the parameters of each module form one fragment, all others the last one.
+        staleness: tau, optimizer steps between sending a fragment and merging it; less than ``sync_every / fragments``.
+            Default: 0, wait for it.
+        keep_local: alpha, the weight of a node's own parameters when a fragment is merged, from 0 to 1. Default: 0.5
+            with ``staleness`` (second paper) and 0 without (first paper). With ``staleness``, a resumed run keeps the
+            checkpoint's alpha, or 0 if the checkpoint has none.
+        gradients: ``"node"``: average gradients over the ranks of a node at every step, so each node is one of the
+            papers' replicas. ``"none"``: do not exchange gradients, so each rank is one.
+        outer_scheduler: Function that creates a learning-rate scheduler of the outer optimizer; it steps once per
+            period. Default: a constant learning rate.
+        overhead_target: With ``sync_every="auto"``, the largest fraction of training time to spend waiting for
+            exchanges, between 0 and 1.
+        warmup_steps: Length of the initial phase in which gradients are averaged over all nodes, as in ``AllReduce``: a
+            number of optimizer steps, or a fraction of the run (a float below 1). At its end the outer parameters are
+            set to the current parameters, and t counts from 1. Default: 0, no such phase.
 
     Raises:
-        ValueError: For arguments out of range; when it is built, for an outer optimizer that needs whole tensors.
+        ValueError: If an argument is out of range; when a run begins, if the outer optimizer needs whole tensors.
     """
 
     def __init__(
@@ -130,14 +133,14 @@ class DiLoCoState(SyncState):
     """The state of DiLoCo.
 
     Attributes:
-        kept_late: The ``keep_local`` of merges that come late; None if there are none.
+        kept_late: The ``keep_local`` of merges with ``staleness``; None if there are none.
     """
 
     kept_late: float | None = None
 
 
 class RunningDiLoCo(RunningParameterSync[DiLoCo]):
-    """DiLoCo at work: a run that resumes keeps the ``keep_local`` that it had."""
+    """Run DiLoCo; a resumed run keeps the ``keep_local`` of its checkpoint."""
 
     state: DiLoCoState
 
@@ -152,7 +155,7 @@ class RunningDiLoCo(RunningParameterSync[DiLoCo]):
             self.reference.merge = self.config.outer.keeping(saved)
             if self.topology.rank == 0:
                 log.warning(
-                    "%s: goes on with keep_local=%g, as the run of the checkpoint did; to change that, give a number",
+                    "%s: goes on with keep_local=%g from the checkpoint; to change it, pass a number",
                     type(self.config).__name__,
                     saved,
                 )

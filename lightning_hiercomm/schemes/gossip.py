@@ -1,4 +1,4 @@
-"""Gossip: every step, replicas mix with a few others instead of all: Crossover-SGD, SGP, DP-SGD."""
+"""Gossip: average parameters with a few peers at every step (Crossover-SGD, SGP, DP-SGD)."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ _VERIFY_EVERY = 10
 
 
 class Gossip(Scheme):
-    """Mix parameters with a few other nodes at every step, each segment of the model with others.
+    """Average parameters with a few other nodes at every step, each segment of the model with different peers.
 
-    At step t, with z the parameters that the forward pass sees, on every node (a rank, if not ``hierarchical``)::
+    At step t every node (every rank, if not ``hierarchical``) does the following, with z the parameters of the forward
+    pass::
 
-        g   := gradient at z, averaged over the node if hierarchical
-        x   := optimizer(x, g)
-        for every segment s of the model, all at once:
-            with d the out-degree of this node in the graph of (t, s), p = 1 / (d + 1):
-            send p x_s, p w_s to d nodes;  x_s, w_s := p x_s, p w_s + what arrives
+        g   := gradient at z, averaged over the node if hierarchical x   := optimizer(x, g) for every segment s of the
+        model, all at once: with d the out-degree of this node in the graph of (t, s), p = 1 / (d + 1): send p x_s, p
+        w_s to d nodes;  x_s, w_s := p x_s, p w_s + received
         z_s := x_s / w_s
 
     The sum of x and that of w over the nodes are conserved (push-sum), so z tends to the mean of all nodes. Where all
@@ -54,9 +53,9 @@ class Gossip(Scheme):
     ``x_s := (x_s + received_s) / 2`` for one peer, Crossover-SGD's Algorithm 1. The weights w follow from the graph,
     which every rank knows, so they are computed and not sent.
 
-    A node sends the model once per step and peer, to as many nodes as the graph says, whatever the number of nodes; no
-    barrier joins all of them. With hierarchical gossip local rank ``s mod L`` carries segment s, so all links of a node
-    work, and shares what arrived with its node.
+    A node sends the model once per step to each peer of the graph, with no barrier over all nodes. With hierarchical
+    gossip, local rank ``s mod L`` exchanges segment s and broadcasts the result inside its node, so all links of a node
+    are used.
 
     - Crossover-SGD: ``Gossip(hierarchical=False)``; hierarchical Crossover-SGD: ``Gossip()``.
     - SGP: ``Gossip("directed_exponential", segments=1, hierarchical=False)``.
@@ -65,37 +64,37 @@ class Gossip(Scheme):
     Rank weights (of unequal nodes, of heterogeneous batches): node m adds M W_m times its optimizer's update to x. (As
     initial push-sum weights they would wear off: mixing evens w out, and then all nodes' gradients count the same.)
 
-    Narrower types on the wire: the share that travels is rounded, and the sender subtracts from its own value what it
-    really sent. So the sum is conserved and no update is lost, but nodes come only as close as the type resolves (0.4 %
-    of a value in bfloat16). ``Wire.raw`` makes no difference here.
+    With a narrower ``wire_dtype`` the sent values are rounded, and the sender subtracts the rounded values from its
+    own. So the sum is conserved and no update is lost, but nodes only converge to the resolution of the type (0.4 % of
+    a value in bfloat16). ``Wire.raw`` makes no difference here.
 
-    Float buffers (BatchNorm statistics) do not travel; they are averaged when the nodes agree for a validation or a
-    checkpoint.
+    Float buffers (BatchNorm statistics) are not exchanged; they are averaged when the nodes synchronize for a
+    validation or a checkpoint.
 
     Sources: Yeo et al., "Crossover-SGD: A gossip-based communication in distributed deep learning for alleviating large
     mini-batch problem and enhancing scalability", Algorithms 1 and 2, section 3.3; Assran et al. 2019, "Stochastic
     Gradient Push for Distributed Deep Learning", Algorithm 1; Lian et al. 2017 (DP-SGD), Algorithm 1.
 
     Args:
-        graph: Who sends to whom: a name, or any ``Graph``.
-        segments: The number of equal parts into which the model is cut (never more than elements; one more per further
-            dtype), or a list of module names such as ``["net.layer1", "net.layer2"]``: the parameters below each are
-            one segment, all others the last one.
-        hierarchical: Average gradients inside a node and gossip between nodes. Otherwise every rank gossips on its own,
-            and gradients are not exchanged at all.
-        fair: How ``"random_permutation"`` draws; see ``RandomPermutation``.
-        seed: Of ``"random_permutation"``.
-        overlap: Let the exchange travel during the next forward and backward pass. What arrives is added before the
-            next optimizer step, whose gradients are then taken at the parameters before mixing: ``x := mix(x) - lr
-            g(x)``, DP-SGD's order. Nothing is lost or counted twice: until then every node still holds all of its x.
-        segment_bytes: Cut the model into segments of at most so many bytes, in place of ``segments``.
-        push_sum: Keep the weights w, as above. False: every node sends all of x and goes on with the plain mean of its
-            own and what arrives, ``(own + received) / 2`` for one peer; with ``fair=None`` that is Crossover-SGD's
-            comparison without fairness, whose mean over the nodes drifts. No difference for fair draws.
+        graph: The communication graph, which selects the peers of every step: a name, or any ``Graph``.
+        segments: The number of equal segments of the model (at most its elements; one more for each further dtype), or
+            a list of module names such as ``["net.layer1", "net.layer2"]``: the parameters of each module form one
+            segment, all others the last one.
+        hierarchical: Average gradients inside a node and gossip between nodes. False: every rank gossips independently,
+            and gradients are not exchanged.
+        fair: How ``"random_permutation"`` samples peers; see ``RandomPermutation``.
+        seed: Random seed of ``"random_permutation"``.
+        overlap: Overlap the exchange with the next forward and backward pass. Received values are added before the next
+            optimizer step, whose gradients belong to the parameters before mixing: ``x := mix(x) - lr g(x)``, DP-SGD's
+            order. Until then every node keeps all of its x.
+        segment_bytes: Largest size of a segment in bytes, instead of ``segments``.
+        push_sum: Use the weights w, as above. False: every node sends all of x and continues with the plain mean of its
+            own and the received values, ``(own + received) / 2`` for one peer. With ``fair=None`` that is
+            Crossover-SGD's unfair baseline, whose mean over the nodes drifts; otherwise the result is the same.
 
     Raises:
-        ValueError: For a bad argument; when it is built, for a graph that is invalid or differs between ranks, and for
-            module names that no parameter has.
+        ValueError: If an argument is invalid; when a run begins, if the graph is invalid or differs between ranks, or
+            no parameter belongs to a module name.
     """
 
     def __init__(
@@ -134,10 +133,7 @@ class Gossip(Scheme):
                 " ranks of a node hold parts of one: use hierarchical=True"
             )
         elif self.overlap:
-            stay = (
-                "overlap=True always has something in flight, so a node that comes would find no moment to begin: take"
-                " overlap=False"
-            )
+            stay = "overlap=True always has an exchange in flight, so no node can join: take overlap=False"
         return Requirements(
             needs_whole_parameters=whole,
             needs_fixed_nodes=stay,
@@ -151,8 +147,8 @@ class GossipState(SchemeState):
 
     Attributes:
         weights: The nodes' push-sum weights, by segment.
-        pending: The exchange that was started and not merged.
-        has_new_nodes: Whether nodes have joined, whose weights are not known yet.
+        pending: The exchange that has started and is not merged yet.
+        has_new_nodes: Whether nodes have joined whose weights are still unknown.
     """
 
     weights: list[list[float]] = field(default_factory=list, metadata=LOCAL)
@@ -168,7 +164,7 @@ class GossipState(SchemeState):
 
 
 class RunningGossip(RunningScheme[Gossip]):
-    """Gossip at work."""
+    """Run gossip: exchange and merge segments at every step."""
 
     state: GossipState
     state_type = GossipState
@@ -178,7 +174,7 @@ class RunningGossip(RunningScheme[Gossip]):
         if not config.hierarchical:
             context = replace(context, topology=context.topology.ranks_as_nodes())
         super().__init__(config, context)
-        # where nodes come and go, training waits for all of it, so nobody else uses the communicators
+        # elastic training waits for every exchange, so the communicators are not used concurrently
         shares_communicators = self.is_alone or self.topology.may_grow
         self._beside = self.topology if shares_communicators else self.topology.duplicate()
         self._background = self._new_background()
@@ -213,7 +209,7 @@ class RunningGossip(RunningScheme[Gossip]):
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
 
         A pending exchange (``overlap``) moves mass between nodes and leaves the sum as it is, so the mean is that of
-        the nodes' present values; what arrived is merged when training continues.
+        the nodes' present values; received values are merged when training continues.
         """
         self._learn_weights()
         weighted = [
@@ -233,9 +229,9 @@ class RunningGossip(RunningScheme[Gossip]):
     # ---- the algorithm -------------------------------------------------------------------------------------------
 
     def _mix_and_step(self, optimizer_step: Callable[..., object] | None) -> None:
-        """The optimizer steps x with gradients taken at z, after what arrived meanwhile was mixed in."""
+        """Merge the pending exchange, then step x with the gradients computed at z."""
         was_nonfinite = self._merge()
-        if optimizer_step is None or was_nonfinite:  # its gradients are those of what it was
+        if optimizer_step is None or was_nonfinite:  # a repaired node's gradients are stale
             return
         weights, share = self.own_weights, self._share_of_updates
         seen = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
@@ -249,11 +245,11 @@ class RunningGossip(RunningScheme[Gossip]):
 
     @contextmanager
     def _as_far_from_z(self, seen: Mapping[int, Tensor], weights: Sequence[float]) -> Iterator[None]:
-        """Inside, parameters are as far from z as the optimizer (SAM's kind) has moved them from x, to look there.
+        """Offset the parameters from z as an optimizer such as SAM has offset them from x, to evaluate the loss.
 
         Args:
-            seen: z, by segment, where it is not x.
-            weights: By segment.
+            seen: z, by segment, where it differs from x.
+            weights: Push-sum weights, by segment.
         """
         held = {index: self._segments[index].pack() for index in seen}
         for index, z in seen.items():
@@ -263,12 +259,11 @@ class RunningGossip(RunningScheme[Gossip]):
             self._segments[index].unpack(values)
 
     def _send(self) -> None:
-        """Send a share of every segment that this rank carries, and make room for what comes.
+        """Start to exchange every segment that this rank carries, and allocate memory for received values.
 
-        One by one, so that the first is on the link while the next is packed, and shared with the node while the last
-        are still on their way.
+        Segments are sent one by one, so that sending, packing and broadcasting inside the node overlap.
         """
-        if self.state.steps % _VERIFY_EVERY == 0:  # what differs stays different
+        if self.state.steps % _VERIFY_EVERY == 0:  # a difference persists, so later checks find it too
             self.guard.verify(self.state.steps)
         is_nonfinite = self.guard.look(self._segments, self.state.steps)
         verdict = Verdict(is_nonfinite=bool(is_nonfinite))
@@ -282,7 +277,7 @@ class RunningGossip(RunningScheme[Gossip]):
 
     @torch.no_grad()
     def _merge(self) -> bool:
-        """Add what was sent last, segment by segment as it arrives; whether this node was sick, and is healed."""
+        """Merge the last exchange segment by segment; return whether this node was non-finite and is repaired."""
         node = self.topology.node
         was_nonfinite = False
         for exchange in self.state.pending.take_all():
@@ -307,7 +302,7 @@ class RunningGossip(RunningScheme[Gossip]):
             self.guard.begin_optimizer_anew()
         return was_nonfinite
 
-    # ---- state and what a person may watch -----------------------------------------------------------------------
+    # ---- state and logged values ---------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
         """``disagreement``: the distance of a node from the mean, relative to the parameters' norm, before mixing.
@@ -353,7 +348,7 @@ class RunningGossip(RunningScheme[Gossip]):
         return go_on_with_weights
 
     def _learn_weights(self) -> None:
-        """Hear what push-sum weights nodes have that have come together; who comes has 1. Collective."""
+        """Gather the nodes' push-sum weights after a change of nodes; a joining node has weight 1. Collective."""
         if self.state.has_new_nodes:
             self._compare_with_other_ranks(self._segments)
             everyone = self.topology.world.all_gather_object(self.own_weights)
@@ -362,7 +357,7 @@ class RunningGossip(RunningScheme[Gossip]):
             self.state.has_new_nodes = False
 
     def _restart(self) -> None:
-        """The replicas are equal: nothing is in flight and every node has the same weight."""
+        """Reset to equal weights with no pending exchange, because the replicas are equal."""
         self.state.weights = self._equal_weights()
         self.state.pending.drop()
         self._peers.disagreement.forget()
@@ -373,7 +368,7 @@ class RunningGossip(RunningScheme[Gossip]):
     # ---- details -------------------------------------------------------------------------------------------------
 
     def _rank_weights(self, of_nodes: Sequence[float]) -> list[float]:
-        """What each rank's values count for in the mean, given the nodes' push-sum weights."""
+        """Return each rank's weight in the mean, given the nodes' push-sum weights."""
         topology, total = self.topology, sum(of_nodes)
         return [
             of_nodes[node] / total * topology.weights[rank] / topology.node_weights[node]
@@ -382,12 +377,12 @@ class RunningGossip(RunningScheme[Gossip]):
 
     @property
     def own_weights(self) -> list[float]:
-        """This node's push-sum weight, by segment."""
+        """Return this node's push-sum weight of every segment."""
         return [weights[self.topology.node] for weights in self.state.weights]
 
     @property
     def _share_of_updates(self) -> float:
-        """How much this node's updates count, 1 on average over the nodes."""
+        """Return the weight of this node's updates; the average over the nodes is 1."""
         share = self.topology.node_weight * self.topology.num_nodes
         return 1.0 if abs(share - 1.0) < 1e-9 else share
 
@@ -398,7 +393,7 @@ class RunningGossip(RunningScheme[Gossip]):
                 bucket.unpack(bucket.pack(weight=factor))
 
     def _cut(self, replica: Replica) -> tuple[list[Bucket], Peers]:
-        """The parameters as segments: flat, in an order that is the same on every rank; and who exchanges them."""
+        """Return the parameters as flat segments, in the same order on every rank, and what exchanges them."""
         config = self.config
         if self.is_alone:
             segments: list[Bucket] = []
@@ -412,7 +407,7 @@ class RunningGossip(RunningScheme[Gossip]):
         return segments, peers
 
     def _compare_with_other_ranks(self, segments: Sequence[Bucket]) -> None:
-        """Refuse a graph that tells different ranks different things: somebody would wait for ever."""
+        """Raise an error if the graph differs between ranks, because a rank would wait forever."""
         if self.topology.inter is None or self.is_alone:
             return
         graph, size = self.config.graph, self.topology.num_nodes

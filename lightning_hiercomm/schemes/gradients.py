@@ -1,4 +1,4 @@
-"""The way of a model's gradients: over the node, over the world, or nowhere."""
+"""Gradient averaging: over the node, over all ranks, or not at all."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class GradientPath(ABC):
     """Averages the gradients of one model, whatever the number of its optimizers, while the backward pass goes on.
 
     Attributes:
-        tier: What waiting for gradients is filed under: ``"intra"``, or ``"inter"`` if they cross nodes.
-        keeps_back: Whether encoding keeps something back of each bucket, so that its contents have to be known.
+        tier: The level to which waits for gradients are counted: ``"intra"``, or ``"inter"`` between nodes.
+        keeps_back: Whether buckets have error-feedback residuals, which depend on the parameters in them.
     """
 
     tier = "intra"
@@ -41,7 +41,7 @@ class GradientPath(ABC):
         """
 
     def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        """Hear whose gradients a bucket has from now on.
+        """Set the parameters whose gradients a bucket holds from now on.
 
         Args:
             index: Of the bucket.
@@ -49,7 +49,7 @@ class GradientPath(ABC):
         """
 
     def note_scale(self, scale: float) -> None:
-        """Hear by what a gradient scaler multiplies the gradients from now on; nothing is on its way."""
+        """Set the scale of a gradient scaler from now on; no collective may be pending."""
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         """The average of a sparse gradient (``Embedding(sparse=True)``); blocks.
@@ -115,15 +115,15 @@ class NodeMean(GradientPath):
 
 
 Contents = tuple[tuple[int, int], ...]
-"""Of a bucket: the places of parameters among the model's, and with which element of each it begins."""
+"""The contents of a bucket: the index of each parameter in the model, and its first element in the bucket."""
 
 
 class _KeptBack:
-    """What encoding has kept back of each piece of each bucket, for as long as buckets have the same contents.
+    """Error-feedback residuals of each piece of each bucket, as long as buckets have the same contents.
 
-    They are noted by who hands buckets over, and captured when a piece leaves: pieces are encoded on another thread. Of
-    parameters that are frozen then, for another optimizer's turn, a bucket holds zeros, and nobody takes what arrives:
-    what was kept back of them waits for their own turn, in which the bucket has other contents.
+    The contents are captured when a piece is launched, because pieces are encoded on another thread. Parameters that
+    are frozen during another optimizer's step have zeros in a bucket. Their residuals are kept until the bucket holds
+    them again.
 
     Args:
         lane_sum: Encodes the pieces.
@@ -148,7 +148,7 @@ class _KeptBack:
 
     @torch.no_grad()
     def note_scale(self, scale: float) -> None:
-        """What was kept back of gradients in another scale is to be added to some in this one."""
+        """Rescale the residuals to the new scale of the gradients."""
         if self._scale is not None and self._scale != scale:
             for held in self._feedback.values():
                 for feedback in held.values():
@@ -160,7 +160,7 @@ class _KeptBack:
         return self._contents.get(index)
 
     def of(self, part: Tensor, key: tuple[int, int], contents: Contents | None) -> Feedback | None:
-        """What was kept back of a bucket's piece; nothing yet, if it was of other parameters then.
+        """Return the residual of a bucket's piece; empty if the piece held other parameters before.
 
         Args:
             part: This rank's part of the piece.
@@ -183,7 +183,7 @@ class _KeptBack:
         self._feedback.clear()
 
     def _forget_others(self, index: int, contents: Contents | None) -> None:
-        """What is kept back of a parameter is so in one place: buckets may have been made anew."""
+        """Drop residuals of these parameters in other buckets, because buckets may have been rebuilt."""
         for (other_index, _), held in self._feedback.items():
             for other in list(held):
                 is_same = other_index == index and other == contents
@@ -203,7 +203,7 @@ class _KeptBack:
 
 
 class WorldSum(GradientPath):
-    """The mean over all ranks: summed inside the node by parts, part ``l`` between the nodes over lane ``l``.
+    """Two-level mean over all ranks: shards are reduced inside a node, then between ranks of equal local rank.
 
     Between nodes ``2 (M - 1) / M`` of the gradients travel per node, against ``2 (R - 1) / R`` in a ring over all
     ranks. The three stages of successive pieces of a bucket overlap with each other and with the backward pass.
@@ -275,7 +275,7 @@ class WorldSum(GradientPath):
         part = topology.own_shard(flat)
         if topology.ranks_on_node == topology.num_shards:
             summed_in_node = topology.intra.reduce_scatter(part, flat, weight=topology.rank_weight)
-        else:  # a node with more ranks than there are lanes: everyone gets the sum, the first ranks carry it
+        else:  # a node with more ranks than inter-node groups: all ranks get the sum, the first ones send it
             summed_in_node = topology.intra.all_reduce(flat, weight=topology.rank_weight)
         self._outbound.uses(flat)
         self._inbound.uses(flat)
@@ -347,11 +347,11 @@ class NodesMean(GradientPath):
 
 
 class InPhases(GradientPath):
-    """One path in the first phase of a run, another one after it.
+    """A gradient path for the first phase of a run, and another one after it.
 
     Args:
         first: The path of the first phase.
-        then: The path after it, which keeps nothing back.
+        then: The path after it, which has no residuals.
 
     Attributes:
         is_first: Whether the first phase lasts; set by the training run.
@@ -424,14 +424,14 @@ def sparse_sum(gradient: Tensor, group: Communicator) -> Tensor:
         group: Whose.
 
     Returns:
-        The sum, coalesced: no entry that nobody had.
+        The sum, coalesced: an entry exists if any rank has it.
     """
     own = gradient.coalesce()
     counts = torch.empty(group.size, dtype=torch.int64, device=own.device)
     group.all_gather(counts, counts.new_tensor([own.indices().shape[1]])).wait()
     entries = counts.tolist()
 
-    def gathered(rows: Tensor) -> Tensor:  # of unequal numbers, so all are as many as the most
+    def gathered(rows: Tensor) -> Tensor:  # padded to the largest number of rows
         padded = rows.new_zeros(max(entries), *rows.shape[1:])
         padded[: len(rows)] = rows
         whole = rows.new_empty(group.size, *padded.shape)

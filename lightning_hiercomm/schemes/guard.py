@@ -1,4 +1,4 @@
-"""Checks and repairs of the replica of one optimizer: values that are non-finite, and ranks that differ."""
+"""Checks and repairs of one optimizer's replica: non-finite values, and ranks that differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 log = logging.getLogger(__name__)
 
 _ADVICE = "Lower the learning rate, clip gradients, or look for the batch with Trainer(detect_anomaly=True)."
-_SKIPPING = " on_nonfinite='skip' leaves such a node out of an agreement and gives it the others' mean."
+_SKIPPING = " on_nonfinite='skip' excludes such a node from a synchronization and gives it the others' mean."
 _WHY_RANKS_DIFFER = (
     "Ranks of a node share their gradients, so they should be equal to the bit. Look for what differs between them:"
     " parameters that are changed outside of the optimizer, an optimizer that draws random numbers without a common"
@@ -43,14 +43,14 @@ _WHY_RANKS_DIFFER = (
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user has chosen for all agreements.
+    """The user's settings for all synchronizations.
 
     Attributes:
-        on_nonfinite: What happens when values that are NaN or infinite are about to be sent: ``"raise"``, ``"skip"``,
-            or ``"ignore"``, which does not look.
-        verify_replicas: What happens when the ranks of a node, about to agree with others, hold different parameters:
-            ``"raise"``, ``"warn"``, once, or ``"off"``, which does not look.
-        average_optimizer_state: Whether an agreement on everything is also one on the optimizer's state.
+        on_nonfinite: The action if values to be sent are NaN or infinite: ``"raise"``, ``"skip"``, or ``"ignore"``,
+            which does not check.
+        verify_replicas: The action if ranks of a node hold different parameters before a synchronization: ``"raise"``,
+            ``"warn"`` (once), or ``"off"``, which does not check.
+        average_optimizer_state: Whether a synchronization of all parameters also averages the optimizer's state.
     """
 
     on_nonfinite: OnNonfinite = "ignore"
@@ -59,23 +59,22 @@ class Policy:
 
 
 class NonFiniteGuard:
-    """Averages, and sees that what is not finite, or differs inside a node, is found, and healed or said.
+    """Averages the replica, and finds and repairs or reports values that are non-finite or differ inside a node.
 
     Args:
-        replica: What agrees.
+        replica: The parameters and buffers to synchronize.
         topology: The nodes.
         optimizer: The user's, of the replica's parameters.
-        policy: What the user has chosen.
-        can_skip: Whether a node can be left out, which is then advised.
-        is_alone: Whether there is nobody to agree with.
-        wire: What parameters look like between nodes, and with them the optimizer's state.
+        policy: The user's settings.
+        can_skip: Whether a node can be excluded; error messages then recommend it.
+        is_alone: Whether there is no other replica.
+        wire: The encoding of parameters and optimizer state between nodes.
 
     Attributes:
-        policy: As above.
-        replica: What agrees by now: see :meth:`follow`.
-        nonfinite: How often an agreement, or a step, had to do without somebody.
-        has_healed: Whether this rank has gone on from healthy parameters, where its own may have been sick, since
-            somebody last asked, who also clears it.
+        policy: The user's settings.
+        replica: The current parameters and buffers: see :meth:`follow`.
+        nonfinite: The number of synchronizations or steps from which a rank was excluded.
+        has_healed: Whether this rank, perhaps non-finite, has received finite parameters; the reader clears it.
         has_warned_of_difference: Whether ranks of the node are known to differ.
     """
 
@@ -98,16 +97,16 @@ class NonFiniteGuard:
         self._state_mean: OptimizerStateMean | None = None
         if optimizer is not None and policy.average_optimizer_state:
             self._state_mean = OptimizerStateMean(optimizer, topology, wire or Wire(), policy.on_nonfinite)
-        self._healthy: frozenset[int] | None = None  # of the agreement under way; None: all
+        self._healthy: frozenset[int] | None = None  # of the current synchronization; None: all
         self.nonfinite = 0
         self.has_healed = False
         self.has_warned_of_difference = False
 
     def follow(self, replica: Replica) -> None:
-        """Training goes on from agreed values, of perhaps other parameters, which are finite where its own were not.
+        """Continue from averaged, finite values, perhaps of other parameters.
 
         Args:
-            replica: What agrees from now on.
+            replica: The parameters and buffers to synchronize from now on.
         """
         self.replica = replica
         if self._state_mean is not None:
@@ -126,7 +125,7 @@ class NonFiniteGuard:
             weights: Of the ranks, by the bucket's index; they sum to 1. Default: the topology's.
 
         Returns:
-            Whether this rank was sick, and has got the others' mean: see :meth:`repair`.
+            Whether this rank was non-finite and received the others' mean: see :meth:`repair`.
         """
         if self._is_alone:
             return False
@@ -144,8 +143,8 @@ class NonFiniteGuard:
     def average_in_node(self, buckets: Sequence[Bucket], step: int) -> None:
         """Write the weighted mean over the ranks of this node, which train alone, to some buckets; blocks.
 
-        The mean is that of the healthy, as in :meth:`repair`. If the node has none, its values stay as they are, for
-        the other nodes to heal.
+        Non-finite ranks are excluded, as in :meth:`repair`. If all are, the values stay unchanged until other nodes
+        repair them.
 
         Args:
             buckets: Which.
@@ -177,7 +176,7 @@ class NonFiniteGuard:
             self.begin_optimizer_anew()
 
     def average_optimizer_state(self) -> None:
-        """All nodes hold the same parameters: let them agree on the optimizer's state as well, if it is asked for."""
+        """Average the optimizer's state if the policy asks for it; all nodes hold the same parameters."""
         healthy, self._healthy = self._healthy, None
         if not self.policy.average_optimizer_state:
             return
@@ -186,7 +185,7 @@ class NonFiniteGuard:
         self._state_mean(self.replica, healthy)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must know for an exact resume; empty where that is nothing."""
+        """Return this rank's state for an exact resume; may be empty."""
         return {} if self._state_mean is None else self._state_mean.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,7 +194,7 @@ class NonFiniteGuard:
             self._state_mean.load_state_dict(state)
 
     def verify(self, step: int) -> None:
-        """See that the ranks of this node hold the same parameters, if anybody wants to know; collective over the node.
+        """Check that the ranks of this node hold equal parameters, unless the policy is off. Collective over the node.
 
         Args:
             step: Optimizer steps that were taken, for people.
@@ -216,14 +215,14 @@ class NonFiniteGuard:
         self.has_warned_of_difference = True
 
     def look(self, buckets: Sequence[Bucket], step: int) -> bool | None:
-        """Whether what this node is about to send is not finite, where others do not learn of it together.
+        """Return whether values that this node is about to send are non-finite, without a collective over nodes.
 
         Args:
-            buckets: What leaves.
-            step: Optimizer steps that were taken, for people.
+            buckets: The buckets to be sent.
+            step: Optimizer steps that were taken, for messages.
 
         Returns:
-            None if nobody is to look.
+            None if the policy is not to check.
 
         Raises:
             NonfiniteError: On the ranks of this node, if that is the policy.
@@ -257,11 +256,11 @@ class NonFiniteGuard:
         return not self.report_nonfinite(str(describe(self.replica, gradients=True)), step)
 
     def may_step(self, mean: Tensor, wire: Wire) -> bool:
-        """Whether a shard may step with the mean of finite gradients; on CUDA it may, with zeros in their place.
+        """Return whether a shard may step with the mean of finite gradients; on CUDA a bad mean becomes zero instead.
 
         Args:
-            mean: Of the gradients.
-            wire: By which they have travelled.
+            mean: The mean of the gradients.
+            wire: The encoding with which they were sent.
 
         Raises:
             NonfiniteError: On this rank, if the mean is too large for the wire and that is the policy.
@@ -315,21 +314,21 @@ class NonFiniteGuard:
     ) -> bool:
         """Average the buckets of a flagged exchange without the ranks that are not finite. Collective.
 
-        The healthy agree on their present values, which travel as they are this time, and the sick take what comes of
-        it. It is rare, and waited for. With H the ranks that are healthy::
+        Finite ranks average their current values unencoded, and non-finite ranks receive the mean. It blocks. With H
+        the finite ranks::
 
             mean := sum over H of w_r x_r / sum over H of w_r
 
         Args:
-            spoilt: Whose exchange it was; it knows the last agreed values.
+            spoilt: The reducer of the flagged exchange, which holds the reference parameters.
             indexes: Its buckets.
             step: Optimizer steps that were taken.
-            take: Gets every bucket and what takes the mean's place.
-            update_reference: Lands the mean in the last agreed values, as for ``spoilt``.
+            take: Receives every bucket and the values to merge instead of the mean.
+            update_reference: Updates the reference parameters with the mean, as for ``spoilt``.
 
         Returns:
-            Whether this rank is sick, and has got the others' mean. If it goes on from that, and does not only look at
-            it, its optimizer begins anew.
+            Whether this rank was non-finite and received the others' mean. If it continues training from that, its
+            optimizer state is reset.
 
         Raises:
             NonfiniteError: On all ranks, if that is the policy, or all ranks are non-finite.
@@ -339,7 +338,7 @@ class NonFiniteGuard:
         found: list[tuple[str | None, list[int]]] = self._topology.world.all_gather_object(own)
         self._healthy = None
         replaced = set[int]().union(*(places for _, places in found))
-        if replaced:  # a rank's module holds another shape in their place: they are each rank's own from now on
+        if replaced:  # a rank's module has replaced them by another shape, so each rank keeps its own from now on
             self.replica.give_up_buffers(replaced)
             if not any(what for what, _ in found):
                 again = spoilt(step, spoilt.turn, indexes, take)
@@ -349,7 +348,7 @@ class NonFiniteGuard:
         buckets = [spoilt.buckets[index] for index in indexes]
         for index, bucket in zip(indexes, buckets, strict=True):
             known = None if update_reference is None else spoilt.whole(index, spoilt.references[index])
-            if is_nonfinite:  # counts as nothing or, where differences count, as having gone nowhere
+            if is_nonfinite:  # weighs nothing; a difference from the reference is zero
                 bucket.unpack(bucket.empty().zero_() if known is None else known[: bucket.numel])
 
         def update_of_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
@@ -363,8 +362,8 @@ class NonFiniteGuard:
         def take_agreed(bucket: Bucket, agreed: Tensor) -> None:
             own = bucket.pack()
             bucket.unpack(agreed)
-            spoilt.restart([places[id(bucket)]])  # from what is agreed, not from what each node makes of it
-            if not is_nonfinite:  # whoever is has nothing of its own to keep
+            spoilt.restart([places[id(bucket)]])  # from the average, not from each node's merged values
+            if not is_nonfinite:  # a non-finite rank has no values to keep
                 bucket.unpack(own)
                 take(bucket, agreed)
 
@@ -387,7 +386,7 @@ class NonFiniteGuard:
         Ranks of a node that hold the same parameters are excluded together.
 
         Args:
-            found: What is not finite, of every rank.
+            found: The name of each rank's non-finite values, or None.
             step: Optimizer steps that were taken, for people.
             wire: Of the flagged exchange.
 
@@ -406,19 +405,19 @@ class NonFiniteGuard:
         if self.replica.equal_in_node:
             sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
         healthy = frozenset(range(topology.world_size)) - sick
-        if not sick and not wire.is_lossy:  # they have become finite since it left
+        if not sick and not wire.is_lossy:  # they have become finite since it was sent
             return healthy
         if not healthy:
             raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")
         if self.policy.on_nonfinite == "raise":
             raise NonfiniteError(f"{trouble}. {self._advice}")
         if topology.rank == 0:
-            left_out = "The agreement goes on without them" if sick else "The agreement is repeated as it is"
+            left_out = "The synchronization excludes them" if sick else "The synchronization is repeated unencoded"
             log.warning("%s. %s (on_nonfinite='skip')", trouble, left_out)
         return healthy
 
     def begin_optimizer_anew(self) -> None:
-        """This rank goes on from healthy parameters: let go of what its optimizer may remember of a sickness."""
+        """Reset non-finite optimizer state, because this rank continues from finite parameters."""
         if self.policy.on_nonfinite == "skip":
             self.has_healed = True
             if self._optimizer is not None:

@@ -1,4 +1,4 @@
-"""Something else in place of an optimizer's step, where gradients are there and a program steps as ever."""
+"""Replace an optimizer's step by another function, without a change of the training loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.autocast import Autocast
 
 Update = Callable[[Callable[..., object] | None], object]
-"""Called in place of an optimizer's step, when the gradients are there.
+"""A function that is called instead of an optimizer's step, when gradients are ready.
 
 It gets the user's own step; or None where a gradient scaler skipped it, on this rank or on its node. The step takes a
 context manager for ``looking``: around whatever evaluates the loss again.
@@ -21,12 +21,12 @@ context manager for ``looking``: around whatever evaluates the loss again.
 
 @contextmanager
 def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
-    """Inside, whoever calls ``optimizer.step`` (Lightning, a precision plugin after clipping) calls ``update``.
+    """Call ``update`` whenever ``optimizer.step`` is called in the context, by Lightning or a precision plugin.
 
     Args:
         optimizer: The user's.
-        update: Called once, when the gradients are there, with the optimizer's own step; in the end, with None, if
-            nobody has stepped.
+        update: Called once, when the gradients are there, with the optimizer's own step; at the end, with None, if
+            ``step`` was not called.
     """
     patched_by_others = vars(optimizer).get("step")  # a learning-rate scheduler counts calls this way
     original = optimizer.step
@@ -64,7 +64,7 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
 
 
 class _EvaluatedOnce:
-    """A closure that was called already: whoever calls it gets that loss, while the gradients are still there.
+    """A closure that has been called; it returns the same loss again while the gradients are unchanged.
 
     SAM's kind of optimizer moves the weights, and evaluates the loss there: its second gradients take a closure.
 
@@ -96,6 +96,6 @@ class _EvaluatedOnce:
             return self._closure()
 
     def _gradients(self) -> list[tuple[int, int] | None]:
-        """What changes when somebody writes to a gradient, or takes it away."""
+        """Return identities and versions of the gradients, which change if one is written or removed."""
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]

@@ -1,4 +1,4 @@
-"""Node-based communication: gradients agree inside a node, parameters between nodes every now and then."""
+"""Average gradients inside a node at every step and parameters between nodes periodically."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PeriodicAveraging(ParameterSync):
         x   := optimizer(x, g)
         x   := sum over all nodes of W_m x_m                    if i % sync_every == 0 or i == K  (Eq. 9)
 
-    In the first ``warmup_steps`` of a run (post-local SGD) nodes do not differ. At every step the gradient is averaged
-    over all nodes, encoded as ``wire_dtype`` says, with error feedback::
+    In the first ``warmup_steps`` of a run, all nodes hold equal parameters (post-local SGD). At every step the gradient
+    is averaged over all nodes, encoded with ``wire_dtype`` and error feedback::
 
         g   := sum over all ranks of w_r g_r
         x   := optimizer(x, g)
 
-    Averaging parameters costs most accuracy early in a run, when learning rates are large. A quarter of the run by
-    all-reduce, then a mean every 4 steps::
+    Parameter averaging costs most accuracy early in a run, while learning rates are large. This example uses all-reduce
+    for the first quarter of the run, then averages every 4 steps::
 
         HierarchicalStrategy(PeriodicAveraging(4, warmup_steps=0.25), wire_dtype="int4")
 
@@ -46,23 +46,26 @@ class PeriodicAveraging(ParameterSync):
     ``warmup_steps``: the same paper, section 3 (post-local SGD), which switches when the learning rate first falls.
 
     Args:
-        sync_every: Optimizer steps between agreements, counted from the start of each epoch. None: epoch ends only.
-            ``"auto"``: nodes agree every 4 steps at first, which is timed; then as often as ``overhead_target`` allows.
-        at_epoch_end: Also agree after the last step of an epoch.
-        order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after an agreement.
-            That default is ours. ``"before_step"`` averages before it, as Algorithm 2 is printed; replicas then differ
-            by one local step.
-            With manual optimization the last step of an epoch is not known beforehand, so it is averaged after it.
-        gradients: ``"node"``, as above. ``"none"``: gradients are not exchanged at all, so every rank trains alone
-            between agreements.
+        sync_every: Optimizer steps between synchronizations, counted from the start of each epoch. None: synchronize at
+            the ends of epochs only. ``"auto"``: synchronize every 4 steps at first to measure the cost, then as often
+            as ``overhead_target`` allows.
+        at_epoch_end: Also synchronize after the last step of each epoch.
+        order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after a synchronization.
+            The paper does not specify this default. ``"before_step"`` averages before it, as in the printed Algorithm
+            2; replicas then differ by one local step. Manual optimization does not announce the last step of an epoch,
+            so ``at_epoch_end`` averages after that step.
+        gradients: ``"node"``: average gradients over the ranks of a node at every step. ``"none"``: do not exchange
+            gradients; every rank trains alone between synchronizations.
         node_sync_every: With ``gradients="none"``, optimizer steps between averages of parameters inside the node,
-            counted as ``sync_every``. None: ranks of a node agree only when all do.
-        overhead_target: With ``sync_every="auto"``, the share of the time of training that it may wait for agreements.
-        warmup_steps: The first optimizer steps, or the first share of the run (a float below 1), in which gradients are
-            averaged over all nodes instead, as ``AllReduce`` does it: see above.
+            counted like ``sync_every``. None: ranks of a node synchronize only together with all nodes.
+        overhead_target: With ``sync_every="auto"``, the largest fraction of training time to spend waiting for
+            synchronizations, between 0 and 1.
+        warmup_steps: Length of the initial phase in which gradients are averaged over all nodes, as in ``AllReduce``: a
+            number of optimizer steps, or a fraction of the run (a float below 1). Default: 0, no such phase.
 
     Raises:
-        ValueError: If ``sync_every`` is not positive, nothing would ever agree, or arguments contradict each other.
+        ValueError: If ``sync_every`` is not positive, the nodes would never synchronize, or arguments contradict each
+            other.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class PeriodicAveraging(ParameterSync):
         if period is not None and period < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
-            raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never agree")
+            raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never synchronize")
         if order not in ("after_step", "before_step"):
             raise ValueError(f"order={order!r} must be 'after_step' or 'before_step'")
         if node_sync_every is not None and node_sync_every < 1:
@@ -108,7 +111,7 @@ class PeriodicAveraging(ParameterSync):
         if isinstance(self.sync_every, int) and 1 < steps_of_epoch < self.sync_every:
             yield (
                 f"PeriodicAveraging(sync_every={self.sync_every}) counts from the start of each epoch, which has"
-                f" {math.ceil(steps_of_epoch)} optimizer steps: nodes agree at the ends of epochs only. Choose a"
+                f" {math.ceil(steps_of_epoch)} optimizer steps: nodes synchronize at epoch ends only. Choose a"
                 " smaller sync_every."
             )
 
@@ -116,7 +119,7 @@ class PeriodicAveraging(ParameterSync):
     def requirements(self) -> Requirements:
         if self.order == "after_step":
             return super().requirements
-        unequal = "order='before_step' leaves the nodes unequal after an agreement: take order='after_step'"
+        unequal = "order='before_step' leaves the nodes unequal after a synchronization: take order='after_step'"
         return replace(super().requirements, needs_fixed_nodes=unequal)
 
 
@@ -125,14 +128,14 @@ class PeriodicState(SyncState):
     """The state of periodic averaging.
 
     Attributes:
-        averaged_before_last: Whether the last step of the epoch was preceded by an average.
+        averaged_before_last: Whether parameters were averaged before the last step of the epoch.
     """
 
     averaged_before_last: bool = field(default=False, metadata=TRANSIENT)
 
 
 class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
-    """Periodic averaging at work: before the step, after it, and at the ends of epochs."""
+    """Run periodic averaging before or after optimizer steps and at the ends of epochs."""
 
     state: PeriodicState
     state_type = PeriodicState
@@ -150,7 +153,7 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
 
     def _average_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
         self.average()
-        if optimizer_step is not None and not self.state.was_nonfinite:  # or its gradients are those of what it was
+        if optimizer_step is not None and not self.state.was_nonfinite:  # a repaired node's gradients are stale
             optimizer_step()
 
     def after_step(self, last: bool) -> None:

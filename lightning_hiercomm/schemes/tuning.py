@@ -1,4 +1,4 @@
-"""``sync_every="auto"``: so few agreements that training waits for no more than a given share of its time."""
+"""``sync_every="auto"``: choose a period that limits the fraction of time spent waiting for exchanges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_hiercomm.comm.base import Communicator
 P = TypeVar("P", int, int | None)
 
 OVERHEAD_TARGET = 0.05
-"""What is accepted unless the user says otherwise."""
+"""The default of ``overhead_target``."""
 
 _FIRST_EXCHANGES = 1  # open connections, and do not count
 _FIRST_STEPS = 2  # allocate, compile, and fill the loader's queue
@@ -29,13 +29,13 @@ _STEPS_BETWEEN = 3  # without an exchange: with two optimizers, one of them has 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured, and what follows from it; the same on every rank.
+    """The measured times and the chosen period, equal on every rank.
 
     Attributes:
-        period: Optimizer steps between two agreements on the same part.
-        step_seconds: Of a step in which nothing travels between nodes, on the slowest rank.
-        exchange_seconds: For which training waits for the exchanges of a period, not counting waits for slower ranks.
-        overhead: The share of the training time that this makes of a period.
+        period: Optimizer steps between two synchronizations of the same fragment.
+        step_seconds: Seconds of a step without an exchange, on the slowest rank.
+        exchange_seconds: Seconds that training waits for the exchanges of a period, without waits for slower ranks.
+        overhead: Fraction of a period's training time spent waiting for exchanges.
     """
 
     period: int
@@ -53,7 +53,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class AutoPeriod:
-    """``sync_every="auto"``: what a :class:`PeriodTuner` goes by, and how long it takes.
+    """The settings of a :class:`PeriodTuner` for ``sync_every="auto"``.
 
     Attributes:
         target: The accepted overhead.
@@ -67,22 +67,22 @@ class AutoPeriod:
 
     @property
     def provisional_period(self) -> int:
-        """Optimizer steps between agreements until the period is chosen: few, with some quiet steps between them."""
+        """Optimizer steps between synchronizations until the period is chosen, some of them without an exchange."""
         return self.parts * (-(-self.least // self.parts) + _STEPS_BETWEEN)
 
     @property
     def exchanges(self) -> int:
-        """How many are timed."""
+        """The number of exchanges to time."""
         return _FIRST_EXCHANGES + self.parts * (4 if self.parts == 1 else 2)
 
     def check(self, left: int) -> None:
-        """Refuse a run that ends before the period is chosen.
+        """Check that the run is long enough to choose the period.
 
         Args:
-            left: Its optimizer steps.
+            left: Optimizer steps left in the run.
 
         Raises:
-            ValueError: If there are too few.
+            ValueError: If the run ends before the period is chosen.
         """
         if left < self.steps:
             raise ValueError(
@@ -92,20 +92,20 @@ class AutoPeriod:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps that it takes, at most."""
+        """The largest number of optimizer steps needed to choose the period."""
         return _FIRST_STEPS + -(-self.exchanges * self.provisional_period // self.parts)
 
 
 class PeriodTuner:
-    """Times steps and exchanges of a scheme that agrees often, then chooses its period.
+    """Times the steps and exchanges of a scheme with a short period, then chooses its period.
 
-    With T the time of a step, E the time that training waits in the exchanges of a period (one for each part of the
-    model), and the accepted overhead o, the period is ``H = max(least, ceil(E / (o T)))``: the smallest with
-    ``E <= o H T``.
+    With T the time of a step, E the time that training waits in the exchanges of a period (one for each fragment of the
+    model), and the accepted overhead o, the period is ``H = max(least, ceil(E / (o T)))``: the smallest with ``E <= o H
+    T``.
 
-    Ranks are not equally fast, and whoever comes first to an agreement waits for the others, which no period changes.
-    So an exchange counts with the time of the rank that waited least for it, and a step with that of the slowest rank.
-    Of several, each counts with its median.
+    Faster ranks wait for slower ones at a synchronization with any period. So the time of an exchange is that of the
+    rank that waited least, and the time of a step that of the slowest rank. The median over several exchanges or steps
+    is used.
 
     Args:
         auto: The accepted overhead o, the least period, and the exchanges in one.
@@ -126,7 +126,7 @@ class PeriodTuner:
         self._step_ended: float | None = None
 
     def begin_epoch(self, device: torch.device) -> None:
-        """What happened since the last step (validation, checkpoints) was no training."""
+        """Restart the clock, because time since the last step (validation, checkpoints) is not training."""
         self._device = device
         self._step_ended = None
         self._waited_in_step = 0.0
@@ -151,7 +151,7 @@ class PeriodTuner:
             self.drop()
 
     def drop(self) -> None:
-        """Nothing is on its way any more."""
+        """Reset the timer of the pending exchange."""
         self._is_on_its_way, self._waited = False, 0.0
 
     def end_step(self) -> bool:
@@ -195,7 +195,7 @@ class PeriodTuner:
 def tuned(
     sync_every: P | Literal["auto"], target: float, least: int, parts: int = 1
 ) -> tuple[P | int, AutoPeriod | None]:
-    """The period to begin with; and how another is chosen, where the user leaves it to us.
+    """Return the initial period, and the settings of the tuner for ``"auto"``.
 
     Args:
         sync_every: As the user gave it.

@@ -1,4 +1,4 @@
-"""What an optimizer remembers of single elements: those that have taken the same steps can be one parameter to it."""
+"""Optimizer state per element: elements with the same step history share one parameter of the optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IS_KNOWN = "is_known"
 
 @dataclass(frozen=True)
 class History:
-    """What elements have in common that may share a state.
+    """The properties that elements must share to be in one optimizer parameter.
 
     Attributes:
         numbers: All of which the state has one for all elements, such as Adam's ``"step"``: name, value and type. None
@@ -30,7 +30,7 @@ class History:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], parameter: Tensor) -> History:
-        """That of a parameter with this state; an empty one before its first step."""
+        """Return the history of a parameter with this optimizer state; empty before its first step."""
         numbers: list[tuple[str, float, torch.dtype | None]] = []
         kinds: list[tuple[str, torch.dtype]] = []
         for name in sorted(state):
@@ -44,21 +44,21 @@ class History:
         return cls(tuple(numbers), tuple(kinds))
 
     def state(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The state of elements with this history, whose values, by name, are among these."""
+        """Return the optimizer state of elements with this history, given their values by name."""
         numbers = {n: value if dtype is None else torch.tensor(value, dtype=dtype) for n, value, dtype in self.numbers}
         return {**{name: values[name] for name, _ in self.kinds}, **numbers}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbours with one history: so many of them."""
+    """A number of consecutive elements with the same history."""
 
     numel: int
     history: History
 
 
 def between(runs: Iterable[Run], start: int, end: int) -> list[Run]:
-    """The runs of elements ``start`` to ``end`` (not included), where ``runs`` begin with element 0."""
+    """Return the runs of elements ``start`` to ``end`` (exclusive), where ``runs`` begin with element 0."""
     found, offset = [], 0
     for run in runs:
         first, last = max(start, offset), min(end, offset + run.numel)
@@ -69,7 +69,7 @@ def between(runs: Iterable[Run], start: int, end: int) -> list[Run]:
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """The same with neighbours of one history in one run."""
+    """Merge consecutive runs of the same history."""
     long: list[Run] = []
     for run in runs:
         if long and long[-1].history == run.history:
@@ -86,7 +86,7 @@ class TensorState:
     Attributes:
         values: One for each element, by name, in the tensor's shape; zero where an element has none.
         runs: All elements in their order.
-        beside: The histories of what other ranks of the node hold of the same whole tensor, where it is sharded.
+        beside: The histories of other ranks' shards of the same tensor, if it is sharded inside the node.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class TensorState:
     beside: frozenset[History] = frozenset()
 
     def to_file(self, like: Tensor) -> dict[str, Tensor]:
-        """As an optimizer of one process would hold it; by element, where that is not possible.
+        """Return the state in the layout of a single-process optimizer; by element if that is not possible.
 
         Args:
             like: The tensor.

@@ -1,4 +1,4 @@
-"""Merged how: what a node makes of what arrives from the others."""
+"""Merges: how a node combines its own parameters with the received mean."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
 class Merge(Value, ABC):
-    """Brings one bucket of the replica and what has arrived for it together.
+    """Base class of rules that merge a received mean into a bucket of the replica.
 
-    It is configuration, and remembers nothing: an ``OuterOptimizer``, which does, makes what remembers.
+    It is configuration without state. An ``OuterOptimizer`` builds a separate object that has state.
 
     Attributes:
-        needs_sent: Whether what the node sent must be kept apart from what arrives.
-        makes_equal: Whether nodes that merge what they have just sent all hold the same values.
+        needs_sent: Whether the sent values must be stored in addition to the received ones.
+        makes_equal: Whether all nodes hold the same values after a merge with staleness 0.
         keeps_reference: Whether there are reference parameters, which are neither a node's own values nor the nodes'
-            mean. Each rank keeps them for its part of the model, differences from them travel, and
-            :meth:`update_reference` steps them.
+            mean. Each rank stores them for its shard of the model, nodes send differences from them, and
+            :meth:`update_reference` updates them.
     """
 
     needs_sent: bool = False
@@ -37,32 +37,32 @@ class Merge(Value, ABC):
         """Change the bucket's tensors.
 
         Args:
-            bucket: What is merged into; its values are those of now.
-            move: What arrived, packed: the mean over the nodes. Its memory may be used up.
+            bucket: The bucket to change; it holds the current values.
+            move: The received mean over the nodes, packed. Its memory may be overwritten.
             staleness: S, optimizer steps since it was sent.
-            nodes: M, over how many nodes the mean was taken.
+            nodes: M, the number of nodes in the mean.
         """
 
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
-        """The same for what was sent just now: here, the mean takes the place of the bucket's values.
+        """Merge a mean of current values (staleness 0); by default it replaces the bucket's values.
 
         Args:
-            bucket: What is merged into.
-            mean: Packed.
-            nodes: M, over how many nodes it was taken.
+            bucket: The bucket to change.
+            mean: The mean over the nodes, packed.
+            nodes: M, the number of nodes in the mean.
         """
         bucket.unpack(mean)
 
     def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-        """Move a bucket's last agreed values where the nodes' mean says; called where :attr:`keeps_reference`.
+        """Update a bucket's reference parameters from the nodes' mean; called if :attr:`keeps_reference`.
 
         Args:
-            index: Of the bucket.
-            agreed: This rank's part of the values, 1-D, to be changed in place.
-            difference: How far the nodes' mean is from them.
+            index: The index of the bucket.
+            agreed: This rank's shard of the reference parameters, 1-D, to be changed in place.
+            difference: The nodes' mean minus the reference parameters.
 
         Returns:
-            What every node gets to merge, in place of the mean: here, the values themselves, moved to the mean.
+            The values that every node merges instead of the mean: by default, the updated reference parameters.
         """
         return agreed.add_(difference)
 
@@ -70,8 +70,8 @@ class Merge(Value, ABC):
         """Make the outer optimizer of a reducer's reference parameters, if the merge has one. Collective over the node.
 
         Args:
-            reducer: Holds them.
-            before: The one that has stepped them so far, perhaps in other buckets: its state is kept.
+            reducer: The reducer that holds the reference parameters.
+            before: The previous outer optimizer, perhaps with other buckets; its state is kept.
         """
         return None
 
@@ -85,7 +85,7 @@ class Merge(Value, ABC):
 
 
 class Replace(Merge):
-    """The mean takes the place of the node's own values: ``x := mean``.
+    """Replace the node's own values by the mean: ``x := mean``.
 
     Args:
         keep_local: Weight of the node's own values, from 0 to 1: ``x := keep_local x + (1 - keep_local) mean``.
@@ -97,7 +97,7 @@ class Replace(Merge):
 
     def __init__(self, keep_local: float = 0.0) -> None:
         if not 0.0 <= keep_local <= 1.0:
-            raise ValueError(f"keep_local={keep_local} must be a weight from 0 (take what arrives) to 1 (ignore it)")
+            raise ValueError(f"keep_local={keep_local} must be a weight from 0 (take the mean) to 1 (ignore it)")
         self.keep_local = keep_local
         self.makes_equal = keep_local == 0.0
 
@@ -112,9 +112,9 @@ class Replace(Merge):
 
 
 class StaleSum(Merge):
-    """DASO's Eq. 1: the node's own values weigh 2 S, what each of the P nodes sent S steps ago weighs 1.
+    """Merge by DASO's Eq. 1: weight 2 S for the node's own values, 1 for each of the P values sent S steps ago.
 
-    That is::
+    The merged parameters are::
 
         x := (2 S x_local + sum of sent x) / (2 S + P)
 
@@ -130,7 +130,7 @@ class StaleSum(Merge):
 
 
 class Delta(Merge):
-    """All local progress is kept, and with it the mean over the nodes: ``x := x_local + mean of sent x - own sent``."""
+    """Keep all local progress and preserve the mean over the nodes: ``x := x_local + mean of sent x - own sent``."""
 
     needs_sent = True
 
@@ -138,9 +138,9 @@ class Delta(Merge):
     def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
         for (whole, mean), (_, sent) in zip(bucket.aligned(move.flat), bucket.aligned(move.sent), strict=True):
             for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
-                # what is equal stays so, in any type: minus zero, too, of which zero may be taken, not added
+                # equal values stay equal in any type: subtracting zero preserves minus zero, adding it does not
                 local.sub_(torch.sub(left, arrived, out=arrived))
 
 
 MERGES: dict[str, Callable[[], Merge]] = {"replace": Replace, "eq1": StaleSum, "delta": Delta}
-"""The merges that have a name."""
+"""The merges by name."""

@@ -1,4 +1,4 @@
-"""Merged how: an outer optimizer takes the way that the nodes went for a gradient."""
+"""The outer optimizer, whose gradient is the difference between reference parameters and the nodes' mean."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 _States = Sequence[Sequence[tuple[int, Mapping[str, Any]]]]
-"""Of every bucket and, there, of every run in a rank's part: how long it is, and the optimizer's state for it."""
+"""The length and optimizer state of every run in a rank's shard, by bucket."""
 
 
 class OuterOptimizer(Merge):
-    """The difference between the last agreed parameters and the nodes' mean is a gradient for another optimizer.
+    """Merge by an outer optimizer, with the reference parameters minus the nodes' mean as its gradient.
 
-    With a the last agreed (outer) parameters, equal on all nodes, and W_m the nodes' weights::
+    With a the reference (outer) parameters, equal on all nodes, and W_m the nodes' weights::
 
         d := sum_m W_m (a - x_m)
         a := outer(a, d)
         x := keep_local x + (1 - keep_local) a
 
-    Each rank keeps a, and the optimizer's state, for its own part of the model, and steps that part before the node
-    shares it: one copy of each per node, not per rank. Elements that have taken fewer steps than their neighbours, for
-    they were unfrozen later, have a state of their own, as if each were optimized for itself.
+    Each rank stores a and the optimizer's state for its own shard of the model, and updates the shard before the node
+    gathers it. So a node has one copy of each. Elements that were unfrozen later and have taken fewer steps have a
+    separate optimizer state.
 
     Source: Douillard et al. 2023, "DiLoCo", Algorithm 1; Douillard et al. 2025, "Streaming DiLoCo", Algorithm 2.
 
     Args:
-        optimizer: Makes any ``torch.optim`` optimizer that treats every element by itself. Default: SGD with learning
-            rate 0.7 and Nesterov momentum 0.9, the papers' own.
-        scheduler: Makes a scheduler of its learning rate, which steps once when all parts have been merged.
-        keep_local: Weight of what a node has become by itself in what it goes on with, from 0 to 1; the paper's alpha,
-            which has 0.5 where the outer step comes late, as ``DiLoCo(staleness=...)`` does.
+        optimizer: Function that creates the optimizer from parameters: any of ``torch.optim`` whose update is
+            elementwise. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9, the papers' own.
+        scheduler: Function that creates its learning-rate scheduler, which steps once when all fragments have been
+            merged. Default: a constant learning rate.
+        keep_local: Weight of a node's own parameters in the merged ones, from 0 to 1; the paper's alpha. The paper uses
+            0.5 with staleness, as ``DiLoCo(staleness=...)`` does. Default: 0.
 
     Raises:
         ValueError: If ``keep_local`` is out of range; when the optimizer is made, if it needs whole tensors.
@@ -84,15 +85,15 @@ class OuterOptimizer(Merge):
         self._mix.at_once(bucket, mean, nodes)
 
     def keeping(self, keep_local: float) -> OuterOptimizer:
-        """Return the same with another ``keep_local``."""
+        """Return a copy with another ``keep_local``."""
         return OuterOptimizer(self.make_optimizer, self.make_scheduler, keep_local)
 
     def build(self, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
-        """Make what steps the last agreed values of a reducer. Collective over the node.
+        """Make the outer optimizer of a reducer's reference parameters. Collective over the node.
 
         Args:
-            reducer: The buckets, and their last agreed values.
-            before: What has stepped them so far, perhaps in other buckets: its state is kept.
+            reducer: The reducer that holds the buckets and their reference parameters.
+            before: The previous outer optimizer, perhaps with other buckets; its state is kept.
 
         Raises:
             ValueError: If the optimizer needs whole tensors.
@@ -104,12 +105,12 @@ class OuterOptimizer(Merge):
 
 
 class RunningOuterOptimizer:
-    """An outer optimizer at work on this rank's part of the last agreed values, with all that it remembers.
+    """The outer optimizer of this rank's shard of the reference parameters, with its state.
 
     Args:
-        config: What makes the optimizer, and its scheduler.
+        config: The configuration, which makes the optimizer and its scheduler.
         reducer: See :meth:`OuterOptimizer.build`.
-        before: Likewise.
+        before: See :meth:`OuterOptimizer.build`.
 
     Attributes:
         optimizer: The optimizer itself.
@@ -124,13 +125,13 @@ class RunningOuterOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """The present one."""
+        """The current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-        """Step a bucket's last agreed values, given how far the nodes' mean is from them."""
+        """Update a bucket's reference parameters, given the nodes' mean minus them."""
         optimizer, runs = self.optimizer, self._runs[index]
-        # no minus zero where nothing differs: a step along that would make zero of an agreed minus zero
+        # no minus zero in a zero difference: its step would turn a reference value of minus zero into zero
         gradients = (0.0 - difference).to(agreed.dtype).split([run.numel() for run in runs])
         for run, gradient in zip(runs, gradients, strict=True):
             run.grad = gradient
@@ -141,7 +142,7 @@ class RunningOuterOptimizer:
         return agreed
 
     def undo_point(self) -> Callable[[], None]:
-        """Remember the state; what is returned goes back to it."""
+        """Store the state; return a callback that restores it."""
         states, schedule = self.part_states(), copy.deepcopy(self._schedule())
 
         def undo() -> None:
@@ -150,17 +151,16 @@ class RunningOuterOptimizer:
         return undo
 
     def end_round(self) -> None:
-        """All parts have been merged once more: the scheduler steps."""
+        """Step the scheduler after all fragments have been merged."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """All state, as the optimizer of one process would hold it for these parameters. Collective over the node.
+        """Return all state for these parameters in the layout of one process. Collective over the node.
 
-        Where elements of one parameter have taken different numbers of steps, ``"step_by_element"`` says so in place of
-        ``"step"``.
+        If elements of a parameter have taken different numbers of steps, ``"step_by_element"`` replaces ``"step"``.
         """
         known = self._state_by_tensor()
         held = [known[id(parameter)].to_file(parameter) if id(parameter) in known else {} for parameter in parameters]
@@ -173,7 +173,7 @@ class RunningOuterOptimizer:
         self._begin(self._own_states(known), state)
 
     def part_states(self) -> list[list[dict[str, Any]]]:
-        """The optimizer's state for this rank's part of every bucket, as it is: by runs of one history."""
+        """Return the optimizer's state for this rank's shard of every bucket, by runs of one history."""
         held: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         return [
             [{"numel": run.numel(), "state": {n: copied(v) for n, v in held.get(run, {}).items()}} for run in runs]
@@ -193,13 +193,13 @@ class RunningOuterOptimizer:
         }
 
     def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
-        """Go on with a new optimizer, which has this state."""
+        """Continue with a new optimizer that has this state."""
         self._runs, self.optimizer, self._scheduler = self._made(states, schedule)
 
     def _made(
         self, states: _States, schedule: Mapping[str, Any]
     ) -> tuple[list[list[torch.nn.Parameter]], Optimizer, LRScheduler | None]:
-        """An optimizer of this rank's part of every bucket, given how long each run of it is, and its state.
+        """Make an optimizer of this rank's shard of every bucket, given the length and state of each run.
 
         Returns:
             The runs, the optimizer of them, and the scheduler of its learning rate.
@@ -208,20 +208,20 @@ class RunningOuterOptimizer:
             [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
             for reference, runs in zip(self._reducer.references, states, strict=True)
         ]
-        # an optimizer refuses to be made without parameters, as a rank in no lane may be
+        # an optimizer needs a parameter, and a rank in no inter-node process group has none
         some = [run for runs in of_buckets for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
         optimizer = self._config.make_optimizer(some)
         if needs_whole_tensors(optimizer) or "lbfgs" in class_names(optimizer):
             raise ValueError(
-                f"the outer optimizer {type(optimizer).__name__} needs whole tensors, but every rank steps a part"
-                " of the model: use one that treats elements by themselves, such as SGD, Adam or AdamW"
+                f"the outer optimizer {type(optimizer).__name__} needs whole tensors, but every rank updates a"
+                " shard of the model: use an elementwise one, such as SGD, Adam or AdamW"
             )
         (group, *_) = optimizer.param_groups
         keeps_numbers_there = bool(group.get("capturable") or group.get("fused"))
         for runs, of_runs in zip(of_buckets, states, strict=True):
             for run, (_, state) in zip(runs, of_runs, strict=True):
                 for name, value in state.items():
-                    if isinstance(value, Tensor):  # a number, such as the step, may live on the CPU
+                    if isinstance(value, Tensor):  # a number, such as the step, may be on the CPU
                         is_there = keeps_numbers_there or is_elementwise(value, name, run)
                         value = value.to(run.device if is_there else value.device, copy=True)
                     optimizer.state[run][name] = value
@@ -237,7 +237,7 @@ class RunningOuterOptimizer:
 
     @torch.no_grad()
     def _state_by_tensor(self) -> dict[int, TensorState]:
-        """The optimizer's state for whole parameters, by their ``id``. Collective over the node."""
+        """Return the optimizer's state for whole parameters, by their ``id``. Collective over the node."""
         known: dict[int, TensorState] = {}
         reducer, optimizer = self._reducer, self.optimizer
         of_node, histories = self._runs_of_node(reducer, optimizer)
@@ -265,7 +265,7 @@ class RunningOuterOptimizer:
         return known
 
     def _runs_of_node(self, reducer: Reducer, optimizer: Optimizer) -> tuple[list[list[Run]], frozenset[History]]:
-        """The runs of every bucket, whole, and all histories that there are on the node; collective over it."""
+        """Return the runs of every whole bucket and all histories on the node. Collective over the node."""
         topology = reducer.topology
         own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
         for index, runs in enumerate(self._runs):
@@ -287,7 +287,7 @@ class RunningOuterOptimizer:
 
     @torch.no_grad()
     def _own_states(self, known: Mapping[int, TensorState]) -> _States:
-        """This rank's part of a state for whole parameters, by their ``id``."""
+        """Return this rank's shard of a state for whole parameters, given by their ``id``."""
         reducer = self._reducer
         states = []
         for index, bucket in enumerate(reducer.buckets):
@@ -305,7 +305,7 @@ class RunningOuterOptimizer:
                     flats[name][offset:][: piece.length] = values.reshape(-1)[piece.start :][: piece.length]
                 offset += piece.length
             reference, begin = reducer.references[index], _first_carried(reducer, index)
-            if whole:  # what the bucket is padded with goes with its end
+            if whole:  # padding has the history of the last element
                 whole.append(Run(begin + reference.numel(), whole[-1].history))
             own, offset = [], 0
             for run in between(joined(whole), begin, begin + reference.numel()):
@@ -317,12 +317,12 @@ class RunningOuterOptimizer:
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scheduler may move: the learning rate, and the momentum in cyclic ones."""
+    """Return the values that a scheduler may change: the learning rate and, in cyclic ones, the momentum."""
     return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
 
 
 def _first_carried(reducer: Reducer, index: int) -> int:
-    """Where in a packed bucket this rank's part begins."""
+    """Return the offset of this rank's shard in a packed bucket."""
     parts = reducer.parts_of(index)
     places = torch.arange(-(-reducer.buckets[index].numel // parts) * parts)
     return next(iter(reducer.carried(places, index)[:1].tolist()), 0)

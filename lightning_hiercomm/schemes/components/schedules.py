@@ -18,7 +18,7 @@ class Schedule(ABC):
     Attributes:
         period: Optimizer steps between two merges of the same fragment; None if there is no such number.
         counts_in_epoch: Whether steps are counted from the start of each epoch.
-        auto: How the period is chosen in the first steps of a run, if it is.
+        auto: How to choose the period in the first steps of a run; None if it is given.
     """
 
     period: int | None = None
@@ -38,8 +38,8 @@ class Schedule(ABC):
 
         Args:
             step: Optimizer steps since the run began, this one included: 1, 2, ...
-            step_in_epoch: The same since the epoch began.
-            fragments: Into how many fragments the model is cut.
+            step_in_epoch: Optimizer steps since the epoch began, this one included.
+            fragments: The number of fragments of the model.
         """
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Every(Schedule):
 
     Args:
         period: Optimizer steps from one merge to the next. None: never.
-        of: What steps are counted from: the beginning of each ``"epoch"``, or of the ``"run"``.
+        of: Start of the step count: the beginning of each ``"epoch"``, or of the ``"run"``.
 
     Raises:
         ValueError: If the period is not positive.
@@ -91,7 +91,7 @@ class Every(Schedule):
 @checked_fields
 @dataclass(frozen=True)
 class Staggered(Schedule):
-    """Each fragment once in a period, evenly spread over it.
+    """Synchronize each fragment once per period, evenly spread over it.
 
     Fragment p of P is due after step t if ``t mod H == ((p + 1) H // P) mod H``, with H the period.
 
@@ -125,8 +125,8 @@ class Auto(Schedule):
     """A schedule whose period is measured in the first steps of a run: ``sync_every="auto"``.
 
     Args:
-        provisional: What is followed while steps and exchanges are timed.
-        auto: How the period is chosen then.
+        provisional: The schedule while steps and exchanges are timed.
+        auto: How to choose the period afterwards.
     """
 
     provisional: Schedule = field()

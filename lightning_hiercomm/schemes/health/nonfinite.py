@@ -1,4 +1,4 @@
-"""NaN and infinity, and values that are too large to be sent."""
+"""Detection of values that are NaN, infinite, or too large to be sent."""
 
 from __future__ import annotations
 

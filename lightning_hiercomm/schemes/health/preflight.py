@@ -42,14 +42,14 @@ class Verdict(Handle):
 class Preflight(Verdict):
     """One all-reduce (maximum) of three numbers: the step, minus the step, and whether this rank cannot send.
 
-    It runs inside the node and then over each lane; inside the node again where a rank is in no lane, or a lane may
-    break. Without ``inbound`` the constructor waits for it.
+    It runs inside the node and then over each inter-node process group; inside the node again if a rank is in no such
+    group, or a group may break. Without ``inbound`` the constructor waits for it.
 
     Args:
         topology: All ranks; the training thread launches on its communicators.
         step: Optimizer steps that this rank has taken.
         unfit: An int64 scalar on the ranks' device: 1 if this rank cannot send, otherwise 0.
-        through: The twin of ``topology`` whose communicators move the exchange. Default: the topology itself.
+        through: The duplicate of ``topology`` whose communicators run the exchange. Default: the topology itself.
         inbound: The background thread that waits for it, in front of the exchange.
         outbound: The background thread on which the exchange leaves the node, if there is one.
         between_nodes: Whether other nodes take part.

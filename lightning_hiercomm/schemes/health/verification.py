@@ -21,7 +21,7 @@ class ReplicasDiffer(RuntimeError):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Its values as they are: of a lazy conjugate or negative nobody sees the bits."""
+    """Return the tensor with lazy conjugation and negation resolved, so that its bits are visible."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -68,7 +68,7 @@ def _scrambled(numbers: Tensor) -> Tensor:
 
 @torch.no_grad()
 def first_difference(replica: Replica, topology: Topology) -> str | None:
-    """The first parameter of which ranks of this node that should hold the same do not, for people; None if all do.
+    """Describe the first parameter that should be equal on ranks of this node and differs; None if there is none.
 
     Collective over the node: two numbers per parameter travel inside it. Float buffers may differ.
     """

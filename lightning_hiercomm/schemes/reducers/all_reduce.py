@@ -1,4 +1,4 @@
-"""The mean over all ranks: inside a node by parts, part ``l`` between the nodes over lane ``l``."""
+"""Two-level all-reduce: shards are reduced inside a node, then between nodes by ranks of equal local rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 
 @dataclass(frozen=True)
 class _Way:
-    """Who carries a bucket, and with which weight, decided when it is launched: its sums end later, on other threads.
+    """The senders and weights of a bucket, fixed at launch because its sums end later, on other threads.
 
     Attributes:
         shard: The shard of a packed bucket that this rank sends to other nodes, as a view; may be empty.
@@ -53,23 +53,23 @@ class ShardedAllReduce(Reducer):
     """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
 
     The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
-    over its lane, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread over all its links.
-    Where a rank holds a part of the model anyway, nothing is left to gather.
-    While one bucket is gathered the next are already on the wire. Values that differ inside a node are averaged there
-    first, each rank getting the mean of its own part.
+    over its inter-node process group, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread
+    over all its links. Where a rank holds a part of the model anyway, nothing is left to gather. While one bucket is
+    gathered the next are already on the wire. Values that differ inside a node are averaged there first, each rank
+    getting the mean of its own part.
 
     All ranks end with identical bits. Means of 16-bit numbers are summed in float32, of statistics in float64, and
-    rounded once (that of a node once more, before it leaves), so what is equal stays as it is.
+    rounded once (a node's mean is also rounded before it is sent), so equal values stay unchanged.
 
     Args:
-        replica: What agrees.
-        topology: Between whom, and with which weights.
-        wire: What travels between nodes. If that is not exact, it is the differences from the last agreed values (see
+        replica: The parameters and buffers to average.
+        topology: The nodes and the ranks' weights.
+        wire: The encoding between nodes. If it is lossy, differences from the reference parameters are sent (see
             :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
         through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.duplicate` whose communicators carry it, where
             averages also overlap with training. Default: the topology itself.
-        second: Another duplicate, for the second round of codes that do not add, if sums end beside training.
-        buckets: What of the replica agrees, in place of all its buckets.
+        second: Another duplicate, for the second round of codes that do not add, if sums overlap with training.
+        buckets: The buckets of the replica to average. Default: all.
         update_reference: Steps the reference parameters when the nodes' mean has arrived, and returns what every rank
             gets instead of the mean. Differences travel in any case. Default: to the mean.
         on_nonfinite: Unless ``"ignore"``, nothing is carried where a rank holds values that are not finite, or too
@@ -98,7 +98,7 @@ class ShardedAllReduce(Reducer):
     ) -> None:
         self._on_nonfinite = on_nonfinite
         self._checks_buffers = checks_buffers
-        self._preflight: Preflight | None = None  # of what was begun last, if anybody cares
+        self._preflight: Preflight | None = None  # of the last exchange, if it is checked
         self._weights = weights or (lambda _: topology.weights)
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
@@ -150,7 +150,7 @@ class ShardedAllReduce(Reducer):
             if not self._is_narrowed(bucket):
                 largest = math.inf
             else:
-                # the last agreed values are means of what has passed, so half of it leaves room for the difference
+                # reference parameters are means of checked values, so half of the limit leaves room for the difference
                 most = min(self.wire.codec.largest, torch.finfo(bucket.dtype).max)
                 largest = most / 2 if self.references else most
             limits.setdefault(largest, []).append(bucket)
@@ -193,7 +193,7 @@ class ShardedAllReduce(Reducer):
             finish()
         return preflight
 
-    # ---- beside training -----------------------------------------------------------------------------------------
+    # ---- asynchronous --------------------------------------------------------------------------------------------
 
     def begin(
         self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
@@ -213,11 +213,11 @@ class ShardedAllReduce(Reducer):
         used = (
             flat,
             *self.references[index : index + 1],
-        )  # a run that breaks off gives back the last agreed values, too
+        )  # an aborted run restores the reference parameters, too
         for tensor in used:
             background.uses(tensor)
         way, nodes, preflight = self._way(index), self.topology.num_nodes, self._preflight
-        # training's own communicator: the twin's belongs to the background thread as soon as it shares parts
+        # training's own communicator, because the background thread uses the duplicate
         averaged_in_node = self._average_in_node(index, flat, self.topology.intra, way)
         if averaged_in_node is None:
             complete_now = self._between_nodes(index, flat, None, way, preflight)
@@ -268,7 +268,7 @@ class ShardedAllReduce(Reducer):
         return self._holders(index).gather(flat)
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
-        """The part of a packed bucket whose last agreed values this rank may need; begins with what it carries."""
+        """Return the part of a packed bucket whose reference this rank may need; begins with the part it sends."""
         return self.carried(flat, index)
 
     def _holders(self, index: int) -> Holders:
@@ -318,7 +318,7 @@ class ShardedAllReduce(Reducer):
             waiting: Whether training waits for it.
 
         Returns:
-            A function that waits for it, and leaves in ``flat`` what the nodes agree on.
+            A function that waits for it, and leaves the mean in ``flat``.
         """
         part = way.shard(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
@@ -350,7 +350,7 @@ class ShardedAllReduce(Reducer):
         return complete
 
     def _is_narrowed(self, bucket: Bucket) -> bool:
-        # what is a counter or a variance among float buffers must not be rounded by what lies beside it
+        # counters and variances among float buffers must not be rounded by neighbouring values
         return self.wire.compresses(bucket.dtype) and not bucket.keeps_equal
 
     # ---- the step, and state -------------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ class ShardedAllReduce(Reducer):
 
 
 class LeaderAllReduce(ShardedAllReduce):
-    """The mean over all ranks, carried between the nodes by one rank of each and broadcast inside them.
+    """Weighted mean over all ranks: one rank per node communicates between nodes and broadcasts inside its node.
 
-    With a wire that is not exact every rank keeps the last agreed values of all parameters, for its turn will come.
+    With a lossy wire every rank keeps the reference values of all parameters, because ranks take turns.
     """
 
     def _way(self, index: int) -> _Way:

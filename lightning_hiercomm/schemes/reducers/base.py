@@ -1,4 +1,4 @@
-"""Through whom: who takes which part of a bucket to other nodes, and how the node shares what came."""
+"""Reducers: which rank sends which part of a bucket to other nodes, and how the node gathers the result."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 UpdateReference = Callable[[int, Tensor, Tensor], Tensor]
-"""Moves last agreed values (of a bucket, this rank's part, 1-D, in place) by what the nodes' mean differs from them.
+"""Updates reference parameters (of a bucket, this rank's part, 1-D, in place) by the nodes' mean minus them.
 
-It returns what every rank gets in place of the mean.
+It returns the values that every rank merges instead of the mean.
 """
 
 
 class Reducer(ABC):
-    """Takes buckets to other nodes and brings back a mean.
+    """Base class of reducers, which average buckets between nodes.
 
     Attributes:
         buckets: What it carries.
@@ -34,7 +34,7 @@ class Reducer(ABC):
         through: The duplicate of it whose communicators are used.
         wire: What is sent.
         turn: How many exchanges came before the last one.
-        references: The last agreed values of this rank's part of every bucket, 1-D, where differences from them travel.
+        references: The reference values of this rank's part of every bucket, 1-D, if differences from them are sent.
         disagreement: How far this node was from what came back.
     """
 
@@ -64,8 +64,8 @@ class Reducer(ABC):
             step: The optimizer steps this rank has taken.
             turn: How many exchanges came before this one.
             only: The buckets, by their indexes.
-            background: As :meth:`start` gets it.
-            outbound: Likewise.
+            background: As in :meth:`start`.
+            outbound: As in :meth:`start`.
 
         Returns:
             Its result, known before the first bucket has arrived.
@@ -75,7 +75,7 @@ class Reducer(ABC):
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
     ) -> PendingBucket:
-        """Send a bucket on its way, beside training.
+        """Start to average a bucket, overlapped with training.
 
         Args:
             index: Of the bucket.
@@ -117,10 +117,10 @@ class Reducer(ABC):
 
     @abstractmethod
     def set_references(self) -> None:
-        """Take the replica's present values, equal on all ranks, as the last agreed ones."""
+        """Set the reference values to the replica's current values, which are equal on all ranks."""
 
     def restart(self, indexes: Sequence[int]) -> None:
-        """Go on from the replica's present values of some buckets, which were agreed on in another way."""
+        """Continue from the replica's current values of some buckets, which were averaged elsewhere."""
 
     @torch.no_grad()
     def whole(self, index: int, part: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Reducer(ABC):
         return flat
 
     def state_dict(self) -> dict[str, Any]:
-        """The last agreed values, if there are any, and what encoding has left over."""
+        """Return the reference values, if any, and the error-feedback residuals."""
         return {"references": [reference.clone() for reference in self.references]} if self.references else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

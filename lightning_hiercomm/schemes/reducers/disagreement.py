@@ -1,4 +1,4 @@
-"""How far apart the nodes are, estimated from what arrives anyway."""
+"""The distance between nodes, estimated from values that are exchanged anyway."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _SAMPLES = 4096
 class Disagreement:
     """The relative distance of this node's parameters from others', as of the last exchange of every bucket.
 
-    It looks at no more than 4096 elements of a bucket, each of which stands for as many as were passed over, and sends
-    nothing::
+    It samples at most 4096 evenly spaced elements of a bucket, and needs no communication::
 
         sqrt(share * sum over buckets of ||own - others'||^2 / sum over buckets of ||others'||^2)
 
@@ -29,7 +28,7 @@ class Disagreement:
 
     @torch.no_grad()
     def compare(self, index: int, own: Tensor, others: Tensor, of: int) -> None:
-        """Note how far apart two samples of a bucket are, in place of what was noted of it before.
+        """Store the distance between two samples of a bucket, replacing the last one.
 
         Args:
             index: Of the bucket.
@@ -55,7 +54,7 @@ class Disagreement:
         return float((self._share * distance / norm) ** 0.5) if norm else 0.0
 
     def forget(self) -> None:
-        """Begin anew: the nodes are equal."""
+        """Reset, because the nodes are equal."""
         self._squares.clear()
 
 

@@ -1,4 +1,4 @@
-"""Who talks to whom in gossip."""
+"""Communication graphs of gossip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Fairness = Literal["uniform", "cyclic", "roulette"] | None
 
 
 class Graph(Value, ABC):
-    """Says who sends to whom at each step. A graph of your own is a subclass with this one method.
+    """Base class of communication graphs; a custom graph is a subclass with this one method.
 
     Gossip checks every answer, see :func:`round_of`.
 
@@ -39,7 +39,8 @@ class Graph(Value, ABC):
 
         Args:
             size: Number of ranks that gossip, at least 2. (With hierarchical gossip a "rank" of the graph is a node.)
-            step: Turns before this one: optimizer steps, or agreements where nodes do not meet at every step.
+            step: Exchanges before this one: optimizer steps, or synchronizations if nodes do not exchange at every
+                step.
             segment: Index of the segment of the model.
         """
 
@@ -100,11 +101,11 @@ class RandomPermutation(Graph):
     with only itself to choose and then divides by zero (9 % of the draws for 8 ranks); here that cannot happen.
 
     Args:
-        fair: How D is drawn. ``"uniform"``: all derangements (permutations in which nobody keeps its own place) are
-            equally likely. ``"cyclic"``: all permutations that are one single cycle are. ``"roulette"``: the paper's
-            draw, rank after rank among those not chosen yet, except that the last rank but one takes the last one if
-            nobody has yet. None: every rank picks on its own, so that some send several times and some not at all; for
-            comparison. Its mixing is not doubly stochastic, so gossip uses push-sum weights with it.
+        fair: How D is drawn. ``"uniform"``: all derangements (permutations without a fixed point) are equally likely.
+            ``"cyclic"``: all permutations that are one single cycle are. ``"roulette"``: the paper's draw, rank after
+            rank among those not chosen yet, except that the last rank but one takes the last one if it is still free.
+            None: every rank picks on its own, so that some send several times and some not at all; for comparison. Its
+            mixing is not doubly stochastic, so gossip uses push-sum weights with it.
         seed: Together with step and segment, determines D.
 
     Raises:
@@ -211,7 +212,7 @@ class Round:
 
 
 def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
-    """What ``graph`` says for this step and segment, checked; one rank has nobody to exchange with.
+    """Return the checked answer of ``graph`` for this step and segment; a single rank has no peers.
 
     Raises:
         ValueError: If the answer leaves out a rank, or a rank sends to itself, twice to the same, to one that does not

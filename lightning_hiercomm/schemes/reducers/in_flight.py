@@ -1,4 +1,4 @@
-"""What is on its way between the nodes while training goes on."""
+"""Pending exchanges, which overlap with training."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class PendingExchange:
         fragments: Of the model, that it holds.
         verdict: The result of its preflight. If it is flagged, what arrives is thrown away.
         buckets: Its buckets, in the order in which they arrive.
-        undo: Takes back what has been moved beside training since it left; where nodes come and go.
-        is_lost: Whether it never arrives, because nodes came or went meanwhile: nodes agree anew when it is due.
+        undo: Restores values that were changed asynchronously since it was sent; for elastic training.
+        is_lost: Whether a change of nodes has cancelled it: nodes synchronize again when it is due.
     """
 
     started: int
@@ -73,7 +73,7 @@ class PendingExchange:
             bucket.arrived.wait()
 
     def lose(self) -> None:
-        """Drop what it brings, and take back what it has moved; it stays due."""
+        """Drop its result and undo its changes; it stays due."""
         if not self.is_lost:
             self.wait()
             self.buckets.clear()

@@ -1,4 +1,4 @@
-"""As what: a sum over the ranks of a lane, in whatever form its parts travel."""
+"""Sums over an inter-node process group, with any codec."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from lightning_hiercomm.comm.wide_sum import WideSum, is_short
 
 
 class InterNodeSum:
-    """Sums parts over a lane: as they are or cast by all-reduce, codes that do not add by an :class:`EncodedSum`.
+    """Sums parts between nodes: uncompressed or cast by all-reduce, other codecs by an :class:`EncodedSum`.
 
-    An all-reduce rounds a cast sum at every addition. Of the way that nodes go between two agreements that costs, in
-    bfloat16, 0.2 % with 2 nodes, 0.3 % with 8 and 0.8 % with 64, of which it shortens the way by 0.04 %; int8 costs 0.6
-    % with any number (``python -m benchmarks.studies.sums``). So cast sums stay with the faster move.
+    An all-reduce rounds a cast sum at every addition. In bfloat16 the error is 0.2 % of the update between two
+    synchronizations with 2 nodes, 0.3 % with 8 and 0.8 % with 64. Int8 has 0.6 % with any number (``python -m
+    benchmarks.studies.sums``). So cast sums use the faster all-reduce.
 
     Args:
         codec: What travels.
-        first: The ranks of the lane; None on a rank that is in none.
+        first: The inter-node process group of this rank; None on a rank that is in none.
         second: The same ranks by another communicator, for sums that are completed on another thread than launched.
     """
 
@@ -33,7 +33,7 @@ class InterNodeSum:
         self._wide = None if first is None else WideSum(first, second or first)
 
     def feedback(self, part: Tensor) -> Feedback | None:
-        """What encoding has kept back of a part like this one, nothing yet; None if nothing ever will be."""
+        """Return an empty error-feedback residual for a part like this one; None if the codec needs none."""
         return None if self._encoded is None else self._encoded.feedback(part)
 
     def launch(
@@ -48,7 +48,7 @@ class InterNodeSum:
 
         Args:
             part: 1-D; not to be touched meanwhile.
-            feedback: What was kept back of this part so far.
+            feedback: The error-feedback residual of this part.
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
             weights: Of everyone's parts, by node, as this rank knows them. With them what has 16 bits and travels as it
                 is is summed by a :class:`WideSum`. None: all are 1, and it is summed in its own type, as gradients are.

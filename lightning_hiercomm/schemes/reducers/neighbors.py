@@ -1,4 +1,4 @@
-"""Through whom: segments are exchanged with those nodes that a graph names."""
+"""Exchange of segments with the peers that a communication graph selects."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Peers:
         segments: What is exchanged, each as a whole.
         graph: Who sends to whom.
         topology: The nodes.
-        beside: Its twin, on whose communicators nodes share what arrived, beside training.
+        beside: A duplicate of it, whose communicators broadcast received values inside nodes, overlapped with training.
         wire: What travels. Its sender subtracts from its own value what it really sent.
         push_sum: Whether a node gives shares of its value away, so that sums over nodes are conserved. Otherwise it
             sends all of its value, and goes on with the plain mean of that and what arrives.
@@ -118,8 +118,8 @@ class Peers:
                 itself goes on with the mean of what finite peers send.
 
         Returns:
-            A move that brings what arrived less what was sent: what is to be added to the segment's x; to zero, if this
-            node is sick.
+            A pending bucket that receives the change to add to the segment's x; to add to zero, if this node is
+            non-finite.
         """
         bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
         if not self.carries(index) or inter is None or self._topology.num_nodes == 1:
@@ -155,7 +155,7 @@ class Peers:
         return PendingBucket(index, flat, flat, background.submit(collect))
 
     def _receive(self, index: int, background: Background, then: Callable[[Tensor], None] | None) -> PendingBucket:
-        """What a rank gets that does not carry a segment; alone, what arrives from nobody."""
+        """Return the pending bucket of a rank that does not send the segment itself."""
         is_alone = self._topology.num_nodes == 1
         flat = self.segments[index].empty(spares=self._spares)
         if is_alone:
@@ -170,7 +170,7 @@ class Peers:
         return PendingBucket(index, flat, flat, background.submit(receive))
 
     def give_back(self, move: PendingBucket) -> None:
-        """Nobody needs any more what a move has brought."""
+        """Release the memory of a merged bucket."""
         self._spares.give_back(move.flat)
 
     def _holders(self, index: int) -> Holders:
@@ -215,7 +215,7 @@ class _Mixing:
 
         Args:
             out: May be the first of :attr:`received`.
-            is_nonfinite: None if nobody looks.
+            is_nonfinite: Whether this node's values are non-finite; None: not checked.
         """
         own = self._own(is_nonfinite)
         change = self._theirs(0, out, own, is_nonfinite)
@@ -231,7 +231,7 @@ class _Mixing:
         return change
 
     def of_the_healthy(self, is_nonfinite: bool | None) -> Tensor:
-        """What a sick node goes on with: the mean of what healthy peers send; NaN, if nobody is."""
+        """Return the mean of finite peers' values, which repairs a non-finite node; NaN if there are none."""
         own = self._own(is_nonfinite)
         total, healthy = torch.zeros_like(own), torch.zeros((), device=own.device)
         for place, peer in enumerate(self.round.receive_from[self.node]):
@@ -246,12 +246,12 @@ class _Mixing:
         """What this node has sent, as it has arrived."""
         if is_nonfinite is not False or self.travels_as_it_is:
             return self._decoded(self.payload, self.share)
-        # what was too large for the wire, nobody takes
+        # values too large for the wire are excluded
         sent = self._decoded(self.payload, torch.empty_like(self.share))
         return _choose(self._is_finite(sent), sent, lambda: self.share)
 
     def _theirs(self, place: int, out: Tensor, own: Tensor, is_nonfinite: bool | None) -> Tensor:
-        """What a peer has sent; of one that is sick, what it would have sent if it held the same as this node."""
+        """Return a peer's values, or this node's own values if the peer's are non-finite."""
         values = self._decoded(self.received[place], out)
         can_look = self.travels_as_it_is and not streams.has(values.device)
         if is_nonfinite is None or (can_look and not _is_flagged(values)):
@@ -307,8 +307,8 @@ class NeighborExchange(Reducer):
         buckets: What is carried, each as a whole.
         graph: Who exchanges with whom.
         topology: The nodes.
-        through: Its twin.
-        wire: What travels: the parameters themselves, since peers do not know each other's last agreed values.
+        through: A duplicate of it.
+        wire: The encoding of parameters, which are sent whole because peers have no common reference.
         turn: Says which turn of the graph is the next one, from 1.
         average_in_node: Writes the mean of the node's ranks to what differs among them.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
@@ -352,7 +352,7 @@ class NeighborExchange(Reducer):
     ) -> Verdict:
         self._turn = self._next_turn()
         leaving = [self.buckets[index] for index in only]
-        # ranks that train alone agree first: it is nodes that the graph knows
+        # ranks that train alone average inside the node first, because the graph connects nodes
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
         self._sick = self._look(leaving)
         # ranks that come after different numbers of steps wait for others than those that come
@@ -373,7 +373,7 @@ class NeighborExchange(Reducer):
 
         def update_reference(change: Tensor) -> None:
             mean = change.add_(self.carried(own, index))
-            # of a sick node none of whose peers is healthy the last agreed values stay, for it to go on from later
+            # a non-finite node without a finite peer keeps its reference values, to continue from later
             if self._update_reference is not None and not (is_nonfinite and _is_flagged(mean)):
                 reference = self.references[index]
                 mean.copy_(self._update_reference(index, reference, mean.sub(reference)))
