@@ -74,7 +74,7 @@ class Topology:
         inter: This rank's inter-node group, or None if it is in none.
         num_shards: Number of inter-node groups.
         holders: Ranks that hold the same values: ``"node"``, all ranks of the node; ``"rank"``, this rank alone; and
-            the groups of :meth:`divide`.
+            the groups of ``divide``.
         waits_on_host: As above.
         is_closed: Whether the communicators are closed.
         is_left_behind: Whether a failed run has abandoned the communicators, perhaps while others use them.
