@@ -274,7 +274,7 @@ def test_help_documents_the_outer_optimizer(capsys, tmp_path):
         LightningCLI(BoringModel, run=False, args=["--config", str(tmp_path / "base.yaml"), f"{SCHEME}.help=DiLoCo"])
     help_text = " ".join(capsys.readouterr().out.split())
     assert "--scheme.outer_optimizer" in help_text
-    assert "Makes the outer optimizer" in help_text
+    assert "Function that creates the outer optimizer" in help_text
 
 
 def test_registered_name_from_the_command_line(strategy):

@@ -56,7 +56,7 @@ class CommunicationMonitor(Callback):
 
     The progress bar shows the phase and the MB that rank zero's node sends to others, per step, over the run so far. At
     the end of fit rank zero prints a table of the whole run: of all nodes, and per step and node, which is what the bar
-    showed last where nodes are equal; how long a rank waited, and the time it took; agreements, and what plain DDP
+    showed last where nodes are equal; how long a rank waited, and the time it took; synchronizations, and what plain DDP
     would have sent between nodes; with ``elastic``, this node's counts, and which nodes came and went.
 
     With any other strategy it warns once and does nothing, so that a run may go back to ``"ddp"`` as it is.
@@ -163,7 +163,7 @@ class CommunicationMonitor(Callback):
 
     def _sum_up(self, strategy: HierarchicalHooks, ranks: int) -> str:
         seconds, mine = time.perf_counter() - self._begun, strategy.communication()
-        steps, agreements = (mine[key] - self._first[key] for key in ("steps", "synchronizations"))
+        steps, synchronizations = (mine[key] - self._first[key] for key in ("steps", "synchronizations"))
         total = strategy.total_communication()
         total = {key: total[key] - self._before.get(key, 0.0) for key in total}
         topology = strategy.topology  # of nodes that come and go each counts for itself
@@ -179,9 +179,9 @@ class CommunicationMonitor(Callback):
                 f"{total[f'{tier}_messages']:>10.0f}{waited:>20.2f}"
             )
         waited = total["exposed_seconds"] / ranks
-        interval = f"{steps / agreements:.3g}" if agreements else ""
+        interval = f"{steps / synchronizations:.3g}" if synchronizations else ""
         every = ", one at every step" if interval == "1" else f", one in {interval} steps" if interval else ""
-        lines.append(f"  agreements between nodes: {agreements:.0f}{every}")
+        lines.append(f"  synchronizations between nodes: {synchronizations:.0f}{every}")
         lines.append(f"  waited for communication: {waited:.2f} s per rank, {waited / seconds:.0%} of the run")
         lines.append(f"  plain DDP between nodes:  {_compared(total, strategy.ddp_inter_bytes(steps))}")
         lines += [f"  {line}" for line in strategy.history()]

@@ -66,7 +66,7 @@ def test_undisturbed_nodes_end_with_the_bits_of_nodes_that_stay(cluster, tmp_pat
         nodes.watch(restarts=False)
         first = ends_equal(nodes, [*range(len(ranks))])
     assert exact(first) == exact(plain(tmp_path, ranks, **same))
-    assert "agreements between nodes: " in nodes.log(0), "the monitor's table"
+    assert "synchronizations between nodes: " in nodes.log(0), "the monitor's table"
     assert first["communication"]["nodes"] == len(ranks)
     assert first["communication"]["heals"] == first["communication"]["lost_seconds"] == 0
 

@@ -10,7 +10,7 @@ def test_short_run_trains_tests_and_reports(folder):
     out = folder.fit_digits("--trainer.max_epochs=2")
     assert folder.accuracy(out) > 50
     assert "Communication of 32 optimizer steps on 4 ranks" in out
-    assert "agreements between nodes: 8" in out
+    assert "synchronizations between nodes: 8" in out
     last = out.splitlines()[-3:]
     assert "times what was sent" in last[0]
     assert "cross entropy" in last[1]

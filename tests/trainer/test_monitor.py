@@ -156,7 +156,7 @@ def test_manual_optimization(tmp_path):
 
 def test_works_without_a_logger(tmp_path, capfd):
     trainer(tmp_path, PeriodicAveraging(sync_every=2), logger=False).fit(BoringModel())
-    assert "agreements between nodes: 4" in capfd.readouterr().out
+    assert "synchronizations between nodes: 4" in capfd.readouterr().out
 
 
 def test_progress_bar_shows_phase_and_megabytes(tmp_path):
@@ -198,7 +198,7 @@ def test_summary_compares_with_ddp(tmp_path, capfd):
     trainer(tmp_path, PeriodicAveraging(sync_every=4)).fit(BoringModel())
     out = capfd.readouterr().out
     assert out.count("Communication of 8 optimizer steps on 2 ranks, 2 nodes") == 1, "rank zero alone prints"
-    assert "agreements between nodes: 2, one in 4 steps" in out
+    assert "synchronizations between nodes: 2, one in 4 steps" in out
     # Two ranks, two nodes: a ring sends the model once per rank and step.
     assert f"plain DDP between nodes:  {8 * 2 * MODEL_BYTES / 1e6:.3f} MB" in out
 
