@@ -54,10 +54,10 @@ class CommunicationMonitor(Callback):
       that were gone, and how many batches (of one rank each) the agreed model has learned nothing from.
     - ``hiercomm/phase_name``: the phase in words, where the logger takes text (CSV, TensorBoard, Weights & Biases).
 
-    The progress bar shows the phase and the MB that rank zero's node sends to others, per step, over the run so far. At
-    the end of fit rank zero prints a table of the whole run: of all nodes, and per step and node, which is what the bar
-    showed last where nodes are equal; how long a rank waited, and the time it took; synchronizations, and what plain DDP
-    would have sent between nodes; with ``elastic``, this node's counts, and which nodes came and went.
+    The progress bar shows the phase and the MB per step that rank zero's node has sent to others. At the end of fit
+    rank zero prints a table of the whole run: MB of all nodes, and per step and node; seconds that a rank waited, and
+    seconds in all; synchronizations; the MB that plain DDP would have sent between nodes; and with ``elastic`` the
+    nodes that joined and left.
 
     With any other strategy it warns once and does nothing, so that a run may go back to ``"ddp"`` as it is.
 
