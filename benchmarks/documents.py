@@ -192,7 +192,7 @@ def _advice(scheme: str = "") -> str:
 
 
 _INT8, _INT4 = ('wire_dtype="int8"', "AllReduce, int8"), ('wire_dtype="int4"', "AllReduce, int4")
-_PERIODIC = ('PeriodicAveraging(4), wire_dtype="int4"', "PeriodicAveraging(4), int4")
+_PERIODIC = ('PeriodicAveraging(2), wire_dtype="int4"', "PeriodicAveraging(2), int4")
 _CLUSTERS = (
     (25.6, 4, 8, 10, 0.12, *_INT8, "8-adamw-short-cnn"),
     (1300, 8, 8, 100, 0.8, *_INT8, "8-adamw-short-cnn"),
