@@ -59,9 +59,10 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "StepsDelay(delay=4)": StepsDelay,
     "StepsDelay(delay=2, warmup_steps=0, local_update='sgd')": lambda: StepsDelay(2, 0, local_update="sgd"),
     "ParameterSync(schedule=Every(period=100, of='run'))": ParameterSync,
-    "ParameterSync(schedule=Staggered(period=6), fragments=2, merge=OuterOptimizer(SGD, keep_local=0.5))": lambda: (
-        ParameterSync(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5))
-    ),
+    (
+        "ParameterSync(schedule=Staggered(period=6), fragments=2, merge=OuterOptimizer(SGD, keep_local=0.5),"
+        " staleness=1)"
+    ): lambda: ParameterSync(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1),
     "ParameterSync(schedule=Every(period=3, of='run'), reducer=RandomPermutation(fair='uniform', seed=1))": lambda: (
         ParameterSync(3, reducer=RandomPermutation(seed=1))
     ),
