@@ -283,14 +283,14 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     with phase("topology"):
         topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
     with phase("twin"):
-        twin = topology.duplicate()
+        duplicate = topology.duplicate()
     with phase("agreements"):
-        for lane in (topology.inter, twin.inter):
-            if lane is not None:
+        for group in (topology.inter, duplicate.inter):
+            if group is not None:
                 values = torch.full((1000,), float(rank))
-                lane.all_reduce(values).wait()
-                if values[0] != sum(lane.ranks):
-                    raise RuntimeError(f"the sum over the lane is wrong: {values[0]}")
+                group.all_reduce(values).wait()
+                if values[0] != sum(group.ranks):
+                    raise RuntimeError(f"the sum over the inter-node group is wrong: {values[0]}")
     topology.world.barrier()  # whoever ends now takes nothing away from others
     plane.close()
 

@@ -109,7 +109,7 @@ class Topology:
         self._owns_world = world is None
         self.world = world or self._require(connect([range(self.world_size)], "world"))
         self.intra = self._require(connect(self.nodes, "intra"))
-        self.inter = connect([[ranks[lane] for ranks in self.nodes] for lane in range(self.num_shards)], "inter")
+        self.inter = connect([[ranks[shard] for ranks in self.nodes] for shard in range(self.num_shards)], "inter")
         self.holders = {"node": Holders(self.intra, self.num_shards), "rank": Holders()}
         self.set_weights(weights or [1.0] * self.world_size)
 

@@ -139,12 +139,12 @@ class Node:
         self.intra_bytes += steps * intra_bytes
 
     def passes(
-        self, size: float, times: float = 1.0, lane: str = "training", after: Iterable[Operation] = ()
+        self, size: float, times: float = 1.0, resource: str = "training", after: Iterable[Operation] = ()
     ) -> Operation:
         """Every rank reads ``size`` bytes and writes as many, so many times."""
         bandwidth = self.cluster.memory_bandwidth
         seconds = 0.0 if bandwidth is None else times * size / bandwidth
-        return self._timeline.add(lane, seconds, self.num_shards if self.workload.threads else 0.0, after)
+        return self._timeline.add(resource, seconds, self.num_shards if self.workload.threads else 0.0, after)
 
     def wait(self, *tasks: Operation) -> Operation:
         """Training goes on when these have ended."""
@@ -159,38 +159,40 @@ class Node:
 
     # ---- moves ---------------------------------------------------------------------------------------------------
 
-    def intra(self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), lane: str = "node") -> Operation:
+    def intra(
+        self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), resource: str = "node"
+    ) -> Operation:
         """A move of the ranks of the node.
 
         Args:
             move: What they do.
             piece: What they end up with, or begin with.
             after: What must have ended before.
-            lane: Moves on different lanes do not wait for each other, but share what joins the ranks.
+            resource: Moves on different resources do not wait for each other, but share what joins the ranks.
         """
         ranks = self.cluster.ranks_per_node
         if ranks == 1:
-            return self._timeline.add(lane, after=after)
+            return self._timeline.add(resource, after=after)
         cost = self._cost_inside(move, ranks, piece.bytes / piece.messages)
         senders = 1 if move == "broadcast" else ranks
         self.intra_bytes += senders * piece.messages * cost.bytes
-        return self._move(lane, cost, piece, ranks, after, "inside")
+        return self._move(resource, cost, piece, ranks, after, "inside")
 
     def inter(
-        self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), carriers: int | None = None
+        self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), senders: int | None = None
     ) -> Operation:
         """A move between the nodes.
 
         Args:
-            move: What each lane does.
-            piece: What all lanes together end up with, or begin with.
+            move: The collective of each inter-node group.
+            piece: The tensors of all inter-node groups together.
             after: What must have ended before.
-            carriers: How many ranks of the node take equal parts. Default: all.
+            senders: How many ranks of the node take equal parts. Default: all.
         """
-        carriers = carriers or self.num_shards
-        cost = self._cost_between(move, self.cluster.nodes, piece.bytes / piece.messages / carriers, carriers)
-        self.inter_bytes += carriers * piece.messages * cost.bytes
-        return self._move("link", cost, piece, carriers, after)
+        senders = senders or self.num_shards
+        cost = self._cost_between(move, self.cluster.nodes, piece.bytes / piece.messages / senders, senders)
+        self.inter_bytes += senders * piece.messages * cost.bytes
+        return self._move("link", cost, piece, senders, after)
 
     def all_reduce_flat(self, piece: BucketGroup, ready: Operation) -> Operation:
         """A ring over all ranks in node order, as DDP does it: each node sends everything to the next."""
@@ -206,11 +208,17 @@ class Node:
         return self._move("link", cost, piece, cluster.ranks_per_node, [ready])
 
     def _move(
-        self, lane: str, cost: Cost, piece: BucketGroup, ranks: int, after: Iterable[Operation], link: str | None = None
+        self,
+        resource: str,
+        cost: Cost,
+        piece: BucketGroup,
+        ranks: int,
+        after: Iterable[Operation],
+        link: str | None = None,
     ) -> Operation:
         processors = ranks * cost.processor_seconds / cost.seconds if cost.seconds else 0.0
         seconds = piece.messages * cost.seconds
-        return self._timeline.add(lane, seconds, processors, after, cost.delay, cost.longer, link)
+        return self._timeline.add(resource, seconds, processors, after, cost.delay, cost.longer, link)
 
     # ---- what came out -------------------------------------------------------------------------------------------
 

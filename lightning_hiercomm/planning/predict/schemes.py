@@ -228,22 +228,22 @@ class _Exchange:
     def _send(self, piece: BucketGroup, waiting: bool) -> Operation:
         """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
         node, payload, reducer = self._node, self._payload, self._scheme.reducer
-        lane = "node" if waiting else "inbound"
+        resource = "node" if waiting else "inbound"
         packed = node.passes(piece.bytes, _LOOK + (2 if self._scheme.merging.needs_sent else 1))
         if isinstance(reducer, Graph):
             encoded = node.passes(piece.bytes / node.num_shards, 1 + payload.passes, after=[packed])
             peers = _out_degree(reducer, node.cluster.nodes)
             taken = node.inter("exchange", piece.scaled(payload.ratio * peers), [encoded])
-            landed = node.passes(piece.bytes / node.num_shards, 1 + self._landing, lane, [taken])
-            return node.intra("broadcast", piece, [landed], lane)
-        carriers = 1 if reducer == "leader" else node.num_shards
+            landed = node.passes(piece.bytes / node.num_shards, 1 + self._landing, resource, [taken])
+            return node.intra("broadcast", piece, [landed], resource)
+        senders = 1 if reducer == "leader" else node.num_shards
         if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of what it carries
-            packed = node.intra("reduce_scatter" if carriers == node.num_shards else "all_reduce", piece, [packed])
-        part = piece.bytes / carriers
+            packed = node.intra("reduce_scatter" if senders == node.num_shards else "all_reduce", piece, [packed])
+        part = piece.bytes / senders
         encoded = node.passes(part, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
-        summed = _sum(node, piece, payload, [encoded], carriers)
-        landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), lane, [summed])
-        return node.intra("broadcast" if carriers < node.num_shards else "all_gather", piece, [landed], lane)
+        summed = _sum(node, piece, payload, [encoded], senders)
+        landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), resource, [summed])
+        return node.intra("broadcast" if senders < node.num_shards else "all_gather", piece, [landed], resource)
 
     def _merge(self, piece: BucketGroup) -> None:
         is_plain = isinstance(self._scheme.merging, Replace | OuterOptimizer)
@@ -251,14 +251,14 @@ class _Exchange:
 
 
 def _sum(
-    node: Node, piece: BucketGroup, payload: Payload, after: Sequence[Operation], carriers: int | None = None
+    node: Node, piece: BucketGroup, payload: Payload, after: Sequence[Operation], senders: int | None = None
 ) -> Operation:
-    """A sum over the nodes of what each lane carries."""
+    """Add the sum over the nodes of each inter-node group's shard."""
     smaller = piece.scaled(payload.ratio)
     if payload.codec.adds or not payload.narrows:
-        return node.inter("all_reduce", smaller, after, carriers)
-    swapped = node.inter("reduce_scatter", smaller, after, carriers)
-    return node.inter("all_gather", smaller, [swapped], carriers)
+        return node.inter("all_reduce", smaller, after, senders)
+    swapped = node.inter("reduce_scatter", smaller, after, senders)
+    return node.inter("all_gather", smaller, [swapped], senders)
 
 
 def _out_degree(graph: Graph, nodes: int) -> int:

@@ -1,4 +1,4 @@
-"""Who does what when: tasks on lanes, and processors that all of them share."""
+"""Who does what when: tasks on resources, and processors that all of them share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Operation:
         seconds: How long it takes with all the processors it can use.
         processors: How many it then keeps busy, on average; 0 where other hardware does the work.
         after: What must have ended before it begins.
-        delay: Seconds from when its lane is free again until it has ended: a message's way.
+        delay: Seconds from when its resource is free again until it has ended: a message's way.
         longer: How many times as long it takes while all processors are busy: threads that have little to do, but at
             once, then wait for their turn.
-        link: What it occupies meanwhile that tasks of other lanes need, too.
+        link: What it occupies meanwhile that tasks of other resources need, too.
         start: When it began, once the timeline has run.
-        free: When its lane was free again.
+        free: When its resource was free again.
         end: When it ended.
     """
 
@@ -41,10 +41,10 @@ class Operation:
 
 
 class Timeline:
-    """Lanes of tasks. A lane does its tasks in the order in which they were added, one at a time.
+    """Resources of tasks. A resource does its tasks in the order in which they were added, one at a time.
 
-    Tasks that run at the same time on different lanes share the processors fairly: whoever wants no more than an equal
-    share gets what it wants, the others share what is left, and are slower for it.
+    Tasks that run at the same time on different resources share the processors fairly. A task that needs no more than
+    an equal share gets all it needs; the others divide the rest, and take longer.
 
     Args:
         processors: How many there are, to compute and to move bytes. Infinite: other hardware does all that, and tasks
@@ -53,13 +53,13 @@ class Timeline:
 
     def __init__(self, processors: float = _NEVER) -> None:
         self.processors = processors
-        self._lanes: dict[str, list[Operation]] = {}
+        self._resources: dict[str, list[Operation]] = {}
         self._added: list[tuple[str, Operation]] = []
         self._awaited: dict[str, Operation | None] = {}
 
     def add(
         self,
-        lane: str,
+        resource: str,
         seconds: float = 0.0,
         processors: float = 0.0,
         after: Iterable[Operation] = (),
@@ -67,20 +67,20 @@ class Timeline:
         longer: float = 1.0,
         link: str | None = None,
     ) -> Operation:
-        """Put a task at the end of a lane.
+        """Put a task at the end of a resource.
 
         Args:
-            lane: Its name; a new one is made when it is first used.
+            resource: Its name; a new one is made when it is first used.
             seconds: How long the task takes with all the processors it can use. 0 only waits for ``after``.
             processors: How many it then keeps busy.
-            after: What must have ended before it begins, on any lane.
-            delay: Seconds from when the lane is free again until the task has ended.
+            after: What must have ended before it begins, on any resource.
+            delay: Seconds from when the resource is free again until the task has ended.
             longer: How many times as long it takes while all processors are busy.
-            link: What it occupies that tasks of other lanes need, too: who was added first goes first.
+            link: What it occupies that tasks of other resources need, too: who was added first goes first.
         """
         task = Operation(seconds, processors, tuple(after), delay, longer, link)
-        self._lanes.setdefault(lane, []).append(task)
-        self._added.append((lane, task))
+        self._resources.setdefault(resource, []).append(task)
+        self._added.append((resource, task))
         return task
 
     def run(self) -> None:
@@ -92,10 +92,10 @@ class Timeline:
         if self.processors == _NEVER:
             self._run_undisturbed()
             return
-        waiting = {name: deque(tasks) for name, tasks in self._lanes.items()}
+        waiting = {name: deque(tasks) for name, tasks in self._resources.items()}
         running: dict[str, Operation] = {}
         left: dict[str, float] = {}
-        ends: list[float] = []  # of tasks that have left their lane
+        ends: list[float] = []  # of tasks that have left their resource
         now = 0.0
         while True:
             self._begin(waiting, running, left, ends, now)
@@ -120,17 +120,17 @@ class Timeline:
 
     def _run_undisturbed(self) -> None:
         """In one pass: only what was added before it slows a task down, or is waited for."""
-        free = dict.fromkeys(self._lanes, 0.0)
+        free = dict.fromkeys(self._resources, 0.0)
         links: defaultdict[str, _Link] = defaultdict(_Link)
-        for place, (lane, task) in enumerate(self._added):
-            task.start = max(free[lane], *(other.end for other in task.after)) if task.after else free[lane]
+        for place, (resource, task) in enumerate(self._added):
+            task.start = max(free[resource], *(other.end for other in task.after)) if task.after else free[resource]
             if task.start == _NEVER:
                 before = {id(other) for _, other in self._added[:place]}
                 if not before.issuperset(map(id, task.after)):
                     stuck = dict.fromkeys(name for name, left in self._added if id(left) not in before)
                     raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
             ended = links[task.link].take(task.start, task.seconds) if task.link else task.start + task.seconds
-            task.free = free[lane] = ended
+            task.free = free[resource] = ended
             task.end = task.free + task.delay
 
     def _begin(
@@ -155,16 +155,16 @@ class Timeline:
                         self._end(task, ends, now)
                         has_ended = True
 
-    def _may_begin(self, lane: str, task: Operation, now: float) -> bool:
-        """Whether all that a lane's next task waits for has ended; what it waited for last is looked at first."""
-        awaited = self._awaited.get(lane)
+    def _may_begin(self, resource: str, task: Operation, now: float) -> bool:
+        """Whether all that a resource's next task waits for has ended; what it waited for last is looked at first."""
+        awaited = self._awaited.get(resource)
         if awaited is not None and awaited.end > now:
             return False
         for other in task.after:
             if other.end > now:
-                self._awaited[lane] = other
+                self._awaited[resource] = other
                 return False
-        self._awaited[lane] = None
+        self._awaited[resource] = None
         return True
 
     @staticmethod
@@ -189,15 +189,15 @@ class Timeline:
             remaining -= granted
         return speeds
 
-    def busy(self, lane: str, start: float, end: float) -> float:
-        """How long a lane had something to do between two moments; call :meth:`run` first."""
-        return sum(_overlap(task, start, end) for task in self._lanes.get(lane, []))
+    def busy(self, resource: str, start: float, end: float) -> float:
+        """How long a resource had something to do between two moments; call :meth:`run` first."""
+        return sum(_overlap(task, start, end) for task in self._resources.get(resource, []))
 
     def processor_seconds(self, start: float = 0.0, end: float = _NEVER) -> float:
         """What all tasks took of the processors between two moments; call :meth:`run` first."""
         return sum(
             task.seconds * task.processors * _overlap(task, start, end) / (task.free - task.start)
-            for tasks in self._lanes.values()
+            for tasks in self._resources.values()
             for task in tasks
             if task.free > task.start
         )
