@@ -76,7 +76,7 @@ def test_overlapped_rows_hide_the_shorter_of_compute_and_network() -> None:
     assert bounds.step_seconds(ROWS["daso_stale"], MILLION, 2, 500, compute=0.01) == pytest.approx(network / 4)
 
 
-def test_an_exchange_that_must_end_within_one_step_of_four_hides_one_step_of_compute() -> None:
+def test_exchange_due_after_one_step_hides_one_step_of_compute() -> None:
     network = bounds.transfer_seconds(4 * MILLION, 500)
     assert bounds.step_seconds(ROWS["daso"], MILLION, 2, 500, compute=0.01) == pytest.approx((0.03 + network) / 4)
 

@@ -91,7 +91,7 @@ def test_accuracy_over_a_network_without_rates_is_not_stored_as_of_one(tmp_path,
     assert [path.stem for path in tmp_path.glob("*.json")] == ["accuracy-digits-2x2-unlimited"]
 
 
-def test_predictions_over_a_network_without_rates_are_made_and_stored_once_for_none(tmp_path, monkeypatch):
+def test_predictions_without_rates_are_stored_once(tmp_path, monkeypatch):
     without_rates(monkeypatch)
     stored = []
     fakes = {"save": lambda found, path: stored.extend(found), "load": lambda path: [], "compare": lambda found: []}

@@ -165,7 +165,7 @@ runpy.run_module("benchmarks", run_name="__main__")
 """
 
 
-def test_it_needs_torch_and_lightning_only(tmp_path):
+def test_gpu_benchmark_needs_only_torch_and_lightning(tmp_path):
     program = ForkedPython(["-c", WITHOUT], os.environ, tmp_path / "said", gpu.ROOT)  # has imported both already
     said, _ = program.communicate(timeout=200)
     assert "two processes" in said.lower(), said[-2000:]

@@ -58,7 +58,7 @@ def test_rows_are_related_to_the_bounds_of_their_session() -> None:
     assert ddp.bytes_per_step == 300
 
 
-def test_the_faster_way_to_average_inside_nodes_is_the_bound_of_all_that_do() -> None:
+def test_faster_average_inside_nodes_bounds_all_schemes() -> None:
     by_row = {"local": [9.0, 1, 1], "node": [9.0, 2, 2], "node_shared": [9.0, 1.5, 1.5], "all_reduce": [9.0, 3, 3]}
     by_row |= {"hand1": [9.0, 4, 4]}
     bounds = {cell.row: cell.bound_ms for cell in session(by_row)}

@@ -16,14 +16,14 @@ def records(job, step, period=None, error=None):
     return [Record(job.id, rank, 0, step_ends=ends, period=period, error=error) for rank in range(2)]
 
 
-def test_the_best_period_is_the_shortest_whose_steps_are_nearly_as_short_as_the_longest_ones():
+def test_best_period_is_the_shortest_near_the_speed_of_the_longest():
     scan = Scan("diloco", 100.0, 0.05, {1: 0.4, 4: 0.2, 16: 0.104, 64: 0.1}, chosen=20, chosen_seconds=0.13)
     assert scan.best == 16
     assert scan.ratio == pytest.approx(1.25)
     assert "| diloco | 100 | 400.0 | 200.0 | 104.0 | 100.0 | 16 | 20 | 130.0 | 1.25 |" in table([scan])
 
 
-def test_a_scan_has_whole_periods_on_the_clock_and_the_choice_several_of_the_longest():
+def test_period_scan_times_whole_periods():
     *scan, auto = jobs_of("daso", "mlp1m", [4, 64], 10, 30.0)
     assert [(ROWS[job.row].period, job.steps) for job in scan] == [(4, 12), (64, 64)]
     assert auto.steps == 128

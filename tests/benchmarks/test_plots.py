@@ -48,7 +48,7 @@ def cell(row, mbit=500.0, spread_ms=2.0, nodes=2, step_ms=None):
     return replace(found, bound_ms=step / 2, bytes_per_step=2.1e6 * nodes, bytes_needed=2e6 * nodes)
 
 
-def test_step_times_show_their_spread_beside_the_speed_up_and_speak_in_words(figures):
+def test_plot_of_step_times_shows_spread_and_speed_up(figures):
     rows = ("ddp", "periodic", "node", "local")
     settings = [[cell(row, mbit) for row in rows] for mbit in (1000.0, 100.0)]
     settings = [[*cells, cell("hand", cells[0].mbit, step_ms=50.0)] for cells in settings]

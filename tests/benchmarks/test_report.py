@@ -38,7 +38,7 @@ def test_results_of_earlier_versions_show_what_is_known_of_their_spread(tmp_path
     assert report.measured(cell("ddp", 1200.0, spread_ms=0.0)) == "1200", "one repetition has no spread"
 
 
-def test_what_is_stored_of_more_and_more_nodes_is_not_taken_for_a_setting_of_speed(tmp_path):
+def test_results_of_scaling_are_no_rows_of_speed(tmp_path):
     report.save([cell("ddp", 1200.0)], {}, tmp_path)
     report.save([cell("gossip", 800.0)], {}, tmp_path, prefix="scaling-")
     assert [[found.row for found in cells] for cells in report.load(tmp_path)] == [["ddp"]]
@@ -66,7 +66,7 @@ def test_the_summary_tells_what_misses_its_target():
     assert "no target" in report.summary([[replace(found, mbit=10000.0) for found in cells]])
 
 
-def test_peers_whose_ranks_train_alone_are_compared_with_rows_that_do_so_too():
+def test_peers_without_inner_reduction_are_compared_with_their_like():
     assert same_method("periodic", 2) == ("post_local_hook", "torch_hierarchical")
     assert same_method("periodic_alone", 2) == ("hand", "accelerate", "torchft_local_sgd")
     assert {"post_local_hook", "hand", "accelerate"} <= set(same_method("periodic", 1))
@@ -91,7 +91,7 @@ def test_a_row_says_whether_it_waits_and_what_limits_it():
     assert "| every step, overlapped | 799 |  | 705 |  | link |" in shown
 
 
-def test_quotations_have_the_rows_that_were_measured_in_the_order_asked_for():
+def test_quoted_rows_keep_the_requested_order():
     cells = [cell("ddp", 1000.0), cell("periodic", 200.0, bound_ms=190.0, bytes_per_step=2.8e6)]
     lines = report.quotation(cells, ["periodic", "gossip", "ddp"], bounds=True).splitlines()[2:]
     assert lines[0] == "| PeriodicAveraging(16) | 200 | 5.00x | 190 | 2.8 |"

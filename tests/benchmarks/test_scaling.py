@@ -27,7 +27,7 @@ def test_measured_bytes_stand_beside_those_of_the_formula():
     assert "2(n-1)/n / 16" in scaling.page([[cell("periodic", 2)]])
 
 
-def test_it_says_where_processors_are_the_limit():
+def test_scaling_page_names_rows_limited_by_processors():
     page = scaling.page([[cell("local", 8, 1.0), cell("ddp", 8, 0.97), cell("gossip", 8, 0.4)]])
     assert "they are the limit, not the link: Lightning DDPStrategy on 8." in page
     assert "Computing alone takes 8 ranks 100 ms per step" in page

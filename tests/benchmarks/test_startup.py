@@ -19,7 +19,7 @@ from lightning_hiercomm.control import open_files
 
 
 @pytest.mark.long("starts up to ten ranks twice")
-def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(monkeypatch):
+def test_store_keys_and_connections_do_not_grow_with_the_world(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)  # lanes are large from two ranks on
     few, many = startup.measure(6, 2), startup.measure(10, 2)
     for start in (few, many):
@@ -33,7 +33,7 @@ def test_words_and_handles_beyond_ddps_do_not_grow_with_the_ranks_of_the_world(m
 
 
 @pytest.mark.long("starts up to twelve ranks twice")
-def test_ranks_too_many_for_a_mesh_need_words_and_handles_that_do_not_grow_with_them(monkeypatch):
+def test_store_keys_and_connections_do_not_grow_beyond_a_full_mesh(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)
     monkeypatch.setattr(open_files, "_MOST_IN_MESH", 5)
     few, many = startup.measure(6, 2), startup.measure(12, 2)
@@ -43,7 +43,7 @@ def test_ranks_too_many_for_a_mesh_need_words_and_handles_that_do_not_grow_with_
     assert many.handles["agreements"] - few.handles["agreements"] <= 2  # one more power of two to talk to
 
 
-def test_in_a_small_lane_everybody_is_connected_to_everybody_from_the_beginning():
+def test_small_process_groups_start_fully_connected():
     start = startup.measure(6, 1)
     assert start.words["agreements"] == 0
     assert start.handles["agreements"] == start.handles["twin"]

@@ -36,7 +36,7 @@ def test_windows_of_text_are_those_of_the_workload():
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def test_the_examples_modules_are_not_mistaken_for_those_of_another_example(monkeypatch):
+def test_modules_of_different_examples_are_kept_apart(monkeypatch):
     pytest.importorskip("torchvision")
     another = ModuleType("model")
     monkeypatch.setitem(sys.modules, "model", another)

@@ -166,7 +166,7 @@ class LearningRate(Quadratic):
 
 @pytest.mark.feature("LearningRateFinder")
 @pytest.mark.long("two fits of 12 steps, and six more of the finder")
-def test_training_after_the_learning_rate_finder_is_as_if_it_had_not_looked(fit_on_ranks):
+def test_learning_rate_finder_leaves_training_unchanged(fit_on_ranks):
     class Ignore(LearningRate):
         def on_train_start(self):
             self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1

@@ -64,7 +64,7 @@ def test_a_gradient_scaler_skips_a_step(on_ranks, scheme, scheme_name):
         assert [report["report"][1][1] for report in reports] == [rank >= skipping for rank in range(4)]
 
 
-def test_agreements_of_a_module_that_steps_by_itself_are_outside_of_its_autocast(on_ranks):
+def test_manual_optimization_synchronizes_outside_of_autocast(on_ranks):
     def main(trainer, rank):
         reports = []
         for precision in ("bf16-mixed", "32-true"):  # the same, for the loss multiplies no matrices

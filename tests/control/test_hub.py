@@ -241,7 +241,7 @@ def test_without_file_descriptors_strangers_leave_first(tmp_path):
         assert process.wait(10.0) == 0
 
 
-def test_it_outlives_rank_zero_and_names_only_the_first_to_die(capfd):
+def test_hub_outlives_rank_zero_and_names_the_first_to_die(capfd):
     listener = socket.create_server(("127.0.0.1", 0))
     process = subprocess.Popen([sys.executable, hub.__file__], stdin=PIPE, pass_fds=[listener.fileno()])
     assert process.stdin is not None
@@ -512,7 +512,7 @@ def test_ranks_pass_a_barrier_when_all_have_come(serve):
     assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 3
 
 
-def test_a_new_hub_lets_ranks_pass_a_barrier_that_others_have_passed_before(serve):
+def test_new_hub_opens_a_barrier_that_other_ranks_have_passed(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
     ranks.channels[0].send(ARRIVAL)
     ranks.channels[1].send({**ARRIVAL, "number": 2})
@@ -606,7 +606,7 @@ def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(serve):
     assert "and rank 1 has ended its run" in read(ranks.members[0])["message"]
 
 
-def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run(serve):
+def test_rank_that_trains_after_another_finished_ends_the_run(serve):
     ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
     ranks.channels[1].send({**ARRIVAL, "purpose": "end", "batches": 8, "line": ""})
     ranks.say(0, batches=8, ended=(1, 8))
@@ -626,7 +626,7 @@ def test_a_rank_that_trains_on_after_another_has_ended_its_training_ends_the_run
     ],
 )
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_that_trains_on_in_an_epoch_that_another_has_ended_ends_the_run(serve, shorter, longer, first):
+def test_rank_that_trains_in_an_epoch_another_ended_ends_the_run(serve, shorter, longer, first):
     ranks = Beating(serve(hang_timeout=60.0), ranks=2)
     who = {"shorter": first, "longer": 1 - first}
     for which in ("shorter", "longer")[:: 1 if first else -1]:
@@ -673,7 +673,7 @@ def test_rank_zero_hears_who_left_for_the_hub_that_it_may_have_to_start(served):
 # ---- many ranks ------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_come_all_at_once_are_all_let_in_and_leave_with_a_message_each(serve, monkeypatch):
+def test_hub_admits_simultaneous_ranks_and_answers_each(serve, monkeypatch):
     size = 300
     told: list[str] = []
     tell = hub.Hub._send  # noqa: SLF001
@@ -717,7 +717,7 @@ def test_all_ranks_together_say_no_more_than_a_hub_can_hear(hang_timeout):
         assert pause == hang_timeout / 10 or size / pause <= hub.BEATS_PER_SECOND
 
 
-def test_it_ends_a_while_after_a_failure_whoever_is_still_there(serve, monkeypatch):
+def test_hub_ends_soon_after_a_failure(serve, monkeypatch):
     monkeypatch.setattr(hub, "AFTERMATH_SECONDS", 0.2)
     served = serve(hang_timeout=1.0)
     first = served.member(0)

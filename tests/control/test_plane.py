@@ -208,7 +208,7 @@ def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
     assert stopping_batches(planes, (15, 11, 11)) == [16, 16, 16]
 
 
-def test_a_rank_that_has_not_heard_where_to_save_when_the_hub_is_lost_hears_it_from_the_new_one(star):
+def test_new_hub_repeats_where_to_save(star):
     planes, begun = star(3), (3, 10, 6)
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
@@ -245,7 +245,7 @@ def test_a_hub_that_is_lost_while_all_save_asks_nobody_to_save_again(star):
     assert stopping_batches(planes, (47, 47)) == [48, 48]
 
 
-def test_who_is_to_stop_while_ranks_are_on_their_way_to_be_queued_again_does_both(star):
+def test_stop_during_requeue_does_both(star):
     planes, begun = star(2), (3, 6)
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))

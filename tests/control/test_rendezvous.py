@@ -45,7 +45,7 @@ def test_everybody_hears_rank_zero_and_then_all(host):
     assert meet(0, 1, 2, size=3, work=work, host=host) == [expected] * 3
 
 
-def test_ranks_that_name_a_group_hear_of_that_only_and_of_what_is_said_aloud():
+def test_ranks_of_a_group_get_its_messages_and_broadcasts_only():
     def work(rank, meeting):
         by_host = meeting.gather(rank if rank != 3 else None, among=f"host {rank % 2}")
         return by_host, meeting.gather(rank, among=f"host {rank % 2}", aloud=rank in (2, 3)), meeting.gather(rank)
@@ -148,7 +148,7 @@ def test_ranks_that_are_started_again_hear_nothing_of_earlier_attempts(agents_st
         assert [store.get("address") for store in stores] == [b"of somebody who dies soon"] * size
 
 
-def test_who_dies_as_it_asks_for_the_attempts_name_keeps_nobody_else_waiting(agents_store):
+def test_rank_that_dies_while_asking_for_the_attempt_blocks_no_other(agents_store):
     PrefixStore("hiercomm", agents_store).add("asking", 1)
     said = meet(0, 1, size=2, work=lambda _, m: (m.broadcast("hello"), m.gather("")), port=agents_store.port)
     assert [word for word, _ in said] == ["hello"] * 2

@@ -181,7 +181,7 @@ def at_plateau(page) -> Scheme:
     return page("schemes/at_plateau.py").AtPlateau()
 
 
-def test_nodes_average_after_the_epochs_whose_mean_loss_has_not_fallen_and_only_then(page):
+def test_plateau_scheme_averages_only_after_epochs_without_progress(page):
     def work(rank: Rank) -> tuple[list[float], int]:
         return epochs(rank, 0, 4), rank.scheme.state.synchronizations
 
@@ -225,7 +225,7 @@ def test_a_training_step_without_a_loss_is_refused(page):
         on_nodes(lambda rank: rank.scheme.end_epoch(None), at_plateau(page))
 
 
-def test_a_move_that_is_not_waited_for_is_named_with_its_line_before_anybody_waits_for_others(tmp_path):
+def test_collective_without_wait_is_refused_with_its_line(tmp_path):
     path = tmp_path / "forgetful.py"
     path.write_text(BLOCKS["schemes/at_plateau.py"].replace(".wait()", ""))
     (line,) = (n for n, text in enumerate(path.read_text().splitlines(), 1) if "all_reduce" in text)
@@ -291,7 +291,7 @@ def centre(rank: Rank) -> float:
     return rank.scheme.shared_state()["outer"]["state"][0]["agreed"].item()
 
 
-def test_the_mean_of_the_nodes_is_what_a_trainer_ends_on_and_the_centre_is_kept_beside_it(page, fit):
+def test_elastic_averaging_ends_on_the_mean_and_keeps_the_centre(page, fit):
     scheme = elastic(page, schedule=1)
     reports = fit(Oracle(2, targets=(0.0, 8.0)), {"scheme": scheme, "ranks_per_node": 1}, devices=2)
     assert [report["report"] for report in reports] == [[0.0, 0.25], [3.0, 4.375]]

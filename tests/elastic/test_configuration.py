@@ -68,7 +68,7 @@ def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monke
     ids=repr,
 )
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int4"])
-def test_schemes_whose_nodes_wait_for_each_other_and_agree_now_and_then_are_taken(scheme, wire):
+def test_elastic_accepts_schemes_with_periodic_synchronization(scheme, wire):
     assert HierarchicalStrategy(scheme, elastic=Elastic(), wire_dtype=wire)._settings.elastic == Elastic()  # noqa: SLF001
 
 

@@ -66,7 +66,7 @@ def test_nodes_that_are_cut_off(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.usefixtures("can_cut")
 @pytest.mark.parametrize(("one", "other"), [(0, 2), (1, 2)])
-def test_of_two_nodes_that_do_not_reach_each_other_the_later_one_is_left_out_until_they_do(tmp_path, one, other):
+def test_later_of_two_disconnected_nodes_is_excluded_until_they_connect(tmp_path, one, other):
     """Node 0 keeps the vote, and is where groups meet."""
     settings = {"scheme": "diloco", "every": 10, "pause": 0.02, "epochs": 10**6, "batches": 100}
     with network(3, may_cut=True) as wires:

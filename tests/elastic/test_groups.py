@@ -60,7 +60,7 @@ def test_what_a_lane_moves_is_counted_once():
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_what_all_ranks_of_unequal_nodes_say_has_an_entry_for_each_also_when_the_exchange_fails(node):
+def test_gather_over_unequal_nodes_has_all_entries_after_a_failure(node):
     """Who looked for another rank's raised an IndexError, which is not taken back."""
     nodes = [[0, 1], [2]]
 
@@ -75,7 +75,7 @@ def test_what_all_ranks_of_unequal_nodes_say_has_an_entry_for_each_also_when_the
     assert on_ranks(gather, (range(len(nodes[node])),)) == [["own"] * 3] * len(nodes[node])
 
 
-def test_a_move_that_is_let_go_is_at_no_moment_one_that_training_should_have_waited_for():
+def test_released_collective_never_counts_as_pending():
     """A thread beside training lets go of it, while training may launch the next one."""
     blamed = []
 
@@ -106,7 +106,7 @@ def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
 
 @pytest.mark.parametrize("dead_after", [0.5, 1.5, 5.0, 20.0])
 @pytest.mark.parametrize("keeps_the_group", [True, False])
-def test_who_is_lost_while_nodes_connect_is_waited_for_no_longer_than_between_agreements(dead_after, keeps_the_group):
+def test_loss_while_connecting_takes_no_longer_than_between_syncs(dead_after, keeps_the_group):
     """All that is waited for, until it is known who does not answer; the lighthouse misses it at the same time."""
     waited = []
 
@@ -159,7 +159,7 @@ def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_nobody_waits_for_a_node_that_is_stopped_and_when_it_goes_on_it_answers(node, is_known):
+def test_stopped_node_delays_no_other_and_answers_when_continued(node, is_known):
     """A store's client does, for ever: its connection stands, for the kernel keeps it."""
     process, address = node
     transport = GlooTransport("127.0.0.1", dead_after=0.5)

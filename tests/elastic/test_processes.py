@@ -99,7 +99,7 @@ def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, 
         assert "node 1 has left" in table, "a healed node knows the history"
 
 
-def test_a_node_that_comes_inside_an_epoch_takes_up_the_share_that_was_lost_where_the_others_are(cluster):
+def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster):
     """No sample is seen twice; what nobody has learned from is counted. With fewer than min_nodes the others wait."""
     epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True}
     with cluster(min_nodes=3, scheme="periodic", **epoch) as nodes:
@@ -159,7 +159,7 @@ def test_a_node_that_is_told_to_leave_leaves_and_the_others_go_on(cluster):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_so_does_one_that_waits_for_a_lighthouse_that_is_gone(cluster, ranks):
+def test_node_waiting_for_a_lost_lighthouse_leaves_when_terminated(cluster, ranks):
     with cluster(min_nodes=2, scheme="periodic", ranks=ranks, **LASTING) as nodes:
         for node in range(2):
             nodes.start(node)
@@ -198,7 +198,7 @@ def two_train_and_die(nodes: Cluster) -> None:
 
 
 @pytest.mark.nightly
-def test_when_all_have_died_and_there_is_no_checkpoint_the_run_ends_with_a_sentence(cluster):
+def test_run_without_checkpoint_ends_with_an_error_when_all_nodes_died(cluster):
     with cluster(min_nodes=2, scheme="diloco", **LASTING) as nodes:
         two_train_and_die(nodes)
         nodes.watch(until=lambda: min(nodes.incarnations.values()) >= 2)
@@ -206,7 +206,7 @@ def test_when_all_have_died_and_there_is_no_checkpoint_the_run_ends_with_a_sente
 
 
 @pytest.mark.nightly
-def test_when_all_have_died_a_node_that_was_never_there_does_not_begin_anew(cluster):
+def test_unknown_node_does_not_restart_a_run_whose_nodes_all_died(cluster):
     """It has not been started again; the lighthouse knows that the run has trained."""
     with cluster(min_nodes=1, scheme="diloco", **LASTING) as nodes:
         two_train_and_die(nodes)
@@ -218,7 +218,7 @@ def test_when_all_have_died_a_node_that_was_never_there_does_not_begin_anew(clus
 
 
 @pytest.mark.nightly
-def test_a_lighthouse_that_is_killed_and_started_again_costs_its_absence_only(cluster):
+def test_restarted_lighthouse_costs_only_its_absence(cluster):
     with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
         for node in range(2):
             nodes.start(node)
@@ -243,7 +243,7 @@ def test_a_node_of_another_run_is_refused_by_the_lighthouse_of_this_one(cluster)
 
 
 @pytest.mark.nightly
-def test_two_runs_that_come_to_one_lighthouse_do_not_mix_and_one_of_them_is_told(cluster):
+def test_second_run_at_a_lighthouse_is_refused(cluster):
     with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
         for node in range(4):
             nodes.start(node, {"HIERCOMM_RUN": "ab"[node % 2]})
@@ -326,7 +326,7 @@ def test_a_node_that_joins_at_the_last_agreement_ends_with_the_others(cluster):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("min_nodes", [1, 2])
-def test_a_node_that_comes_too_late_for_the_last_agreement_says_that_the_run_is_over(cluster, min_nodes):
+def test_node_too_late_for_the_last_sync_reports_the_end(cluster, min_nodes):
     """It has asked while the others were there, and was told to wait; it does not begin a run of its own."""
     with cluster(min_nodes=2, scheme="diloco", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
         elastic = {"min_nodes": min_nodes, "dead_after": nodes.dead_after}
@@ -345,7 +345,7 @@ def test_a_node_that_comes_too_late_for_the_last_agreement_says_that_the_run_is_
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["periodic", "streaming"])
-def test_when_the_node_that_writes_checkpoints_dies_another_one_writes_them(cluster, tmp_path, scheme):
+def test_another_node_writes_checkpoints_when_the_writer_dies(cluster, tmp_path, scheme):
     folder = tmp_path / "checkpoints"
     with cluster(min_nodes=2, scheme=scheme, checkpoints=str(folder), pause=0.01, epochs=6) as nodes:
         for node in range(3):
@@ -380,7 +380,7 @@ def test_a_heal_that_takes_longer_than_dead_after_loses_nobody(cluster, who, mom
 @pytest.mark.nightly
 @pytest.mark.parametrize("what", ["close", "mute"])
 @pytest.mark.parametrize("scheme", ["periodic", "diloco"])
-def test_an_agreement_in_which_one_lane_of_several_is_cut_is_made_once_more_by_all(cluster, tmp_path, scheme, what):
+def test_all_ranks_repeat_a_sync_when_one_process_group_is_cut(cluster, tmp_path, scheme, what):
     """No node is lost, and it ends with the bits of nodes that stay."""
     with cluster(min_nodes=2, scheme=scheme, ranks=2, **LASTING) as nodes:
         for node in range(2):

@@ -96,7 +96,7 @@ def test_restarted_nodes_do_not_begin_if_the_lighthouse_keeps_no_record():
     assert meet(restarted[0], node("b", expects_state=True, checkpoint_step=50)).begins
 
 
-def test_node_that_is_restarted_after_the_end_is_told_that_the_run_has_finished():
+def test_node_restarted_after_the_end_reports_a_finished_run():
     late = node("a", expects_state=True)
     quorum = meet(late, record=FINISHED)
     assert (quorum.is_hopeless, quorum.is_finished) == (True, True)

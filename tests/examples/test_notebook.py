@@ -14,7 +14,7 @@ except Exception as error:
 
 @pytest.mark.nightly  # by day trainer/test_strategy.py tests what the wrong start is told
 @pytest.mark.long("a Jupyter kernel imports everything, and four ranks take the notebook's 640 steps")
-def test_two_nodes_train_in_a_notebook_and_the_wrong_start_names_the_right_one(folder):
+def test_two_nodes_train_in_a_notebook_and_a_wrong_start_is_refused(folder):
     notebook = nbformat.read(folder.examples / "notebook.ipynb", as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell(WITHOUT_A_SCRIPT))
     NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(folder.path)}}).execute()

@@ -120,7 +120,7 @@ def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, da
     assert "Accuracy of the agreed model" in out
 
 
-def test_every_configuration_names_its_table_or_figure_and_what_the_paper_leaves_out():
+def test_every_configuration_names_its_source_and_assumptions():
     for path in PAPERS.glob("*.yaml"):
         comment = " ".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
         assert re.search(r"(Table|Fig\.) [\dIV]+", comment), path
@@ -148,7 +148,7 @@ print(found)
 
 
 @pytest.mark.long("makes ten networks of torchvision, nearly all of them twice")
-def test_all_models_have_the_classes_that_are_asked_for_and_keep_small_pictures_whole(folder):
+def test_models_have_the_requested_classes_and_fit_small_pictures(folder):
     small = [(name, 32, True) for name in ("resnet18", "resnet50", "densenet121")]
     others = [("resnet20", 32, False), ("resnet34", 64, False), ("vgg11", 32, False), ("vgg16_bn", 32, False)]
     nets = [*small, *others, ("alexnet", 224, False), ("shufflenet_v2_x1_0", 64, False), ("vit_b_16", 224, False)]
@@ -191,7 +191,7 @@ for schedule in (
 """
 
 
-def test_learning_rates_rise_with_the_pictures_and_fall_as_the_schedule_says(folder):
+def test_learning_rates_scale_with_the_batch_and_follow_the_schedule(folder):
     script = folder.path / "rates.py"
     script.write_text(RATES.format(papers=str(PAPERS)))
     cosine, plateau = (ast.literal_eval(line) for line in folder.run(script).splitlines() if line[0] == "[")

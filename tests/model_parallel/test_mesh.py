@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_hiercomm.trainer.model_parallel import _mesh_of_world
 
 
-def test_groups_of_gloo_are_made_and_not_split_where_the_default_one_has_a_gpu(launch):
+def test_gloo_groups_are_not_split_from_a_gpu_group(launch):
     """torch splits the default group there, whatever its backend, and cannot copy gloo's options."""
     assert launch(mesh_on_a_gpu, ranks=2) == [[0], [1]]
 

@@ -212,7 +212,7 @@ def test_the_monitor_logs_what_a_sharded_node_sends(trained):
         assert float(row["hiercomm/disagreement"]) > 0
 
 
-def test_frozen_shards_that_are_filled_when_training_starts_are_those_of_the_first_node(trained):
+def test_late_frozen_shards_come_from_the_first_node(trained):
     assert [results["taught"] for results in trained] == [[0.0], [1.0], [0.0], [1.0]]
 
 

@@ -213,7 +213,7 @@ def test_early_stopping_does_not_end_a_run_that_gets_better(ranks, stopped):
     assert ranks[0][stopped]["steps with EarlyStopping"] == 14
 
 
-def test_a_file_that_is_saved_after_fit_holds_the_module_and_the_schemes_last_schedule(ranks, name):
+def test_file_saved_after_fit_holds_module_and_schedule(ranks, name):
     said = ranks[0][name]
     assert torch.equal(said["saved after fit"], said["after fit"])
     assert torch.equal(said["saved after validate"], said["after fit"])
@@ -221,7 +221,7 @@ def test_a_file_that_is_saved_after_fit_holds_the_module_and_the_schemes_last_sc
 
 
 @pytest.mark.parametrize("swapped", IN_TURNS[1])
-def test_a_callback_that_swaps_weights_for_validation_does_not_change_the_training(ranks, swapped):
+def test_weights_swapped_for_validation_leave_training_unchanged(ranks, swapped):
     for rank in ranks:
         assert len(rank[swapped]["own"]) == len(rank[swapped]["swapped"]) == 14
         for one, other in zip(rank[swapped]["own"], rank[swapped]["swapped"], strict=True):
@@ -255,7 +255,7 @@ def ranks_of_one_node(borrow):
     return borrow(_averaging_program, ranks=2)
 
 
-def test_the_average_that_a_callback_ends_on_becomes_that_of_all_ranks_of_a_node(ranks_of_one_node):
+def test_average_loaded_by_a_callback_reaches_all_ranks_of_a_node(ranks_of_one_node):
     own = [torch.stack(rank["on its own"]["own"]).mean(0) for rank in ranks_of_one_node]
     assert not torch.equal(*own)
     for rank in ranks_of_one_node:
@@ -304,14 +304,14 @@ def _counting_program(folder):
     return module.after_steps
 
 
-def test_buffers_that_batches_move_before_the_step_that_sees_a_unfreeze_agree_ever_after(borrow):
+def test_buffers_stay_synchronized_after_an_unfreeze(borrow):
     one, other = borrow(_counting_program, ranks=2)
     assert len(one) == len(other) == 8
     for step, (moved, moved_elsewhere) in enumerate(zip(one, other, strict=True)):
         assert torch.equal(moved, moved_elsewhere), f"after step {step}"
 
 
-def test_what_is_equal_on_all_ranks_keeps_its_bits_when_the_module_is_averaged():
+def test_averaging_keeps_the_bits_of_equal_values():
     equal = torch.rand(1000, generator=torch.Generator().manual_seed(0))
 
     def work(topology):

@@ -64,7 +64,7 @@ def backward_several(times: int, layers: nn.Module, gradients: ShardedGradients)
             layers(torch.tensor([[2.0]], device=place.device)).sum().backward()
 
 
-def test_gradients_leave_and_arrive_outside_of_an_autocast_around_the_backward_pass():
+def test_sharded_gradients_are_reduced_outside_of_autocast():
     def work(layers, gradients, said):
         def reduce(bucket: Tensor, *args: Any, **keywords: Any) -> Any:
             said.append(f"autocast {torch.is_autocast_enabled(place.device.type)}")
@@ -85,7 +85,7 @@ def own(gradients: ShardedGradients) -> float:
     return 1.0 + 2.0 * gradients.topology.rank
 
 
-def test_every_pass_leaves_the_mean_and_from_the_second_on_buckets_leave_when_they_are_written():
+def test_every_pass_gives_the_mean_and_later_passes_overlap():
     def work(layers, gradients, said):
         results = [backward(layers, gradients, own(gradients)) for _ in range(2)]
         return results, said
@@ -98,7 +98,7 @@ def test_every_pass_leaves_the_mean_and_from_the_second_on_buckets_leave_when_th
         assert said == first + second
 
 
-def test_a_gradient_that_one_node_lacks_counts_as_zero_and_one_that_all_lack_stays_away():
+def test_gradient_missing_on_one_node_counts_as_zero():
     def work(layers, gradients, said):
         used = nn.Sequential(layers[0], *([layers[2]] if gradients.topology.rank == 0 else []))
         for _ in range(2):
@@ -112,7 +112,7 @@ def test_a_gradient_that_one_node_lacks_counts_as_zero_and_one_that_all_lack_sta
         assert partly_used == 2.0
 
 
-def test_a_gradient_of_zeros_on_one_node_is_one_of_zeros_on_a_node_that_lacks_it():
+def test_zero_gradient_reaches_a_node_without_one():
     def work(layers, gradients, said):
         used = layers if gradients.topology.rank == 0 else layers[2:]
         for _ in range(2):  # from the second on, buckets leave during the pass
@@ -135,7 +135,7 @@ def test_a_step_crosses_the_slow_link_in_the_rounds_of_lanes_only():
     assert on_two_nodes(work) == [{"inter": 4, "world": 0}] * 2
 
 
-def test_where_a_pass_writes_gradients_several_times_all_buckets_wait_for_its_end():
+def test_buckets_wait_for_a_pass_that_writes_gradients_repeatedly():
     def work(layers, gradients, said):
         for _ in range(2):
             layers.zero_grad()
@@ -168,7 +168,7 @@ def test_what_accumulates_before_the_last_pass_is_averaged_with_it():
     assert on_two_nodes(work) == [[3.0] * 3] * 2
 
 
-def test_what_left_during_a_backward_pass_on_another_stream_is_kept_for_the_one_that_hands_it_out(fake_device):
+def test_buckets_reduced_on_another_stream_stay_allocated(fake_device):
     if place.device.type != "cpu":
         pytest.skip("the streams are played on the CPU")
 
@@ -188,7 +188,7 @@ def test_what_left_during_a_backward_pass_on_another_stream_is_kept_for_the_one_
     assert on_two_nodes(work) == [[2.0] * 3] * 2
 
 
-def test_a_bucket_that_leaves_in_one_stream_waits_for_gradients_that_were_written_in_another(fake_device):
+def test_bucket_waits_for_gradients_of_another_stream(fake_device):
     if place.device.type != "cpu":
         pytest.skip("the streams are played on the CPU")
 

@@ -17,7 +17,7 @@ def test_ddp_sends_a_ring_over_all_ranks_out_of_every_node():
     assert sent == [5 * 2 * (2 * 3 / 4 * 800)] * 4
 
 
-def test_where_nodes_come_and_go_it_is_what_ddp_sends_out_of_this_one_as_its_own_bytes_are():
+def test_elastic_traffic_counts_bytes_sent_by_this_node():
     def work(own):
         topology = ElasticTopology(own)
         topology.reform([2, 2], node=1)

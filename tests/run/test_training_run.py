@@ -99,7 +99,7 @@ def test_nested_visits_to_the_agreed_model_end_where_training_was():
     ]
 
 
-def test_a_buffer_that_was_infinite_is_part_of_the_agreed_model_once_it_is_finite_on_all_ranks():
+def test_buffer_is_averaged_again_once_it_is_finite_everywhere():
     def body(topology: Topology) -> list[float]:
         module = Pair()
         module.register_buffer("best", torch.tensor(torch.inf))
@@ -196,7 +196,7 @@ def test_a_mask_travels_on_no_wire_and_makes_nothing_travel_twice(mask, scheme, 
         assert 0 <= with_mask["world_bytes"] - own["world_bytes"] <= 64  # one number of it is compared at a look
 
 
-def test_a_look_between_a_forward_pass_and_its_backward_pass_disturbs_no_gradient():
+def test_averaging_between_forward_and_backward_keeps_gradients():
     def body(topology: Topology) -> list[list[float]]:
         module = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).to(place.device)
         teacher = nn.Parameter(torch.ones(1, device=place.device), requires_grad=False)
@@ -221,7 +221,7 @@ def test_a_look_between_a_forward_pass_and_its_backward_pass_disturbs_no_gradien
         assert beside_a_look == without
 
 
-def test_the_end_of_a_run_averages_numbers_and_leaves_counts_to_their_ranks():
+def test_end_of_run_averages_float_buffers_and_keeps_counters():
     def body(topology: Topology) -> list[object]:
         module = Pair().to(place.device)
         module.phase = nn.Parameter(torch.tensor([1j * topology.rank], device=place.device), requires_grad=False)
@@ -277,7 +277,7 @@ def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
 
 
 @pytest.mark.parametrize("scheme", [lambda: PeriodicAveraging(5), lambda: Gossip(segments=1, hierarchical=False)])
-def test_nodes_restart_from_average_from_their_agreement_when_parameters_are_added(scheme):
+def test_nodes_restart_from_their_average_when_parameters_are_added(scheme):
     def work(run: TrainingRun) -> tuple[float, bool, bool]:
         add(run, 0, run.topology.rank + 1.0)
         own = run.schemes[0]
@@ -305,7 +305,7 @@ def test_what_was_written_into_the_module_from_outside_is_averaged():
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]
 
 
-def test_values_written_behind_the_schemes_back_on_any_rank_are_noticed_on_all():
+def test_parameter_writes_on_any_rank_are_noticed_on_all():
     def work(run: TrainingRun) -> list[bool]:
         noticed = [run.values_have_changed()]
         if run.topology.rank == 1:
@@ -317,7 +317,7 @@ def test_values_written_behind_the_schemes_back_on_any_rank_are_noticed_on_all()
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[False, True, False]] * 2
 
 
-def test_an_optimizer_that_somebody_puts_in_the_place_of_another_is_refused_with_what_to_do():
+def test_replaced_optimizer_is_refused_with_a_remedy():
     def work(run: TrainingRun) -> None:
         fresh = torch.optim.SGD(run.module.first.parameters(), lr=1.0)
         run.step(fresh, fresh.step)
@@ -401,7 +401,7 @@ def see_and_step(run: TrainingRun, value: float) -> None:
         run.step(optimizer, step)
 
 
-def test_buffers_that_layers_assign_anew_agree_and_those_that_files_do_not_hold_stay_the_ranks_own():
+def test_reassigned_buffers_synchronize_unless_non_persistent():
     def work(run: TrainingRun) -> list[list[float]]:
         seen = []
         for value in (1.0, 3.0):
@@ -417,7 +417,7 @@ def test_buffers_that_layers_assign_anew_agree_and_those_that_files_do_not_hold_
     ]
 
 
-def test_the_agreed_model_and_the_end_of_a_run_hold_the_mean_of_buffers_that_were_assigned_since_the_last_step():
+def test_averaged_model_has_the_mean_of_buffers_assigned_after_a_step():
     def work(run: TrainingRun) -> list[float]:
         see_and_step(run, 1.0)
         layer, seen = run.module[0], []
@@ -437,7 +437,7 @@ def test_the_agreed_model_and_the_end_of_a_run_hold_the_mean_of_buffers_that_wer
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), DASO(), DiLoCo(1), Gossip(), PeriodicAveraging(2), StepsDelay()])
-def test_under_every_scheme_a_validation_sees_the_mean_of_buffers_that_layers_assign_anew(scheme):
+def test_validation_uses_the_mean_of_reassigned_buffers(scheme):
     def work(run: TrainingRun) -> list[float]:
         see_and_step(run, 1.0)
         run.end_epoch()
@@ -557,7 +557,7 @@ def test_what_a_module_writes_to_its_buffers_while_it_is_looked_at_stays(scheme,
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), DASO(), DiLoCo(1), Gossip(), PeriodicAveraging(1), StepsDelay()])
-def test_buffers_that_moved_after_an_agreement_are_part_of_the_averaged_model(scheme):
+def test_averaged_model_has_buffers_changed_after_a_sync(scheme):
     def body(topology: Topology) -> list[float]:
         module = nn.BatchNorm1d(1).to(place.device)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -572,7 +572,7 @@ def test_buffers_that_moved_after_an_agreement_are_part_of_the_averaged_model(sc
     assert on_ranks(body, [[0], [1]]) == [[0.5, 0.0], [0.5, 1.0]]
 
 
-def test_a_step_of_which_the_nodes_hear_nothing_is_refused_until_the_run_is_over():
+def test_uncounted_optimizer_step_is_refused_during_the_run():
     def body(topology: Topology) -> bool:
         module = nn.Linear(1, 1).to(place.device)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -607,7 +607,7 @@ def test_gradients_that_cross_nodes_need_no_ear_for_the_optimizers_steps():
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(4), Gossip()])
-def test_buffers_that_a_layer_gets_in_training_are_part_of_the_averaged_model(scheme):
+def test_averaged_model_has_buffers_registered_in_training(scheme):
     def body(topology: Topology) -> list[list[float]]:
         module = nn.Linear(1, 1).to(place.device)
         module.register_buffer("late", None)
@@ -670,7 +670,7 @@ def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_is_told(schem
     [DASO(), DiLoCo(2), DiLoCo(2, torch.optim.Adam), Gossip(), PeriodicAveraging(2), StepsDelay(2, 0)],
     ids=repr,
 )
-def test_parameters_that_lie_otherwise_in_memory_train_like_others_and_go_into_files(scheme):
+def test_non_contiguous_parameters_train_and_are_saved(scheme):
     def trained(make: Callable[[torch.Tensor], torch.Tensor]) -> list[list[float]]:
         def body(topology: Topology) -> list[float]:
             module = nn.Module()
@@ -711,7 +711,7 @@ def test_parameters_that_lie_otherwise_in_memory_train_like_others_and_go_into_f
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("scheme", [DiLoCo(1, partial(torch.optim.SGD, lr=1.0)), PeriodicAveraging(1)], ids=repr)
-def test_a_parameter_that_is_replaced_in_mid_run_by_others_on_each_rank_is_their_mean(scheme, wire):
+def test_parameter_replaced_in_mid_run_becomes_the_mean(scheme, wire):
     def body(topology: Topology) -> float:
         module = nn.Linear(1, 1, bias=False).to(place.device)
         nn.init.zeros_(module.weight)

@@ -211,7 +211,7 @@ def masked(borrow, request):
 
 
 @pytest.mark.parametrize(("name", "policy", "wire"), selected(MASKED), ids=str)
-def test_masks_and_bounds_that_are_not_finite_stay_as_they_are_and_end_no_run(masked, name, policy, wire):
+def test_infinite_masks_and_bounds_stay_and_end_no_run(masked, name, policy, wire):
     one, other = (reports[name, policy, wire] for reports in masked)
     same_bits([one, other])
     for buffer in ("causal", "filled", "best"):
@@ -400,7 +400,7 @@ def _sick_with_averages(folder):
 
 
 @pytest.mark.long("a fit for every kind of average, with checkpoints")
-def test_averages_of_a_node_that_was_sick_and_is_healed_are_healthy_and_so_is_all_that_is_seen_and_saved(borrow):
+def test_healed_node_validates_and_saves_finite_averages(borrow):
     one, other = borrow(_sick_with_averages, ranks=2)
     assert len(one) == len(SICK) + 1
     for how, (report, seen, saved) in one.items():
@@ -437,7 +437,7 @@ def _sick_to_the_end(folder):
     return reports
 
 
-def test_a_fit_that_heals_a_node_at_its_end_ends_on_the_averages_of_the_others(borrow):
+def test_node_healed_at_the_end_of_fit_gets_the_others_average(borrow):
     ranks = borrow(_sick_to_the_end, ranks=3)
     for validations in (0, 1):
         expected = ranks[0][validations][0]
@@ -469,7 +469,7 @@ def _saved_at_the_end(folder):
     return torch.load(folder / "own.ckpt", weights_only=False)["state_dict"], keeps.average, module.state_dict()
 
 
-def test_a_callback_that_saves_its_average_when_a_fit_ends_saves_no_sick_one(borrow):
+def test_callback_saves_a_finite_average_at_the_end_of_fit(borrow):
     (saved, _, end), (_, healthy, _) = borrow(_saved_at_the_end, ranks=2)
     assert all(value.isfinite().all() for value in saved.values())
     for name in ("head.weight", "backbone.weight"):

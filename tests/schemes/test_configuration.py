@@ -145,7 +145,7 @@ def test_what_can_be_changed_in_an_argument_is_no_part_of_the_value():
 @pytest.mark.parametrize(
     "hook", ["after_step", "step", "shared_state", "phase", "average", "attach", "open", "has_update"]
 )
-def test_a_hook_that_would_never_be_called_is_refused_and_said_to_belong_to_what_runs(hook):
+def test_hook_on_the_wrong_class_is_refused(hook):
     # schemes of one's own were one class once
     with pytest.raises(TypeError, match=rf"Mine\.{hook} is of what runs, .*RunningParameterSync.*Mine\.build"):
         type("Mine", (ParameterSync,), {hook: lambda self: None})

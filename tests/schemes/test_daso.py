@@ -74,7 +74,7 @@ def test_a_cycling_epoch_follows_the_table_to_the_digit(run_oracle, reducer, sta
 
 
 @pytest.mark.parametrize("reducer", ["leader", "sharded"])
-def test_blocking_phases_follow_the_table_and_equal_averaging_at_every_step(run_oracle, reducer):
+def test_blocking_phases_equal_averaging_at_every_step(run_oracle, reducer):
     traces = run_oracle(lambda: DASO(warmup_epochs=1, reducer=reducer))
     assert traces[0].after_step[:4] == [2, 3, 3.5, 3.75]
     assert [t.after_step for t in traces] == [t.after_step for t in run_oracle(lambda: PeriodicAveraging(1))]
@@ -90,7 +90,7 @@ def test_a_merge_and_a_send_on_one_batch_merge_first(run_oracle):
     ]
 
 
-def test_an_exchange_in_flight_at_the_end_of_an_epoch_is_dropped_for_a_mean(run_oracle):
+def test_pending_exchange_at_epoch_end_is_replaced_by_a_mean(run_oracle):
     # two batches: sent after the first, due after the second, which is the last; the next epoch starts from the mean
     traces = run_oracle(cycling(2, 1), steps_per_epoch=2, epochs=2)
     for trace, local in zip(traces, (0.75, 0.75, 5.25, 5.25), strict=True):
@@ -315,7 +315,7 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("skip", [4, 4, 4]), ("raise", [4, 2, 1])])
-def test_the_loss_of_a_sick_rank_does_not_count_where_the_others_go_on_without_it(policy, expected):
+def test_loss_of_an_excluded_rank_does_not_count(policy, expected):
     def work(rank):
         seen = []
         for epoch, loss in enumerate((4.0, 2.0, 1.0)):
@@ -346,7 +346,7 @@ def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
     assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 2, 1]] * 4
 
 
-def test_an_epoch_is_judged_by_the_metric_that_was_known_when_the_file_was_saved_from_which_the_run_goes_on():
+def test_resumed_epoch_is_judged_by_the_saved_metric():
     scheme = cycling(4, 1, patience=0, monitor="val_loss")()
 
     def work(rank):
@@ -460,7 +460,7 @@ FOUR_AND_FOUR = {"warmup_epochs": 4, "cooldown_epochs": 4}
         *(({}, run, None) for run in [(1, None), (2, 20), (4, None), (8, None), (8, 80), (None, 100), (None, None)]),
     ],
 )
-def test_phases_that_leave_nothing_to_cycle_are_warned_of_once_by_their_arguments(caplog, arguments, run, said):
+def test_phases_without_cycling_steps_warn_once(caplog, arguments, run, said):
     epochs, steps = run
     on_four_ranks(lambda rank: None, DASO(**arguments), epochs=epochs, steps=steps, begins_epoch=False)
     warned = [r.message for r in caplog.records if "every step will average all nodes" in r.message]
@@ -472,7 +472,7 @@ def test_phases_that_leave_nothing_to_cycle_are_warned_of_once_by_their_argument
     ("epochs", "waiting"),
     [(1, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (15, 3), (16, 4), (17, 4), (40, 4)],
 )
-def test_warm_up_and_cool_down_take_four_epochs_each_or_a_quarter_of_a_short_run(epochs, waiting):
+def test_warm_up_and_cool_down_default_to_four_epochs_or_a_quarter(epochs, waiting):
     def work(rank):
         phases = []
         for epoch in range(epochs):
@@ -486,7 +486,7 @@ def test_warm_up_and_cool_down_take_four_epochs_each_or_a_quarter_of_a_short_run
 
 
 @pytest.mark.parametrize("epochs", [None, 1, 3])
-def test_where_a_quarter_of_the_epochs_is_none_it_is_a_quarter_of_the_steps(epochs):
+def test_short_runs_take_a_quarter_of_the_steps(epochs):
     def work(rank):
         phases = []
         for step in range(13):
@@ -499,7 +499,7 @@ def test_where_a_quarter_of_the_epochs_is_none_it_is_a_quarter_of_the_steps(epoc
 
 
 @pytest.mark.parametrize("epochs", [4, 7])
-def test_where_a_quarter_of_the_epochs_is_one_it_is_that_one_whatever_the_steps(epochs):
+def test_quarter_of_four_epochs_is_one_epoch(epochs):
     def work(rank):
         for _ in range(12):
             rank.train()
@@ -525,7 +525,7 @@ def test_a_run_without_an_end_has_four_epochs_of_warm_up_and_no_cool_down():
 # ---- agreement, state --------------------------------------------------------------------------------------------
 
 
-def test_agreeing_in_mid_cycle_gives_the_mean_and_leaves_the_training_as_it_was():
+def test_averaging_in_mid_cycle_leaves_training_unchanged():
     def work(rank, looks):
         trace, agreed = [], []
         for _ in range(7):
@@ -574,7 +574,7 @@ def test_a_state_saved_with_an_exchange_in_flight_resumes_to_the_bit(reducer, me
         on_four_ranks(partial(resumed, after=after), scheme, **training)
 
 
-def test_a_plain_checkpoint_goes_on_from_the_agreed_parameters_and_keeps_the_schedule():
+def test_plain_checkpoint_resumes_from_averaged_parameters():
     original = cycling(8, 2, patience=0)()
 
     def work(rank):
@@ -759,7 +759,7 @@ def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tm
 
 
 @pytest.mark.pooled
-def test_a_plain_checkpoint_saved_with_an_exchange_in_flight_holds_the_mean_and_does_not_disturb(fit, tmp_path):
+def test_plain_checkpoint_during_an_exchange_holds_the_mean(fit, tmp_path):
     # after batch 4 group 1 has just sent; the table says 1.046875 / 6.578125
     save = ModelCheckpoint(tmp_path, filename="in-flight", every_n_train_steps=5)
     arguments = {"enable_checkpointing": True, "limit_val_batches": 0}
@@ -825,7 +825,7 @@ class TwoInTurn(Phases):
 
 
 @pytest.mark.pooled
-def test_the_length_of_a_run_of_two_optimizers_is_half_of_what_lightning_counts(fit):
+def test_run_length_with_two_optimizers_is_half_of_lightnings_count(fit):
     (report, *_) = fit(TwoInTurn(), {"scheme": "daso"}, limit_val_batches=0, max_epochs=-1, max_steps=16)
     assert report["report"] == ["warm-up"] * 2 + ["cycling"] * 4 + ["cool-down"] * 2
 
@@ -869,7 +869,7 @@ def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
     assert (trace.scheme.period, trace.scheme.staleness) == (4, 2)
 
 
-def test_without_gradients_narrow_phases_make_no_difference_where_nothing_is_narrowed():
+def test_narrow_phases_without_a_wire_change_nothing():
     def train(narrow_phases: str) -> list[list[list[float]]]:
         cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "reducer": "sharded", "gradients": "none"}
         scheme = DASO(3, 2, narrow_phases=narrow_phases, **cycle)

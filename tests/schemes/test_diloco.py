@@ -191,9 +191,7 @@ def test_every_form_does_what_the_equations_say(
 @pytest.mark.parametrize(
     ("sync_every", "fragments", "staleness", "kept"), [(4, 1, 0, 0.0), (4, 1, 3, 0.5), (6, 2, 2, 0.5)]
 )
-def test_by_default_a_node_keeps_half_of_its_own_where_the_outer_step_comes_late(
-    on_nodes, sync_every, fragments, staleness, kept
-):
+def test_stale_outer_steps_keep_half_of_local_values_by_default(on_nodes, sync_every, fragments, staleness, kept):
     targets = [torch.stack([target_of(rank, 24) for rank in ranks]).mean(0) for ranks in TWO_OF_TWO]
     expected, agreed = plainly(
         14,
@@ -325,7 +323,7 @@ def test_asking_for_the_agreed_model_at_every_step_changes_nothing(on_nodes, sch
     assert all(torch.equal(one, other) for one, other in zip(asked, left_alone, strict=True))
 
 
-def test_an_outer_scheduler_counts_a_period_whose_exchange_is_in_flight_in_a_file(on_nodes):
+def test_saved_outer_scheduler_counts_the_pending_period(on_nodes):
     scheme = DiLoCo(4, partial(SGD, lr=0.5), staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
     saved = {}
 
@@ -374,7 +372,7 @@ def test_the_agreed_model_is_the_mean_of_the_nodes_present_parameters(on_nodes, 
         torch.testing.assert_close(seen, torch.stack(expected), rtol=0, atol=1e-12)
 
 
-def test_parameters_that_are_unfrozen_later_leave_the_momentum_of_the_others_alone(on_nodes):
+def test_unfreezing_keeps_the_outer_momentum_of_others(on_nodes):
     steps = 12
 
     def work(rank):
@@ -506,7 +504,7 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, scheme, wire, nodes):
 
 @pytest.mark.parametrize("how", ["sidecar", "agreed"])
 @pytest.mark.parametrize("kept", [0.0, 0.25, 0.5])
-def test_a_run_that_goes_on_keeps_as_much_of_its_own_as_before_whatever_the_default_was(on_nodes, caplog, kept, how):
+def test_resumed_run_keeps_its_saved_local_share(on_nodes, caplog, kept, how):
     implicit = partial(DiLoCo, 4, staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
     explicit, arguments = implicit(keep_local=kept), {"shapes": SEVENS, "dtype": torch.float64}
 
@@ -661,7 +659,7 @@ def test_a_run_ends_with_an_outer_step_over_what_was_not_agreed_on_yet(on_nodes,
 
 
 @pytest.mark.parametrize("nodes", [TWO, TWO_OF_TWO], ids=str)
-def test_fragments_of_one_tensor_resume_with_the_outer_steps_that_each_has_taken(on_nodes, nodes):
+def test_fragments_of_one_tensor_resume_their_outer_steps(on_nodes, nodes):
     # after three steps the first fragment has taken one outer step, and the second, of the same tensor, none
     scheme = DiLoCo(4, partial(Adam, lr=0.1), fragments=2)
     arguments = {"shapes": {"x": 12}, "dtype": torch.float64, "bucket_bytes": 2**20}
@@ -690,7 +688,7 @@ DAMPENED = partial(SGD, lr=0.7, momentum=0.9, dampening=0.5)  # whose first step
 
 @pytest.mark.parametrize("outer", [partial(Adam, lr=0.1), DAMPENED], ids=["adam", "dampened"])
 @pytest.mark.parametrize("nodes", [((0,), (1,), (2,)), UNEQUAL], ids=str)
-def test_a_plain_state_of_fragments_that_cut_a_tensor_restores_what_each_element_has_taken(on_nodes, outer, nodes):
+def test_plain_state_restores_outer_steps_within_a_cut_tensor(on_nodes, outer, nodes):
     # after three steps the first half of the tensor has taken one outer step, and the second none
     scheme, target = DiLoCo(4, outer, fragments=2), target_of(0, 12)  # everyone's
     arguments = {"shapes": {"x": 12}, "dtype": torch.float64}
@@ -720,9 +718,7 @@ def test_a_plain_state_of_fragments_that_cut_a_tensor_restores_what_each_element
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, UNEQUAL], ids=str)
 @pytest.mark.parametrize("fragments", [1, 2, ["c"]], ids=str)
 @pytest.mark.parametrize("outer", [partial(Adam, lr=0.1), DAMPENED], ids=["adam", "dampened"])
-def test_parameters_that_are_unfrozen_or_frozen_leave_the_outer_steps_of_all_others_as_they_are(
-    on_nodes, outer, fragments, nodes
-):
+def test_freezing_and_unfreezing_keep_outer_steps_of_others(on_nodes, outer, fragments, nodes):
     # each element by itself: what is unfrozen begins with its first outer step, others go on with their next one
     def work(rank):
         target = target_of(0, 23)
@@ -766,7 +762,7 @@ def test_parameters_that_are_unfrozen_or_frozen_leave_the_outer_steps_of_all_oth
             torch.testing.assert_close(held[name], alone(name, first, last), rtol=0, atol=1e-12)
 
 
-def test_a_unfreeze_while_something_is_in_flight_leaves_the_outer_scheduler_its_period(on_nodes):
+def test_unfreezing_during_an_exchange_keeps_the_schedulers_period(on_nodes):
     scheme = DiLoCo(4, partial(SGD, lr=1.0), staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
 
     def work(rank, thaws_before):

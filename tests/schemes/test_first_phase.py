@@ -157,7 +157,7 @@ def test_a_shorter_phase_ends_where_the_run_goes_on():
     assert low != high
 
 
-def test_gradients_travel_in_the_form_of_the_wire_and_parameters_do_not_yet():
+def test_first_phase_encodes_gradients_and_not_parameters():
     def sent(scheme, wire):
         ranks = on_nodes(steps(4), scheme, shapes=[(4096,)], wire=wire)
         return ranks[0].meter.bytes["inter"]

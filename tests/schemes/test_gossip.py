@@ -71,7 +71,7 @@ def mixed(steps):
 # ---- oracles ---------------------------------------------------------------------------------------------------------
 
 
-def test_averaging_over_the_exponential_graph_of_four_is_exact_after_two_steps():
+def test_exponential_graph_of_four_averages_exactly_in_two_steps():
     seen = torch.stack(simulate(mixed(2), Gossip("directed_exponential"), [0, 2, 4, 10])).squeeze()
     assert seen[:, 1].tolist() == [5, 1, 3, 7]
     assert seen[:, 2].tolist() == [4, 4, 4, 4]
@@ -134,7 +134,7 @@ def test_rank_means_are_those_of_every_mean_preserving_scheme(run_oracle):
 
 @pytest.mark.parametrize("weights", [None, (1, 3, 2, 2), (1, 1, 2, 4)])
 @pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
-def test_on_two_nodes_hierarchical_gossip_is_periodic_averaging_at_every_step(run_oracle, nodes, weights):
+def test_gossip_on_two_nodes_equals_averaging_at_every_step(run_oracle, nodes, weights):
     gossip = run_oracle(lambda: Gossip(), nodes=nodes, weights=weights, dtype=torch.float64)
     periodic = run_oracle(lambda: PeriodicAveraging(1), nodes=nodes, weights=weights, dtype=torch.float64)
     for ours, theirs in zip(gossip, periodic, strict=True):
@@ -192,7 +192,7 @@ graphs = st.one_of(
 @pytest.mark.parametrize("most", [16, pytest.param(64, marks=pytest.mark.nightly)])
 @settings(deadline=None, max_examples=15)
 @given(graph=graphs, size=st.data(), segments=st.integers(1, 4), overlap=st.booleans())
-def test_mixing_conserves_the_sum_of_every_segment_and_brings_replicas_together(most, graph, size, segments, overlap):
+def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, segments, overlap):
     size = size.draw(st.integers(2, most) | st.integers(2, 8))
     starts = torch.randn(size, 4, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
 
@@ -316,7 +316,7 @@ def test_a_module_without_parameters_is_named():
 
 
 @pytest.mark.parametrize("fair", ["uniform", None])
-def test_an_agreement_while_an_exchange_is_in_flight_counts_every_mass_once_and_changes_nothing(fair):
+def test_averaging_during_an_exchange_counts_every_mass_once(fair):
     def work(rank, look):
         agreed = []
         for step in range(6):
@@ -417,7 +417,7 @@ def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
         simulate(lambda rank: rank.scheme.load_state_dict(state), Gossip(overlap=True), [0, 1, 2, 3])
 
 
-def test_a_plain_checkpoint_restarts_the_exchange_from_the_agreed_parameters():
+def test_plain_checkpoint_restarts_gossip_from_the_average():
     def work(rank):
         for _ in range(3):
             rank.train(0.0)
@@ -488,7 +488,7 @@ def test_bad_arguments_are_named(arguments, message):
         Gossip(**arguments)
 
 
-def test_disagreement_estimates_the_relative_distance_from_the_mean_and_sends_nothing():
+def test_gossip_estimates_disagreement_without_sending():
     size, elements = 8, 50_000
     starts = 3 + torch.randn(size, elements, generator=torch.Generator().manual_seed(1))
     distance = (starts - starts.mean(0)).square().sum(1).mean().sqrt() / starts.square().sum(1).mean().sqrt()
@@ -581,7 +581,7 @@ def test_two_optimizers_gossip_apart_and_end_on_the_same_bits_everywhere(fit, hi
         assert torch.equal(value, reports[0]["state_dict"][name]), name
 
 
-def test_without_push_sum_a_node_takes_the_plain_mean_of_its_own_and_what_arrives():
+def test_gossip_without_push_sum_takes_plain_means():
     # everybody receives from rank 0, which receives from 1: (0, 2, 4, 10) -> ((0 + 2) / 2, (2 + 0) / 2, 2, 5)
     scheme = Gossip(Listed([[1, 2, 3], [0], [], []]), segments=1, hierarchical=False, push_sum=False)
     seen = torch.stack(simulate(mixed(1), scheme, [0, 2, 4, 10])).squeeze()

@@ -90,7 +90,7 @@ def test_gradients_that_nobody_exchanges_stay_as_they_are():
 @pytest.mark.parametrize("wire", HALF_A_SCALE)
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize("piece_bytes", [2**22, 400], ids=["whole", "pieces"])
-def test_the_mean_over_the_world_is_the_same_on_all_ranks_and_as_exact_as_the_wire(nodes, wire, piece_bytes):
+def test_gradient_mean_is_equal_on_all_ranks_and_as_exact_as_the_wire(nodes, wire, piece_bytes):
     world = sum(map(len, nodes))
     weights = [1.0 + rank for rank in range(world)]
     sizes = [1, 5, 1000, 1003]
@@ -171,7 +171,7 @@ def test_the_bytes_between_nodes_are_those_of_the_formula(nodes, wire):
 
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,), (3,))], ids=str)
-def test_what_was_kept_back_has_the_scale_of_the_gradients_to_which_it_is_added(nodes, resumes):
+def test_error_feedback_follows_the_gradient_scale(nodes, resumes):
     """A gradient scaler halves its scale before every step."""
     numel, rounds = 700, 20
 
@@ -327,7 +327,7 @@ UNEQUAL = ((0, 1), (2, 3, 4))
 ROWS = [[3, 3, 0], [5], [], [0, 1, 5, 5, 5], [3]]  # what each rank looks up of an embedding of six rows
 
 
-def test_a_bucket_of_ddps_is_averaged_outside_of_an_autocast_around_the_backward_pass():
+def test_ddp_buckets_are_averaged_outside_of_autocast():
     class Path(Untouched):
         def reduce(self, bucket, index=0):
             seen.append(torch.is_autocast_enabled("cpu"))

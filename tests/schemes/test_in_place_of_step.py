@@ -61,7 +61,7 @@ def closure_of(parameter, optimizer, target, calls):
     ("kind", "evaluated", "left"),
     [(torch.optim.SGD, [4.0], 8.0), (SAM, [4.0, 10.5], 4.75), (Impatient, [4.0, 10.0], 5.0)],
 )
-def test_a_closure_is_called_for_the_gradients_and_again_only_where_they_are_not_there(kind, evaluated, left):
+def test_closure_runs_again_only_without_gradients(kind, evaluated, left):
     parameter = torch.nn.Parameter(torch.full((1,), 4.0, device=place.device))
     optimizer, calls = kind([parameter], lr=0.5), []
 
@@ -77,7 +77,7 @@ def test_a_closure_is_called_for_the_gradients_and_again_only_where_they_are_not
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(1, order="before_step"), Gossip(overlap=True)])
-def test_an_optimizer_that_evaluates_the_loss_twice_does_so_after_the_nodes_have_agreed(scheme):
+def test_second_closure_evaluation_follows_the_sync(scheme):
     def body(topology: Topology) -> float:
         parameter = torch.nn.Parameter(torch.zeros(1, device=place.device))
         optimizer, calls = SAM([parameter], lr=0.5), []
@@ -102,7 +102,7 @@ class Unequal(Graph):
         return [[1, 2], [2], [0]]
 
 
-def test_under_push_sum_an_optimizer_that_goes_to_look_does_so_from_what_the_forward_pass_saw():
+def test_second_closure_evaluation_sees_debiased_push_sum_values():
     looked: dict[int, list[float]] = {}
 
     def body(topology: Topology) -> None:

@@ -125,7 +125,7 @@ def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
     assert all(value < 0 for value in results[0])
 
 
-def test_flat_gossip_goes_by_weights_that_are_set_after_it_followed_other_parameters():
+def test_flat_gossip_uses_weights_set_after_new_parameters():
     def work(topology: Topology) -> list[float]:
         x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
@@ -194,7 +194,7 @@ def test_two_optimizers_share_one_gradient_path():
 
 
 @pytest.mark.parametrize("skips", [0, 1])
-def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_in_it(skips):
+def test_node_that_skips_a_step_still_synchronizes(skips):
     def work(topology: Topology) -> list[float]:
         x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
@@ -221,7 +221,7 @@ def test_a_node_that_skips_its_step_at_an_agreement_before_the_step_takes_part_i
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "gossip", "steps_delay", "diloco"])
-def test_averaging_the_optimizer_state_is_refused_where_it_would_do_nothing(name):
+def test_optimizer_state_averaging_without_effect_is_refused(name):
     with pytest.raises(ValueError, match="average_optimizer_state=True does nothing with"):
         settings(SCHEMES[name]())
     settings(SCHEMES["periodic"]())

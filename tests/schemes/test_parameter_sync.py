@@ -272,7 +272,7 @@ def test_eq_1_weighs_the_nodes_of_which_the_mean_was_taken(on_nodes):
     assert seen == pytest.approx([(2 * 6 + 6) / 5, 6 / 5, 0, 0, 0, 6 / 5])
 
 
-def test_what_is_merged_before_it_is_due_counts_by_the_steps_since_it_was_sent(on_nodes):
+def test_early_merge_counts_the_steps_since_sending(on_nodes):
     def work(rank):
         rank.parameters[0].data.fill_(8.0 * rank.rank)
         for epoch in range(2):
@@ -345,7 +345,7 @@ SENTENCES = {
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("sentence", SENTENCES)
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1), (2,), (3,))], ids=str)
-def test_an_exact_resume_goes_on_bit_by_bit_and_the_agreed_model_disturbs_nobody(on_nodes, sentence, wire, nodes):
+def test_exact_resume_and_averaging_change_no_bit(on_nodes, sentence, wire, nodes):
     scheme, arguments = SENTENCES[sentence], {"shapes": SEVENS, "wire": wire, "bucket_bytes": 40}
 
     def training(rank, steps, asking=False):

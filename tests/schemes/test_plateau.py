@@ -14,7 +14,7 @@ def verdicts(losses, **arguments):
     return [plateau.reached(loss) for loss in losses]
 
 
-def test_the_third_value_in_a_row_that_does_not_improve_fires_and_counting_starts_anew():
+def test_plateau_fires_at_the_third_value_without_improvement():
     assert verdicts([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == [False, False, False, True, False, False, True]
 
 

@@ -133,7 +133,7 @@ def test_the_optimizers_state_is_the_mean_over_all_ranks_that_differ(scheme, gra
 
 
 @pytest.mark.parametrize("gradients", ["node", "none"])
-def test_state_that_a_skipped_step_leaves_out_on_one_node_agrees_as_soon_as_all_have_it(gradients):
+def test_optimizer_state_is_averaged_once_all_nodes_have_it(gradients):
     scheme = with_policy(PeriodicAveraging(1, at_epoch_end=False, gradients=gradients), average_optimizer_state=True)
 
     def work(rank):
@@ -164,7 +164,7 @@ def test_weights_that_change_while_an_exchange_leaves_do_not_move_anybody():
         torch.testing.assert_close(torch.tensor(trace), torch.full((12, 5), 2.0), rtol=0, atol=1e-14)
 
 
-def test_daso_that_has_adapted_to_every_step_goes_on_where_ranks_train_alone():
+def test_daso_adapted_to_every_step_resumes_with_independent_ranks():
     def work(rank):
         for _ in range(20):
             rank.train()

@@ -142,7 +142,7 @@ def test_a_mean_is_that_in_float64_rounded_once(nodes_of, kind, wire, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("nodes_of", NODES)
-def test_a_mean_of_ranks_that_differ_is_rounded_once_in_the_node_and_once_between_them(nodes_of, dtype):
+def test_mean_of_unequal_ranks_is_rounded_once_per_level(nodes_of, dtype):
     nodes = NODES[nodes_of]
     size = sum(map(len, nodes))
     weights = [1.0 + rank % 3 for rank in range(size)]
@@ -167,7 +167,7 @@ def test_a_mean_of_ranks_that_differ_is_rounded_once_in_the_node_and_once_betwee
 
 @pytest.mark.parametrize("count", range(2, 8))
 @pytest.mark.parametrize("beside", [False, True])
-def test_it_costs_as_many_bytes_as_an_all_reduce(count, beside):
+def test_sixteen_bit_mean_sends_as_many_bytes_as_an_all_reduce(count, beside):
     def work(rank):
         for _ in range(2):
             rank.train(0.0)
@@ -196,7 +196,7 @@ def test_statistics_cost_as_many_bytes_between_nodes_as_parameters(nodes_of):
     assert of_statistics == pytest.approx(of_parameters, rel=0.05)  # but for the padding to equal chunks
 
 
-def test_ranks_that_differ_send_their_node_no_more_bytes_than_a_reduction_and_a_gathering():
+def test_unequal_ranks_send_at_most_a_reduce_scatter_and_all_gather():
     def work(topology):
         own = torch.full((420,), float(topology.rank), dtype=torch.bfloat16, device=place.device)
         ShardedAllReduce(Replica([own], bucket_bytes=2**20, equal_in_node=False), topology)(3)
@@ -248,7 +248,7 @@ def test_parameters_of_16_bits_that_are_unfrozen_agree_beside_training():
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-def test_last_agreed_values_are_kept_only_where_differences_from_them_travel(wire):
+def test_reference_values_are_kept_only_for_encoded_differences(wire):
     def work(rank):
         rank.train()
         state = rank.scheme.state_dict()

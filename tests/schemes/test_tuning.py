@@ -152,7 +152,7 @@ def test_epoch_ends_count_where_nodes_agree_at_them():
     assert on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto")) == [20, 20]
 
 
-def test_daso_counts_launches_and_merges_and_no_step_with_an_exchange_beside_it():
+def test_daso_times_launches_and_merges_only():
     scheme, _ = train(timed(DASO, launch=0.2, merge=0.3)(**cycling(staleness=2)), 24)
     assert (scheme.period, scheme.state.tuned_period, scheme.staleness) == (10, 10, 2)
 
@@ -162,7 +162,7 @@ def test_daso_never_chooses_less_than_its_staleness():
     assert scheme.period == 3
 
 
-def test_daso_chooses_when_cycling_begins_and_its_warm_up_is_no_step_of_training_alone():
+def test_daso_chooses_its_period_when_cycling_begins():
     kind = timed(DASO, wait=30.0, merge=1.0)
     scheme, _ = train(kind(**cycling(warmup_epochs=1, warmup_steps=9)), 9 + 22)
     assert scheme.period == 20
@@ -266,7 +266,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
 @pytest.mark.parametrize(
     ("given", "expected"), [((8, 2), (4, 1)), ((4, 0), (4, 0)), ((8, 4), (8, 4))], ids=["the same", "others", "a later"]
 )
-def test_daso_goes_on_with_what_a_checkpoint_has_halved_unless_it_is_given_other_numbers(given, expected):
+def test_daso_resumes_its_halved_period_unless_arguments_changed(given, expected):
     def saved(rank):
         rank.scheme.state.cycle = [4, 1]
         return rank.scheme.shared_state()
@@ -283,7 +283,7 @@ def test_daso_goes_on_with_what_a_checkpoint_has_halved_unless_it_is_given_other
     assert on_nodes(resumed, daso(*given)) == [expected] * 2
 
 
-def test_it_is_said_once_what_was_chosen(caplog):
+def test_chosen_period_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, "lightning_hiercomm"):
         train(timed(PeriodicAveraging, wait=1.0)("auto"), 22)
     assert [record.getMessage() for record in caplog.records] == [

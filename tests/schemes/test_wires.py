@@ -63,7 +63,7 @@ def training(rank, epochs=1, steps=8, trace=None):
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, UNEQUAL, THREE], ids=str)
-def test_a_run_ends_on_the_same_bits_everywhere_and_near_the_run_on_a_wide_wire(on_nodes, name, nodes, wire):
+def test_encoded_run_ends_on_equal_bits_near_the_float32_run(on_nodes, name, nodes, wire):
     def work(rank):
         training(rank, epochs=3)
         rank.scheme.finish()

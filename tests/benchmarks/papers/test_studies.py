@@ -87,7 +87,7 @@ class LaterWorkload(Workload):
     energy: float = 0.0
 
 
-def test_a_fingerprint_survives_a_new_field_with_a_default_and_no_other_value_of_it():
+def test_fingerprint_ignores_a_new_field_at_its_default():
     def fingerprint(workload):
         site = Site(Cluster(2, 1, Link(math.inf), Link(4e6)), workload)
         experiment = Experiment("it", AllReduce(), 1, 12, 0.1, 8, TASKS["characters"])

@@ -55,7 +55,7 @@ def test_a_run_that_was_broken_off_goes_on_where_it_was(tmp_path):
     assert json.loads(path.read_text())["when"] == "now"
 
 
-def test_a_setting_that_has_changed_is_done_anew_and_one_that_is_gone_is_forgotten(tmp_path):
+def test_changed_settings_run_again_and_removed_ones_are_dropped(tmp_path):
     path = tmp_path / "try.json"
     collect(study_of(Stage()), path, 2, 1, {})
     stage = Stage()

@@ -120,7 +120,7 @@ def test_an_interval_is_students():
         assert difference(pairs, dict.fromkeys(pairs, 0.0)).high == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_difference_says_how_many_pairs_diverged_but_not_of_seeds_that_one_side_lacks():
+def test_difference_counts_diverged_pairs_of_common_seeds():
     own, other = {0: 3.0, 1: 4.0, 2: None, 3: 5.0}, {0: 1.0, 1: 2.0, 2: 3.0, 3: None, 4: 1.0}
     assert difference(own, other).text() == "**+2.0**, from 2.0 to 2.0 (2 of 4 diverged)"
     assert difference({0: None}, {0: 1.0}).text() == "diverged"

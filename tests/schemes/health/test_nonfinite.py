@@ -107,7 +107,7 @@ ON_A_DEVICE = partial(run_to_end, shapes=SHAPES, inner=partial(SGD, lr=0.1))
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, pytest.param(PAIRS, marks=BY_NIGHT)], ids=["2+2", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
-def test_so_it_does_where_looking_would_mean_to_wait(scheme, nodes, fake_device):
+def test_nonfinite_node_is_healed_on_a_device_without_waiting(scheme, nodes, fake_device):
     for rank in ON_A_DEVICE(ill_at_four, with_policy(ALL[scheme](), "skip"), nodes):
         assert rank.values.isfinite().all()
         assert rank.values.min() > 0.0
@@ -152,7 +152,7 @@ def test_looking_sends_nothing_and_changes_no_bit(scheme, nodes):
     assert train("ignore") == train("skip")
 
 
-def test_the_healthy_mean_is_exact_and_the_optimizer_begins_anew_where_it_was_sick():
+def test_healed_node_gets_the_exact_mean_and_a_fresh_optimizer():
     def work(rank: Rank) -> torch.Tensor:
         before = None
         for step in range(4):
@@ -213,7 +213,7 @@ def test_an_optimizers_state_that_agrees_is_that_of_the_healthy(agreement, inner
         assert state == pytest.approx(healthy[1])
 
 
-def test_a_node_that_peers_have_healed_counts_when_the_next_exchange_leaves():
+def test_healed_node_counts_in_the_next_exchange():
     def work(rank: Rank, victim: int) -> list[float]:
         own = -1.0 if rank.rank == 2 else 0.0
         return [rank.train(math.nan if (step, rank.rank) == (1, victim) else own).item() for step in range(12)]
@@ -282,9 +282,7 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
 
 @pytest.mark.parametrize("optimizer", [None, partial(Adam, lr=0.5)], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_an_outer_optimizer_takes_one_step_where_a_node_falls_sick_and_looking_would_mean_to_wait(
-    fake_device, staleness, optimizer
-):
+def test_outer_optimizer_steps_once_with_a_nonfinite_node_on_a_device(fake_device, staleness, optimizer):
     def work(rank: Rank, victim: int) -> list[float]:  # all nodes go the same way, so nobody is missed
         return [rank.train(math.nan if step == 3 and rank.rank == victim else -1.0).item() for step in range(6)]
 
@@ -298,7 +296,7 @@ def test_an_outer_optimizer_takes_one_step_where_a_node_falls_sick_and_looking_w
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
-def test_whoever_was_sick_keeps_nothing_of_its_own_and_nodes_that_keep_some_still_come_together(wire):
+def test_healed_node_keeps_no_local_share_and_nodes_still_converge(wire):
     def work(rank: Rank) -> list[float]:
         rank.train(math.nan if rank.rank == 2 else -rank.rank)
         first = rank.values.item()
@@ -354,7 +352,7 @@ def test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server(polic
         assert all(rank.values.abs().max() < 1.0 for rank in ranks)
 
 
-def test_where_nobody_looks_gradients_that_are_too_large_for_the_wire_reach_the_server():
+def test_unchecked_gradients_too_large_for_the_wire_reach_the_server():
     def work(rank: Rank) -> Rank:
         for step in range(6):
             rank.train(1e6 if step == 3 and rank.node == 1 else 0.1)
@@ -392,7 +390,7 @@ def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["periodic", "daso, eq1", "diloco", "gossip"])
-def test_a_look_leaves_the_optimizer_of_a_sick_node_as_it_is_until_training_goes_on_from_others_values(scheme):
+def test_averaging_leaves_a_nonfinite_nodes_optimizer_until_it_is_healed(scheme):
     def work(rank: Rank) -> None:
         rank.train(math.nan if rank.rank == 1 else 1.0)
         rank.scheme.state.unsynchronized_steps = 1
@@ -503,7 +501,7 @@ def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
         assert torch.equal(whole, resumed)
 
 
-def test_a_node_of_which_one_lane_sent_too_much_for_the_wire_resumes_to_the_bit():
+def test_node_excluded_for_wire_overflow_resumes_to_the_bit():
     scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(), staleness=1), "skip")
     arguments = {"nodes": TWO_BY_TWO, "shapes": SHAPES, "inner": partial(SGD, lr=1.0), "wire": "float16"}
 

@@ -47,13 +47,13 @@ def with_policy(scheme: Scheme, policy: str) -> Scheme:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_it_raises_naming_rank_and_parameter(scheme):
+def test_verification_raises_with_rank_and_parameter(scheme):
     with pytest.raises(ReplicasDiffer, match=r"rank 3 of node 1 \(ranks 2, 3\) holds other values of b than its node"):
         run_to_end(diverges, with_policy(SCHEMES[scheme](), "raise"), PAIRS, shapes=SHAPES, targets=None, timeout=5)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_it_warns_once(scheme, caplog):
+def test_verification_warns_once(scheme, caplog):
     with caplog.at_level(logging.WARNING, "lightning_hiercomm"):
         run_to_end(diverges, with_policy(SCHEMES[scheme](), "warn"), PAIRS, shapes=SHAPES, targets=None)
     assert sum("holds other values of b" in message for message in caplog.messages) == 1

@@ -66,7 +66,7 @@ def test_the_preflight_of_an_exchange_is_one_message_of_24_bytes():
 
 
 @pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])
-def test_parts_that_ranks_hold_alone_are_averaged_with_the_same_parts_of_other_nodes(wire):
+def test_shards_are_averaged_with_the_same_shards_of_other_nodes(wire):
     def work(topology):
         rank = topology.rank
         own, everywhere, statistics = (torch.zeros(numel, device=place.device) for numel in (3, 5, 2))

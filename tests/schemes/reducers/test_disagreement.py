@@ -54,9 +54,7 @@ def training(rank, steps=8):
     ],
     ids=["periodic", "alone", "daso", "diloco", "fragments", "delta"],
 )
-def test_it_is_the_relative_distance_of_the_node_from_the_mean_before_the_merge(
-    on_nodes, scheme, merged_after, nodes, wire
-):
+def test_disagreement_is_the_relative_distance_before_the_merge(on_nodes, scheme, merged_after, nodes, wire):
     results = on_nodes(training, scheme, nodes, shapes=SHAPES, wire=wire, bucket_bytes=4000)
     world = len(results)
     for ranks in nodes:
@@ -80,7 +78,7 @@ def test_it_is_the_relative_distance_of_the_node_from_the_mean_before_the_merge(
     ],
     ids=["daso", "diloco", "peers", "gossip", "steps_delay"],
 )
-def test_every_scheme_whose_nodes_differ_knows_it_and_equal_nodes_are_zero_apart(on_nodes, scheme):
+def test_every_scheme_reports_its_disagreement(on_nodes, scheme):
     found = [value for seen in on_nodes(training, scheme, NODES, shapes=SHAPES) for value in [seen[-1][1]]]
     assert all(0.005 < value < 2 for value in found if value is not None)
     assert sum(value is not None for value in found) >= 3
@@ -97,7 +95,7 @@ def test_every_scheme_whose_nodes_differ_knows_it_and_equal_nodes_are_zero_apart
         assert all(value == pytest.approx(0, abs=1e-6) for value in still if value is not None)
 
 
-def test_it_sends_nothing(on_nodes):
+def test_disagreement_sends_nothing(on_nodes):
     def work(rank):
         training(rank)
         before = rank.meter.snapshot()

@@ -46,7 +46,7 @@ def test_a_fair_permutation_moves_everyone(fair, seed, size, step, segment):
 
 @settings(deadline=None)
 @given(regular_graphs, sizes, steps)
-def test_mixing_is_doubly_stochastic_where_all_send_and_receive_equally_much(graph, size, step):
+def test_mixing_is_doubly_stochastic_in_balanced_graphs(graph, size, step):
     matrix = round_of(graph, size, step).mixing_matrix()
     ones = torch.ones(size, dtype=torch.float64)
     torch.testing.assert_close(matrix.sum(0), ones)
@@ -91,7 +91,7 @@ def test_the_roulette_never_runs_out_of_partners(size, steps):
 
 
 @pytest.mark.parametrize(("size", "factor"), [(4, 1 / 3), (8, 3 / 7)])
-def test_one_uniform_step_contracts_the_squared_distance_from_the_mean_as_predicted(size, factor):
+def test_uniform_mixing_contracts_the_distance_as_predicted(size, factor):
     graph, trials = RandomPermutation(), 4000
     values = torch.linspace(-1, 3, size, dtype=torch.float64).exp()
     values -= values.mean()
@@ -125,7 +125,7 @@ def test_independent_picks_reach_every_other_rank_equally_often():
     assert not any(pick[rank] == rank for pick in picks for rank in range(4))
 
 
-def test_steps_segments_and_seeds_draw_anew_and_the_same_arguments_draw_the_same():
+def test_graphs_depend_on_step_bucket_and_seed_only():
     first = RandomPermutation(seed=1).receive_from(32, 5, 3)
     assert RandomPermutation(seed=1).receive_from(32, 5, 3) == first
     others = [(1, 6, 3), (1, 5, 4), (2, 5, 3)]

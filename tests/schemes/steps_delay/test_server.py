@@ -51,7 +51,7 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("bucket_bytes", [8 * 5, 2**22])
-def test_the_server_steps_as_the_users_optimizer_would_and_saves_state_in_its_layout(optimizer, bucket_bytes):
+def test_server_steps_and_saves_state_like_the_users_optimizer(optimizer, bucket_bytes):
     shapes = ((4, 3), (2, 5), (1, 1))
 
     def work(run: Rank) -> tuple[list[float], dict[str, Any]]:
@@ -117,7 +117,7 @@ class NewTensors(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])
-def test_a_state_for_one_rank_goes_to_that_rank_in_parts_and_nobody_else_gets_it(nodes):
+def test_state_for_one_rank_is_gathered_on_that_rank_only(nodes):
     part = 2**16
     shapes = ((2**13,),) * 12  # six parts
     model = 6 * part

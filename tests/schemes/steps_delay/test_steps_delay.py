@@ -293,7 +293,7 @@ def counts_its_calls(update: LocalUpdate) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"hold": True}, {"local_update": "dc_asgd"}, {"local_update": "of_its_own"}])
-def test_bits_and_checkpoints_are_the_same_however_small_the_parts_are_that_rules_get(monkeypatch, arguments):
+def test_chunk_size_of_rules_changes_no_bit(monkeypatch, arguments):
     if arguments.get("local_update") == "of_its_own":
         arguments = {"local_update": counts_its_calls}
 
@@ -592,7 +592,7 @@ def test_a_plain_sgd_module_trains_with_the_defaults():
 
 @pytest.mark.parametrize("through_data", [True, False])
 @pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,))])
-def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on_from(nodes, through_data):
+def test_training_continues_from_weights_written_in_warm_up(nodes, through_data):
     def write(parameters: list[torch.Tensor], step: int) -> None:
         with torch.no_grad():
             for parameter in parameters:
@@ -629,7 +629,7 @@ def test_what_is_written_to_the_weights_in_the_warm_up_is_what_plain_sgd_goes_on
 
 @pytest.mark.parametrize("through_data", [True, False])
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_pull(warmup, through_data):
+def test_weights_written_after_warm_up_are_refused_at_the_next_pull(warmup, through_data):
     def work(rank: Rank) -> int:
         for _ in range(warmup + 1):
             rank.train()
@@ -657,7 +657,7 @@ def test_weights_that_are_written_after_the_warm_up_are_refused_at_the_next_pull
     ],
     ids=["halved", "negated", "turned round", "rolled"],
 )
-def test_so_are_those_of_which_the_plain_sum_of_the_bits_stays(write, shape):
+def test_weight_writes_that_keep_the_sum_of_bits_are_refused(write, shape):
     def work(rank: Rank) -> None:
         rank.train(lambda x: -torch.arange(1.0, x.numel() + 1))
         with torch.no_grad():
@@ -670,7 +670,7 @@ def test_so_are_those_of_which_the_plain_sum_of_the_bits_stays(write, shape):
 
 @pytest.mark.parametrize("asks", ["look", "unfreeze", "finish"])
 @pytest.mark.parametrize("steps", [3, 4])  # of a period of two, after one of warm-up
-def test_weights_that_are_written_after_the_last_step_are_refused_when_the_servers_are_asked_for(asks, steps):
+def test_weights_written_after_the_last_step_are_refused_at_the_end(asks, steps):
     def work(rank: Rank) -> None:
         for _ in range(steps):
             rank.train(1.0 + rank.rank)
@@ -697,7 +697,7 @@ def test_an_optimizer_that_releases_gradients_is_refused():
     on_ranks(work, ((0,), (1,)))
 
 
-def test_without_momentum_nothing_is_dampened_neither_by_torch_nor_by_the_local_rule(on_nodes):
+def test_dampening_has_no_effect_without_momentum(on_nodes):
     def work(rank):
         return [rank.train(1.0).item() for _ in range(8)], rank.agreed().item()
 

@@ -39,7 +39,7 @@ DOUBLE = {"precision": "64-true", "num_sanity_val_steps": 0}
 
 
 @pytest.mark.parametrize("targets", [TWO, FOUR])
-def test_real_processes_follow_the_table_and_validate_on_the_servers_weights(fit, targets):
+def test_processes_follow_the_table_and_validate_on_server_weights(fit, targets):
     strategy = {"scheme": StepsDelay(2, warmup_steps=2), "ranks_per_node": len(targets) // 2}
     reports = fit(Delayed(targets), strategy, devices=len(targets), val_check_interval=1, **DOUBLE)
     for rank, report in enumerate(reports):
@@ -49,7 +49,7 @@ def test_real_processes_follow_the_table_and_validate_on_the_servers_weights(fit
         assert report["state_dict"]["x"].item() == pytest.approx(TABLE[-1][2], abs=1e-9)
 
 
-def test_a_checkpoint_resumes_under_plain_ddp_and_on_other_nodes_with_its_momentum(fit, tmp_path):
+def test_checkpoint_resumes_under_ddp_and_on_other_nodes(fit, tmp_path):
     path = tmp_path / "delay.ckpt"
 
     class Save(pl.Callback):

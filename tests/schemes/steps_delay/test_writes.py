@@ -55,7 +55,7 @@ def test_repeated_writes_through_data_are_found_within_eight_steps(parameters):
         assert detector.has_found_any
 
 
-def test_a_single_write_through_data_is_found_when_all_parameters_are_compared(parameters):
+def test_single_write_through_data_is_found_by_full_comparison(parameters):
     detector = WriteDetector(parameters)
     parameters[5].data.neg_()
     detector.compare(all_parameters=True)
