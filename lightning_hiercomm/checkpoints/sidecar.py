@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from lightning_hiercomm._lightning.saves import with_plain_numbers
 from lightning_hiercomm.checkpoints.durable import name_beside
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
-from lightning_hiercomm.checkpoints.objects import pickled, put_back, take_out, unpickled
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
@@ -71,30 +70,24 @@ def sidecar_state(
         loss: Sums of the epoch's loss so far.
         precision: State of the precision plugin: gradient scalers differ between nodes.
         entries: Entries of callbacks and the module in the checkpoint of this rank.
-
-    Raises:
-        TypeError: If an entry of a callback or hook cannot be pickled.
     """
-    state, places, objects = take_out(
-        {
-            "format": FORMAT,
-            "identity": identity,
-            "rank": topology.rank,
-            "nodes": [list(ranks) for ranks in topology.nodes],
-            "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
-            "optimizers": [_held_state(own_state(optimizer)) for optimizer in optimizers],
-            "schemes": [scheme.state_dict() for scheme in schemes],
-            "gradients": gradients.state_dict(),
-            "layouts": _layouts(schemes),
-            "parts": _parts(schemes),
-            "random": random_state(),
-            "mid_epoch": mid_epoch,
-            "loss": dict(loss or {}),
-            "precision": dict(precision or {}),
-            "entries": dict(entries or {}),
-        }
-    )
-    state |= {"places": places, "objects": pickled(objects, places) if objects else None}
+    state = {
+        "format": FORMAT,
+        "identity": identity,
+        "rank": topology.rank,
+        "nodes": [list(ranks) for ranks in topology.nodes],
+        "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
+        "optimizers": [_held_state(own_state(optimizer)) for optimizer in optimizers],
+        "schemes": [scheme.state_dict() for scheme in schemes],
+        "gradients": gradients.state_dict(),
+        "layouts": _layouts(schemes),
+        "parts": _parts(schemes),
+        "random": random_state(),
+        "mid_epoch": mid_epoch,
+        "loss": dict(loss or {}),
+        "precision": dict(precision or {}),
+        "entries": dict(entries or {}),
+    }
     return {**state, "checksum": checksum(state)}
 
 
@@ -112,12 +105,11 @@ def load_sidecar(
         checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
         identity: Of the checkpoint; None if it has no sidecars.
         topology: The nodes.
-        weights_only: Of ``Trainer.fit``: whether Python objects of callbacks and hooks may be unpickled.
+        weights_only: Of ``Trainer.fit``, as for the checkpoint itself.
 
     Raises:
         FileNotFoundError: If there is none.
-        ValueError: If it is damaged, or has another format, checkpoint, rank or nodes.
-        pickle.UnpicklingError: If it holds Python objects that ``weights_only`` refuses.
+        ValueError: If it is damaged, has another format, checkpoint, rank or nodes, or is refused by ``weights_only``.
     """
     if identity is None:
         raise ValueError(
@@ -127,11 +119,11 @@ def load_sidecar(
     place = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
     path = sidecar_path(place, topology.rank, identity)
     try:
-        state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{path}, this rank's sidecar of the checkpoint, is missing. {_REMEDY}") from error
     except Exception as error:  # torch raises different errors for different bytes
-        raise ValueError(f"{path} is damaged, and cannot be read ({error}). {_REMEDY}") from error
+        raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from error
     said = state.pop("checksum", None) if isinstance(state, dict) else None
     if said is None:
         raise ValueError(f"{path} is not a sidecar of a checkpoint: it has no checksum. {_REMEDY}")
@@ -145,10 +137,6 @@ def load_sidecar(
     nodes = [list(ranks) for ranks in topology.nodes]
     if state["nodes"] != nodes:
         raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
-    objects = state.pop("objects", None)
-    if objects is not None:
-        places = state["places"]
-        put_back(state, places, unpickled(objects, places, checkpoint_io, weights_only, path))
     return {**state, "path": path}
 
 
@@ -232,7 +220,7 @@ def checksum(state: Any) -> str:
 
 
 def _digest(value: Any, digest: hashlib.blake2b) -> None:
-    if isinstance(value, Tensor):
+    if type(value) in (Tensor, nn.Parameter):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)

@@ -892,7 +892,7 @@ def test_a_sidecar_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
     whole = file.read_bytes()
     for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
-        is_refused(load, file, "is damaged, and cannot be read")
+        is_refused(load, file, "cannot be read: ")
     for something in ([1, 2], {}, {"identity": "good"}):
         torch.save(something, file)
         is_refused(load, file, "is not a sidecar of a checkpoint")
@@ -912,12 +912,11 @@ def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
     )
 
 
-@pytest.mark.long("loads a sidecar for every 29th of its bytes, on two threads each time")
 def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
     file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
     whole, expected = file.read_bytes(), checksum(load(1))
     refused = 0
-    for place in range(0, len(whole), 29):
+    for place in range(0, len(whole), 211):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         try:
             same = checksum(load(1)) == expected  # it lay between the records
@@ -925,7 +924,7 @@ def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
             same = str(file) in str(error)
             refused += 1
         assert same
-    assert refused > len(whole) / 29 / 3
+    assert refused > len(whole) / 211 / 3
 
 
 def test_a_checksum_is_of_every_kind_of_value():
