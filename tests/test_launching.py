@@ -510,8 +510,8 @@ HANG = "4"
 """Seconds of silence; a busy machine may be that slow to wake a thread for less."""
 
 FROZEN = {
-    "stop": "nothing was heard of it",
-    "hold": "nothing was heard of it",
+    "stop": "it sent nothing",
+    "hold": "it sent nothing",
     "disk": "its main thread has been stopped or stuck",
     "worker": r"its worker \d+ has been stopped or stuck",
 }

@@ -23,7 +23,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Message = dict[str, Any]
 
@@ -35,12 +35,11 @@ UNREACHABLE_SECONDS = 30
 AFTERMATH_SECONDS = 60.0
 BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
 ACCEPTED_AT_ONCE = 64
+_EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _STOP_ON_ALL_RANKS = (
-    "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches. If"
-    " trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
+    f"{_EQUAL_BATCHES}. If trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
     " trainer.strategy.reduce_boolean_decision(...)"
 )
-_EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _SAVE_ON_ALL_RANKS = "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
 Purpose = Literal["run", "average", "save", "reduce", "epoch", "end"]
 _PURPOSES: dict[Purpose, tuple[str, str]] = {
@@ -65,15 +64,10 @@ def proof(token: str, nonce: str, rank: int) -> str:
 
 
 class Channel:
-    """Sends and receives messages, each a JSON object on one line.
-
-    Args:
-        connection: A connected socket.
-        limit: The maximal number of bytes of an incomplete message.
-    """
+    """Sends and receives messages, each a JSON object on one line."""
 
     def __init__(self, connection: socket.socket, limit: int = MAX_MESSAGE) -> None:
-        self.limit = limit
+        self.limit = limit  # bytes of an incomplete message
         self._connection = connection
         self._rest = b""
 
@@ -82,11 +76,7 @@ class Channel:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Write one message.
-
-        Raises:
-            OSError: If the connection is closed, or the peer does not read.
-        """
+        """Write one message, or raise an ``OSError`` if the connection is closed or the peer does not read."""
         try:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:  # half of the message may have been sent
@@ -104,7 +94,7 @@ class Channel:
 
         Raises:
             OSError: If the connection is closed.
-            ValueError: If the data is no message, or is too long.
+            ValueError: If the data is no message, or too long.
         """
         data = self._connection.recv(4096)
         if not data:
@@ -125,19 +115,15 @@ class Channel:
         self._connection.close()
 
 
-# No dataclasses: importing them would take a third of this program's time to start.
-
-
-class Stranger:
+class Stranger(NamedTuple):
     """A connection that has not authenticated yet."""
 
-    def __init__(self, nonce: str, deadline: float) -> None:
-        self.nonce = nonce
-        self.deadline = deadline
+    nonce: str
+    deadline: float
 
 
-class Member:
-    """A connected rank, with its last report."""
+class RankStatus:
+    """A connected rank, with its last report; no dataclass, whose import takes a third of this program's start."""
 
     def __init__(self, rank: int, place: str, heard_at: float) -> None:
         self.rank = rank
@@ -162,8 +148,8 @@ class Hub:
         size: The number of ranks that will connect.
         token: The secret by which ranks authenticate.
         hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
-        gone: Ranks that have ended their run before this hub started.
-        patience: Seconds after which ranks that do not connect count as dead; None: they may connect at any time.
+        gone: Ranks that ended their run before this hub started.
+        patience: Seconds after which ranks that do not connect count as dead; None: never.
     """
 
     def __init__(
@@ -180,7 +166,7 @@ class Hub:
         self._size = size
         self._token = token
         self.strangers: dict[Channel, Stranger] = {}  # the oldest first
-        self.members: dict[Channel, Member] = {}
+        self.members: dict[Channel, RankStatus] = {}
         self._joined: dict[int, Channel] = {}
         self.missing = {*range(size)} - {*gone}  # ranks that have not connected yet
         self._hang_timeout = hang_timeout
@@ -193,18 +179,14 @@ class Hub:
         self.released = 0  # the number of the last barrier that all ranks have passed
         self._arrived: set[int] = set()  # ranks that wait at a later one
         self._left = {rank: f"rank {rank}" for rank in gone}  # ranks that have ended their run, and their names
-        self._holds: dict[int, dict[int, int]] = {}  # by round: 0 is the stop, others are requeues
+        self._holds: dict[int, dict[int, int]] = {}  # by round: 0 is the stop, others are requeues; and by rank
         self._proposals: dict[int, Message] = {}
         self._failure: Message | None = None
         self._ends_at = math.inf
         self._selector = selectors.DefaultSelector()
 
     def serve(self, parent: int) -> None:
-        """Run until rank 0 leaves, or all connections are closed.
-
-        Args:
-            parent: A file descriptor that rank 0's process holds open.
-        """
+        """Run until rank 0 leaves, or all connections and ``parent``, rank 0's end of a pipe, are closed."""
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(parent, selectors.EVENT_READ)
         parent_lives = True
@@ -269,7 +251,7 @@ class Hub:
                     self._drop(channel)
 
     def _admit(self, channel: Channel, hello: Message) -> None:
-        """Make a stranger a member, if its first message proves that it is a rank."""
+        """Make a stranger a member if its first message proves that it is a rank; otherwise drop it."""
         kind, rank, place, shown = (hello.get(name) for name in ("kind", "rank", "place", "proof"))
         stranger = self.strangers[channel]
         if (
@@ -281,7 +263,7 @@ class Hub:
             and rank not in self._joined
         ):
             del self.strangers[channel]
-            self.members[channel] = Member(rank, place, time.monotonic())
+            self.members[channel] = RankStatus(rank, place, time.monotonic())
             self._joined[rank] = channel
             self.missing.discard(rank)
             channel.limit = MAX_MESSAGE
@@ -316,18 +298,16 @@ class Hub:
             self._release()
         elif message["kind"] == "failed":
             self._fail(message)
-        elif message["kind"] == "stop":
-            self._propose(0)
-        elif message["kind"] == "requeue":
+        elif message["kind"] == "request":
             self._propose(int(message["round"]))
         elif message["kind"] == "hold":
-            requeue = int(message.get("round", 0))
-            holds = self._holds.setdefault(requeue, {})
+            round_ = int(message["round"])
+            holds = self._holds.setdefault(round_, {})
             holds[rank] = message["at"]
             if len(holds) == self._size:
-                self._send_to_all({"kind": "stop_at", "at": max(holds.values()), **_round(requeue)})
-                if requeue:  # they train on from there
-                    self._proposals.pop(requeue, None)
+                self._send_to_all({"kind": "stop_at", "at": max(holds.values()), "round": round_})
+                if round_:  # they train on from there
+                    self._proposals.pop(round_, None)
 
     def _release(self) -> None:
         """Release a barrier at which all ranks have arrived."""
@@ -343,11 +323,11 @@ class Hub:
         self._arrived = {member.rank for member in self.members.values() if member.barriers > number}
         self._send_to_all({"kind": "release", "number": number})
 
-    def _propose(self, requeue: int) -> None:
+    def _propose(self, round_: int) -> None:
         """Propose a stop, or a round of requeues, once."""
-        if requeue not in self._proposals and len(self._holds.get(requeue, {})) < self._size:
-            self._proposals[requeue] = {"kind": "propose", **_round(requeue)}
-            self._send_to_all(self._proposals[requeue])
+        if round_ not in self._proposals and len(self._holds.get(round_, {})) < self._size:
+            self._proposals[round_] = {"kind": "propose", "round": round_}
+            self._send_to_all(self._proposals[round_])
 
     def _drop_oldest_stranger(self) -> None:
         self._drop(next(iter(self.strangers)))
@@ -418,7 +398,7 @@ class Hub:
         reports = []
         for channel in dict.fromkeys([*silent, *stuck]):
             member = self.members[channel]
-            how = "nothing was heard of it" if channel in silent else f"{member.stuck[0]} has been stopped or stuck"
+            how = "it sent nothing" if channel in silent else f"{member.stuck[0]} has been stopped or stuck"
             reports.append(f"{member.place} is frozen: {how} for {timeout:g} s, and before it was {member.doing}")
         silent_ranks = [self.members[channel].rank for channel in silent]
         self._fail_of_itself("; ".join(reports[:10]), frozen=True, silent=silent_ranks[:1000])
@@ -487,7 +467,7 @@ class Hub:
             stuck=True,
         )
 
-    def _likely_cause(self, members: Sequence[Member], waits: Sequence[Message]) -> str:
+    def _likely_cause(self, members: Sequence[RankStatus], waits: Sequence[Message]) -> str:
         saving = [member.rank for member, wait in zip(members, waits, strict=True) if wait["is_saving"]]
         if saving and len(saving) < len(members):
             return (
@@ -541,7 +521,7 @@ class Hub:
 
 
 def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) -> None:
-    """Make the kernel close a connection whose peer has been unreachable for so long, as after a power failure."""
+    """Make the kernel close a connection whose peer is unreachable for ``seconds``, as after a power failure."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds // 3)
@@ -550,12 +530,8 @@ def probe_peer(connection: socket.socket, seconds: int = UNREACHABLE_SECONDS) ->
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, seconds * 1000)  # for unacknowledged data
 
 
-def _difference(arrivals: Sequence[tuple[Member, Message]]) -> str | None:
-    """Return a message if ranks at a barrier have different reasons or numbers of steps; otherwise None.
-
-    Args:
-        arrivals: The ranks with their arrivals, in any order.
-    """
+def _difference(arrivals: Sequence[tuple[RankStatus, Message]]) -> str | None:
+    """Return a message if ranks at a barrier have different reasons or numbers of steps; otherwise None."""
     arrivals = sorted(arrivals, key=lambda each: each[0].rank)
     reasons: dict[tuple[Purpose, str], list[int]] = {}
     for member, arrival in arrivals:
@@ -586,7 +562,7 @@ def _optimizer_steps(counts: Sequence[int]) -> str:
     return f"{', '.join(map(str, counts))} steps of its optimizers"
 
 
-def _activity(member: Member) -> str:
+def _activity(member: RankStatus) -> str:
     if member.wait is not None:
         return f"{member.place}, {member.doing}, waits in {member.wait['call']}{in_line(member.wait['line'])}"
     return f"{member.place}, {member.doing}, is busy{in_line(member.line)}"
@@ -608,10 +584,6 @@ def names_of_ranks(ranks: Iterable[int]) -> str:
     """Return a text such as "ranks 3, 5"."""
     names = sorted(ranks)
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}"
-
-
-def _round(requeue: int) -> Message:
-    return {"round": requeue} if requeue else {}
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A control plane in parallel with the collectives, for failures and common stops."""
+"""A rank's end of the control plane: it reports and receives failures, and lets all ranks stop at the same batch."""
 
 from __future__ import annotations
 
@@ -52,25 +52,19 @@ class Invitation:
 
 
 class ControlPlane:
-    """Connects all ranks to rank 0 by TCP; each sends a few bytes once a second and when something happens.
+    """Connects this rank to the hub on rank 0's machine by TCP; a thread sends and receives messages.
 
-    Collectives do not report failures: a rank that waits for a dead peer waits for the backend's timeout, by default
-    half an hour. Here the kernel closes the connection of a dead process at once, and every other rank receives its
-    number. After a SIGTERM that only some ranks received, the control plane lets all ranks stop at the same batch
-    without a collective per step. Before a SLURM time limit it lets them save at the same batch and continue.
-
-    A rank that receives a failure raises at its next batch. If it is stuck in a collective, it is ended after ``grace``
-    seconds.
-
-    Every rank reports its activity from a separate thread. If a rank sends nothing for ``hang_timeout`` seconds, it is
-    frozen: stopped, on a lost machine, or in a loop that holds the interpreter's lock. The same holds if its main
-    thread is stuck in the kernel, as in a hung file system. Then all ranks dump their stacks and the run ends. The run
-    also ends, with a table of the ranks, if all of them have waited for each other for ``hang_timeout`` seconds in
-    different places. If no rank makes progress for as long but one is busy, all dump their stacks and continue.
-
-    The hub is a separate process on rank 0's machine that uses a socket of rank 0. If it is lost, rank 0 starts another
-    one, and all ranks connect to it. They know that rank 0 is alive because its socket still accepts connections. Ranks
-    that find no hub for a minute continue without a control plane.
+    - **Failures.** A rank that waits in a collective for a dead peer waits for the backend's timeout, by default half
+      an hour. The hub sees at once that the connection of a dead process is closed, and reports it to all ranks. They
+      raise at their next batch; a rank in a collective is ended after ``grace`` seconds.
+    - **Hangs.** A rank is frozen if it sends nothing for ``hang_timeout`` seconds, or if its main thread is stuck in
+      the kernel for as long. Then all ranks dump their stacks, and the run ends. It also ends if all ranks wait for
+      each other in different places. If no rank makes progress but one is busy, all dump their stacks and continue.
+    - **Common stops.** After a SIGTERM on some ranks all stop at the same batch, without a collective per step. Before
+      a SLURM time limit all save at the same batch and continue.
+    - **A lost hub.** The hub is a separate process with a listening socket of rank 0, which starts another one if it is
+      lost. Rank 0 is alive as long as that socket accepts connections. Ranks that find no hub for a minute continue
+      without a control plane.
 
     Args:
         rank: This rank.
@@ -82,8 +76,8 @@ class ControlPlane:
         timeout: The longest wait of :meth:`barrier`, in seconds. Default: no limit.
 
     Attributes:
-        processes: The known identities of the processes of ranks on this rank's machine, to kill one that is frozen.
-            They do not come from the hub, which could name any process.
+        processes: The identities of the processes of ranks on this machine, to kill a frozen one. They do not come from
+            the hub, which could name any process.
     """
 
     def __init__(
@@ -123,7 +117,7 @@ class ControlPlane:
         self._barriers = 0  # to which this rank has come
         self._released = 0  # that all ranks have passed
         self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
-        self._said: dict[tuple[str, bool], hub.Message] = {}
+        self._posted: dict[tuple[str, bool], hub.Message] = {}
         self.listener: socket.socket | None = None
         self.hub_process: subprocess.Popen[bytes] | None = None
         self._channel: hub.Channel | None = None
@@ -136,15 +130,7 @@ class ControlPlane:
     # ---- joining -------------------------------------------------------------------------------------------------
 
     def invite(self, host: str, port: int = 0) -> Invitation:
-        """Start the hub (rank 0 only).
-
-        Args:
-            host: The address of rank 0 that every rank uses.
-            port: The port on which to listen; 0 for any free port.
-
-        Raises:
-            OSError: If that port is taken.
-        """
+        """Start the hub (rank 0 only), or raise an ``OSError`` if the port is taken; 0 is any free port."""
         self.listener = _listen_on(host, port)
         invitation = Invitation(host, self.listener.getsockname()[1], secrets.token_hex(16))
         self._start_hub(self.listener, invitation.token)
@@ -162,11 +148,7 @@ class ControlPlane:
         self.hub_process.stdin.flush()
 
     def join(self, invitation: Invitation) -> None:
-        """Connect to the hub.
-
-        Raises:
-            OSError: If the hub cannot be reached.
-        """
+        """Connect to the hub, or raise an ``OSError`` if it cannot be reached."""
         self._waker = socket.socketpair()
         self._waker[1].setblocking(False)
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -249,10 +231,9 @@ class ControlPlane:
         """Report to all ranks that this one raised."""
         if self.failure is None and self.is_connected:
             message = self.description(error)
-            self._say({"kind": "failed", "message": message[:2000]})
+            self._post({"kind": "failed", "message": message[:2000]})
 
     def description(self, error: BaseException) -> str:
-        """Return the message about an error that this rank raised."""
         if isinstance(error, KeyboardInterrupt):
             return f"{self.place} was interrupted"
         ended = ""
@@ -267,18 +248,14 @@ class ControlPlane:
         return self.failure
 
     def check(self) -> None:
-        """Raise the failure of another rank.
-
-        Raises:
-            RankFailure: If another rank failed.
-        """
+        """Raise a :class:`RankFailure` if another rank failed."""
         if self.failure is not None:
             raise RankFailure(self.failure)
 
     def request_stop(self) -> None:
         """Request that all ranks stop at the same batch. Safe in a signal handler."""
         self.stop_requested = True
-        self._say({"kind": "stop"})
+        self._post({"kind": "request", "round": 0})
 
     def request_requeue(self) -> None:
         """Request that all ranks save at the same batch and are queued again. Safe in a signal handler."""
@@ -287,7 +264,7 @@ class ControlPlane:
                 log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
             self._asked_to_requeue += 1
             if self._asked_to_requeue > self._requeues:  # otherwise another rank has requested it already
-                self._say({"kind": "requeue", "round": self._requeues + 1})
+                self._post({"kind": "request", "round": self._requeues + 1})
 
     def go_on(self) -> None:
         """Continue training after all ranks have saved to be queued again."""
@@ -297,7 +274,7 @@ class ControlPlane:
             self._hold_at = self._stop_at = None
             self.requeue_requested = False
             # a new hub must not repeat the request, but still receives where this rank stopped
-            self._said.pop(("requeue", True), None)
+            self._posted.pop(("request", True), None)
             if self._stops_next:
                 self._hold(0)
 
@@ -347,7 +324,7 @@ class ControlPlane:
             self._barriers += 1
             number = self._barriers
             arrival = {"number": number, "batches": self._batch, "purpose": purpose, "what": what, "line": line}
-            self._say({"kind": "arrive", **arrival, "steps": [*steps]})
+            self._post({"kind": "arrive", **arrival, "steps": [*steps]})
             is_over = self._changed.wait_for(
                 lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self.gone,
                 timeout=self._timeout,
@@ -363,7 +340,7 @@ class ControlPlane:
         """Disconnect; this does not count as a failure."""
         if self._thread is not None:
             self._closing.set()
-            self._say({"kind": "bye"})
+            self._post({"kind": "bye"})
             self._thread.join(timeout=2.0)
             self._thread = None
             if self.hang_timeout is not None:
@@ -382,7 +359,7 @@ class ControlPlane:
             self.listener.close()
             self.listener = None
 
-    def _say(self, message: hub.Message) -> None:
+    def _post(self, message: hub.Message) -> None:
         self._outbox.put(message)
         if self._waker is not None:
             with contextlib.suppress(OSError):  # the thread will wake up anyway
@@ -413,9 +390,9 @@ class ControlPlane:
 
     def _exchange(self, channel: hub.Channel, messages: list[hub.Message]) -> None:
         """Exchange messages until this rank or the hub leaves."""
-        for message in list(self._said.values()):
+        for message in list(self._posted.values()):
             channel.send(message)
-        stuck = process.Stuck()
+        stuck = process.StuckDetector()
         next_beat = 0.0 if self.hang_timeout is not None else math.inf
         assert self._waker is not None
         woken, _ = self._waker
@@ -432,14 +409,14 @@ class ControlPlane:
                     self.receive(message)
                 while not self._outbox.empty():
                     message = self._outbox.get()
-                    self._said[message["kind"], "round" in message] = message  # for a new hub
+                    self._posted[message["kind"], bool(message.get("round"))] = message  # for a new hub
                     channel.send(message)
                     if message["kind"] == "bye":
                         return
                 if self.hang_timeout is not None and time.monotonic() >= next_beat:
                     with self._changed:
                         count = {"batches": self._batch, "ended": self._ended}
-                    beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.look(), **count}
+                    beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.check(), **count}
                     wait = self._main_thread.wait()
                     beat["wait"] = wait.as_message() if wait is not None and wait.seconds >= 1.0 else None
                     beat["line"] = self._main_thread.line() if wait is None else ""
@@ -453,7 +430,7 @@ class ControlPlane:
 
     def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
         """Return a new connection after the old one broke; None if rank 0 died, or starts no hub."""
-        log.warning("%s lost the connection to the control plane's hub and looks for a new one", self.place)
+        log.warning("%s lost the connection to the control plane's hub and connects to a new one", self.place)
         if self.hub_process is not None and self.listener is not None:
             self.hub_process.kill()
             self.hub_process.wait()
@@ -496,30 +473,26 @@ class ControlPlane:
                 self._changed.notify_all()
         elif message["kind"] == "propose":
             with self._changed:
-                requeue = message.get("round", 0)
-                if self._hold_at is None and (requeue > self._requeues or not requeue):
-                    self._hold(requeue)
-                elif not requeue and self.requeue_requested:
+                round_ = message["round"]
+                if self._hold_at is None and (round_ > self._requeues or not round_):
+                    self._hold(round_)
+                elif not round_ and self.requeue_requested:
                     self._stops_next = True
         elif message["kind"] == "stop_at":
             with self._changed:
-                if self._hold_at is not None and message.get("round", 0) == self._round:
+                is_for_this = message["round"] == (self._requeues if self.requeue_requested else 0)
+                if self._hold_at is not None and is_for_this:
                     self._stop_at = message["at"]
                     self._changed.notify_all()
 
-    @property
-    def _round(self) -> int:
-        """The number of the requeue that this rank prepares, from 1; 0: a stop."""
-        return self._requeues if self.requeue_requested else 0
-
-    def _hold(self, requeue: int) -> None:
-        """Wait at the next batch for the number of the common batch."""
-        if requeue:
-            self.requeue_requested, self._requeues = True, requeue
+    def _hold(self, round_: int) -> None:
+        """Wait at the next batch for the number of the common batch; round 0 is a stop, others are requeues."""
+        if round_:
+            self.requeue_requested, self._requeues = True, round_
         else:
             self.stop_requested, self._stops_next = True, False
         self._hold_at = self._batch + 1
-        self._say({"kind": "hold", "at": self._hold_at, **({"round": requeue} if requeue else {})})
+        self._post({"kind": "hold", "at": self._hold_at, "round": round_})
 
     def _learn_failure(self, message: str, is_stuck: bool = False) -> None:
         with self._changed:
@@ -538,12 +511,13 @@ class ControlPlane:
             end.start()
 
     def _end_frozen(self, ranks: Sequence[int]) -> None:
-        """Kill frozen ranks of this machine, after they have had time to dump their stacks."""
+        """Kill frozen ranks of this machine after they had time to dump their stacks."""
 
         def end() -> None:
             time.sleep(self.grace / 2)
             for rank in ranks:
-                process.end_process(self.processes.get(rank, ("", "0", "")))
+                if rank in self.processes:
+                    process.end_process(self.processes[rank])
 
         self._ending = threading.Thread(target=end, name="hiercomm-ending", daemon=True)
         self._ending.start()
@@ -599,9 +573,9 @@ def start_control_plane(
     main_thread: MainThread | None = None,
     timeout: float | None = None,
 ) -> ControlPlane | None:
-    """Start the control plane on all ranks, or on none. Collective.
+    """Start the control plane on all ranks, or on none with a warning on rank 0. Collective.
 
-    With it, ranks do not wait for each other before every batch. So all ranks must have it, or none.
+    Without it, ranks wait for each other before every batch. So all ranks must have it, or none.
 
     Args:
         rank: This rank.
@@ -611,13 +585,10 @@ def start_control_plane(
         port: The port on which rank 0 listens; 0 for any free port.
         hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
         broadcast: Returns rank 0's value on all ranks.
-        gather: Returns the values of ranks with the same ``among``, and those that are sent ``aloud``. It may return
-            all values. It may call ``alarm`` while it waits.
-        main_thread: Watches the main thread of this process. Default: by its Python stack alone.
+        gather: Returns at least the values of ranks with the same ``among``, and those that are sent ``aloud``. It may
+            call ``alarm`` while it waits.
+        main_thread: Watches the main thread of this process.
         timeout: The longest wait of :meth:`ControlPlane.barrier`, in seconds. Default: no limit.
-
-    Returns:
-        The connected plane; None, with a warning on rank 0, if some rank could not connect.
     """
     plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread, timeout=timeout)
     said, trouble = None, None

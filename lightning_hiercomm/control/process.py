@@ -38,8 +38,8 @@ def dump_stacks(why: str) -> None:
 def end_on_urgent_data(connection: socket.socket) -> None:
     """End this process when a peer sends urgent data, after a dump of its stacks.
 
-    It needs no cooperation of the interpreter, whose lock may be held by a loop that never lets go: the kernel makes a
-    signal of the data, and two functions in C handle it. A stopped process gets it when it is continued.
+    The kernel turns the data into a signal, which two C functions handle. So it also ends a process in which a loop
+    holds the interpreter's lock. A stopped process receives the signal when it is continued.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
@@ -56,24 +56,18 @@ def survive_urgent_data() -> None:
 
 
 def identity() -> list[str]:
-    """Return what identifies this process across machines and containers, for :func:`end_process`."""
+    """Return this process's host and container, its process id, and its start time."""
     spaces = Path("/proc/self/ns/pid")
     space = os.readlink(spaces) if spaces.is_symlink() else ""
     return [f"{socket.gethostname()} {space}", str(os.getpid()), _started(os.getpid())]
 
 
 def end_process(who: Sequence[str], patience: float = 1.0) -> None:
-    """Kill a process that was given by its :func:`identity`, if it lives on this machine: a stopped one cannot end.
+    """Kill a process of this host, given by its :func:`identity`.
 
-    It is continued before, so that it dumps its stacks if urgent data are waiting for it.
-
-    Args:
-        who: The process.
-        patience: How many seconds it gets for that.
+    It is continued first, and has ``patience`` seconds to dump its stacks if urgent data are pending.
     """
-    host, pid, started = who
-    if host != identity()[0]:
-        return
+    _, pid, started = who
     for number in (signal.SIGCONT, signal.SIGKILL):
         if not started or started != _started(int(pid)):
             return
@@ -90,27 +84,27 @@ def _started(pid: int) -> str:
     return ""
 
 
-class Stuck:
-    """Checks whether the main thread, or a worker process that it may wait for, is stuck.
+class StuckDetector:
+    """Detects a main thread or a dataloader's worker that is stuck in the kernel or stopped; on Linux only.
 
-    A thread that waits for a hung file system does so in a state that nothing interrupts, and is not scheduled once;
-    nor is one that is stopped. Other waits, for data or other ranks, are in other states. Only Linux tells.
+    A thread that waits for a hung file system is in an uninterruptible state and is never scheduled. Waits for data or
+    other ranks are in other states.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[tuple[str, ...], float]] = {}
 
-    def look(self) -> tuple[str, float]:
+    def check(self) -> tuple[str, float]:
         """Return what is stuck, and for how many seconds since the first check."""
         workers = [child.pid for child in multiprocessing.active_children() if child.daemon]
-        seen = {pid: self._look_at(pid) for pid in (os.getpid(), *workers) if pid is not None}
+        seen = {pid: self._state(pid) for pid in (os.getpid(), *workers) if pid is not None}
         self._seen = {pid: state for pid, state in seen.items() if state is not None}
         if not self._seen:
             return "", 0.0
         pid, (_, since) = min(self._seen.items(), key=lambda item: item[1][1])
         return "its main thread" if pid == os.getpid() else f"its worker {pid}", time.monotonic() - since
 
-    def _look_at(self, pid: int) -> tuple[tuple[str, ...], float] | None:
+    def _state(self, pid: int) -> tuple[tuple[str, ...], float] | None:
         """Return the main thread's number of schedulings, and since when it is the same; None if it is not stuck."""
         try:
             lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
@@ -123,10 +117,7 @@ class Stuck:
 
 
 def end_children() -> None:
-    """Kill child processes of multiprocessing, such as a dataloader's workers.
-
-    They are asked to end otherwise, which those that are stuck do not.
-    """
+    """Kill child processes of multiprocessing, such as a dataloader's workers, which may be stuck."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a dataloader's worker is killed
     for child in multiprocessing.active_children():

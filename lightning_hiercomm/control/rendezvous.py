@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -23,17 +22,15 @@ _generations = itertools.count()  # keys of earlier runs of this process may sti
 
 
 class Rendezvous:
-    """Exchanges small values between all ranks, over the store that ``torch.distributed`` uses.
+    """Exchanges small values between all ranks over the store that ``torch.distributed`` uses.
 
-    ``init_process_group`` reports neither which ranks are missing, nor that a rank has died meanwhile. This class
-    reports both.
+    ``init_process_group`` reports neither which ranks are missing nor that a rank has died; this class reports both.
 
-    The store of torchrun's agent outlives the ranks, so after a restart it still holds keys of the previous attempt.
-    Ranks cannot number the attempts, because every agent counts its own. So rank 0 gives each attempt a random name,
-    which prefixes its keys, and answers ranks that request it with random keys of their own.
+    Each rank writes one key and reads one answer; rank 0 reads all keys and writes the answers. So the number of
+    requests is proportional to the ranks.
 
-    All ranks share one store. So each rank writes one key and reads one answer, and rank 0 reads all keys and writes
-    the answers. If each rank read all keys, the store would serve a quadratic number of requests.
+    The store of torchrun's agent outlives the ranks and still holds keys of the previous attempt. So rank 0 gives each
+    attempt a random name, which prefixes its keys, and answers ranks that ask for it.
 
     Args:
         host: Rank 0's address, the ``MASTER_ADDR`` of the process group.
@@ -50,7 +47,7 @@ class Rendezvous:
         self._rank = rank
         self._size = size
         self._timeout = timeout or _DEFAULT_TIMEOUT
-        self._words = itertools.count()
+        self._exchanges = itertools.count()
         self._began = time.monotonic()
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         store = TCPStore(
@@ -63,11 +60,13 @@ class Rendezvous:
         )
         self._by_agent = by_agent
         self._store = PrefixStore("hiercomm", store)
-        self._attempt: str | None = f"{next(_generations)}"
         self._asked = 0
         self._unanswered: set[int] = set()
+        self._attempt: str | None
         if by_agent:
             self._attempt = secrets.token_hex(8) if rank == 0 else None
+        else:
+            self._attempt = f"{next(_generations)}"
 
     @property
     def store(self) -> Store:
@@ -76,7 +75,7 @@ class Rendezvous:
 
     def broadcast(self, own: Any) -> Any:
         """Return rank 0's value. Rank 0 must call :meth:`gather` next."""
-        key = self._next_word()
+        key = self._next_key()
         if self._rank == 0:
             self._store.set(key, json.dumps(own))
         return self._receive(key)
@@ -95,32 +94,31 @@ class Rendezvous:
         Raises:
             TimeoutError: If ranks are missing, with their numbers.
         """
-        word = self._next_word()
-        answer = f"{word}/answer/{among}"
-        self._store.set(f"{word}/{self._rank}", json.dumps([answer, own, aloud]))
+        key = self._next_key()
+        own_answer = f"{key}/answer/{among}"
+        self._store.set(f"{key}/{self._rank}", json.dumps([own_answer, own, aloud]))
         if self._rank != 0:
-            trouble, said = self._receive(answer, alarm)
-            if trouble:
-                raise TimeoutError(trouble)
-            return list(said)
-        keys = {rank: f"{word}/{rank}" for rank in range(self._size)}
+            error, values = self._receive(own_answer, alarm)
+            if error:
+                raise TimeoutError(error)
+            return list(values)
+        keys = {rank: f"{key}/{rank}" for rank in range(self._size)}
         try:
             self._wait(keys, alarm)
         except TimeoutError as error:
-            came = self._store.multi_get([key for key in keys.values() if self._store.check([key])])
-            for asked in {json.loads(words)[0] for words in came}:
-                self._store.set(asked, json.dumps([str(error), []]))
+            present = self._store.multi_get([key for key in keys.values() if self._store.check([key])])
+            for answer in {json.loads(message)[0] for message in present}:
+                self._store.set(answer, json.dumps([str(error), []]))
             time.sleep(2 * self._longest_pause)  # other ranks must read it before the store is closed
             raise
-        heard = [json.loads(words) for words in self._store.multi_get([*keys.values()])]
-        by_all = {rank: said for rank, (_, said, aloud) in enumerate(heard) if aloud}
-        answers: dict[str, dict[int, Any]] = defaultdict(lambda: dict(by_all))
-        for rank, (asked, said, _) in enumerate(heard):
-            answers[asked] |= {} if said is None else {rank: said}
-        in_order = {asked: [said[rank] for rank in sorted(said)] for asked, said in answers.items()}
-        for asked, everyone in in_order.items():
-            self._store.set(asked, json.dumps(["", everyone]))
-        return in_order[answer]
+        messages = [json.loads(message) for message in self._store.multi_get([*keys.values()])]
+        answers = {
+            answer: [value for group, value, aloud in messages if (group == answer or aloud) and value is not None]
+            for answer in {answer for answer, _, _ in messages}
+        }
+        for answer, values in answers.items():
+            self._store.set(answer, json.dumps(["", values]))
+        return answers[own_answer]
 
     def _receive(self, key: str, alarm: Callable[[], None] = lambda: None) -> Any:
         self._wait({0: key}, alarm, longer=4 * self._longest_pause)  # rank 0 gives up first, and reports missing ranks
@@ -130,13 +128,13 @@ class Rendezvous:
     def _longest_pause(self) -> float:
         return max(0.5, self._size / 2000)  # seconds; the store answers a few thousand requests per second
 
-    def _next_word(self) -> str:
+    def _next_key(self) -> str:
         if self._attempt is None:
             own = secrets.token_hex(8)
             self._store.set(f"asks/{self._store.add('asking', 1)}", own)
             self._wait({0: f"answers/{own}"}, lambda: None)
             self._attempt = self._store.get(f"answers/{own}").decode()
-        return f"{self._attempt}/{next(self._words)}"
+        return f"{self._attempt}/{next(self._exchanges)}"
 
     def _answer(self) -> None:
         """Answer requests for the name of this attempt."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from subprocess import PIPE
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,11 +188,11 @@ def test_a_rank_that_joins_late_hears_what_happened(served):
     served.member(1).close()
     news = {"kind": "failed", "message": "rank 1 died while rank 2 had not come yet"}
     assert read(first) == news
-    hub.Channel(first).send({"kind": "stop"})
-    assert read(first) == {"kind": "propose"}
+    hub.Channel(first).send({"kind": "request", "round": 0})
+    assert read(first) == {"kind": "propose", "round": 0}
     late = served.member(2)
     assert read(late) == news
-    assert read(late) == {"kind": "propose"}
+    assert read(late) == {"kind": "propose", "round": 0}
 
 
 @pytest.mark.parametrize(
@@ -215,9 +216,9 @@ def test_only_the_first_failure_is_told(served):
     for message in ("the first", "the second"):
         hub.Channel(members[1]).send({"kind": "failed", "message": message})
     members[1].close()
-    hub.Channel(members[0]).send({"kind": "stop"})
+    hub.Channel(members[0]).send({"kind": "request", "round": 0})
     assert read(members[2]) == {"kind": "failed", "message": "the first"}
-    assert read(members[2]) == {"kind": "propose"}
+    assert read(members[2]) == {"kind": "propose", "round": 0}
 
 
 def test_without_file_descriptors_strangers_leave_first(tmp_path):
@@ -266,68 +267,112 @@ def test_hub_outlives_rank_zero_and_names_the_first_to_die(capfd):
 # ---- who is silent, and who does not move ----------------------------------------------------------------------------
 
 
-class Beating:
-    """Members of a hub; those that live say so, again and again."""
+class Recorder:
+    """A connection that records what the hub sends."""
 
-    def __init__(self, served: Served, ranks: int = 3) -> None:
-        self.members = [served.member(rank) for rank in range(ranks)]
-        self.news: list[list[dict]] = [[] for _ in self.members]
-        self.channels = [hub.Channel(member) for member in self.members]
+    def __init__(self) -> None:
+        self.news: list[dict] = []
+        self.has_urgent_data = False
+
+    def send(self, message: dict) -> None:
+        self.news.append(message)
+
+    def send_urgently(self) -> None:
+        self.has_urgent_data = True
+
+    def close(self) -> None:
+        pass
+
+
+class Clocked:
+    """A hub without connections, whose clock is the test's; ranks report again and again."""
+
+    def __init__(self, monkeypatch, ranks: int = 3, **settings) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: self.now))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.hub = hub.Hub(listener, **{"size": ranks, "token": TOKEN, **settings})
+        self.channels = [Recorder() for _ in range(ranks)]
+        self.hub.members = {each: hub.RankStatus(r, f"rank {r}", self.now) for r, each in enumerate(self.channels)}
+        self.hub._joined = dict(enumerate(self.channels))  # noqa: SLF001
+        self.hub._selector = SimpleNamespace(unregister=lambda channel: None)  # noqa: SLF001
+        self.hub.missing -= {*range(ranks)}
+
+    @property
+    def news(self) -> list[list[dict]]:
+        return [channel.news for channel in self.channels]
+
+    def pause(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.05)):
+            self.now += 0.05
+            self.hub._check_all(self.now)  # noqa: SLF001
+
+    def send(self, rank: int, message: dict) -> None:
+        self.hub.members[self.channels[rank]].heard_at = self.now
+        self.hub.handle(self.channels[rank], message)
+
+    def say(self, rank: int, **what: object) -> None:
+        """Send one report."""
+        report = {"doing": "", "progress": 0, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0), **what}
+        self.send(rank, {"kind": "beat", "wait": None, "line": "", **report})
 
     def beat(self, seconds: float, *alive: int, progress: bool = True, stuck: tuple[str, float] = ("", 0.0)) -> None:
-        """Stuck is the last of the living."""
-        for moment in range(int(seconds / 0.05)):
+        """Report from some ranks for some time; the last of them is ``stuck``."""
+        for moment in range(round(seconds / 0.05)):
             for rank in alive:
                 said = {"doing": f"training batch {moment}", "progress": moment + 1 if progress else 1}
                 self.say(rank, **said, stuck=stuck if rank == alive[-1] else ("", 0.0))
-            time.sleep(0.05)
-            self.hear()
+            self.pause(0.05)
 
-    def say(self, rank: int, **what: object) -> None:
-        """One beat."""
-        said = {"doing": "", "progress": 0, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0), **what}
-        said = {"wait": None, "line": "", **said}
-        self.channels[rank].send({"kind": "beat", **said})
-
-    def hear(self) -> None:
-        """Keep what the hub has said."""
-        for rank, member in enumerate(self.members):
-            while select.select([member], [], [], 0)[0]:
-                self.news[rank].append(read(member))
+    def failure(self) -> str:
+        """Check all ranks once, and return the failure that they receive."""
+        self.pause(0.05)
+        (failure,) = [news for news in self.channels[0].news if news["kind"] == "failed"]
+        return failure["message"]
 
 
-def test_a_silent_rank_is_frozen_and_named_with_its_last_step(serve, capfd):
-    ranks = Beating(serve(hang_timeout=0.5))
+@pytest.fixture
+def clocked(monkeypatch) -> Callable[..., Clocked]:
+    """``clocked(ranks, **settings)`` makes a hub with connected ranks."""
+    return lambda *arguments, **settings: Clocked(monkeypatch, *arguments, **settings)
+
+
+def test_a_silent_rank_is_frozen_and_named_with_its_last_step(clocked, capfd):
+    ranks = clocked(hang_timeout=0.5)
     ranks.beat(0.2, 0, 1, 2)
     ranks.beat(1.0, 0, 1)
-    message = "rank 2 is frozen: nothing was heard of it for 0.5 s, and before it was training batch 3"
+    message = "rank 2 is frozen: it sent nothing for 0.5 s, and before it was training batch 3"
     assert ranks.news == [[{"kind": "failed", "message": message, "frozen": True, "silent": [2]}]] * 3
-    said = capfd.readouterr().err.splitlines()  # a busy machine may let all ranks wait for half a second
-    assert [line for line in said if "no rank made progress" not in line] == [f"lightning_hiercomm: {message}"]
-    for member in ranks.members:
-        member.setblocking(False)  # or Python waits for data that are not urgent
-    assert ranks.members[2].recv(1, socket.MSG_OOB) == b"!"
-    with pytest.raises(OSError, match="Invalid argument"):  # nothing urgent for those that live
-        ranks.members[1].recv(1, socket.MSG_OOB)
+    assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
+    assert [channel.has_urgent_data for channel in ranks.channels] == [False, False, True]
 
 
-def test_a_rank_whose_worker_is_stuck_is_frozen(serve):
-    ranks = Beating(serve(hang_timeout=0.5))
+def test_urgent_data_arrives_out_of_band():
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as rank:
+        connection, _ = listener.accept()
+        with connection:
+            hub.Channel(connection).send_urgently()
+            assert select.select([], [], [rank], 10.0)[2]
+            assert rank.recv(1, socket.MSG_OOB) == b"!"
+
+
+def test_a_rank_whose_worker_is_stuck_is_frozen(clocked):
+    ranks = clocked(hang_timeout=0.5)
     ranks.beat(0.2, 0, 1, 2, stuck=("its worker 7", 0.4))
     assert ranks.news == [[]] * 3
     ranks.beat(0.2, 0, 1, 2, stuck=("its worker 7", 0.6))
     assert "rank 2 is frozen: its worker 7 has been stopped or stuck for 0.5 s" in ranks.news[0][0]["message"]
 
 
-def test_silent_ranks_are_nobodys_business_without_a_limit(serve):
-    ranks = Beating(serve(hang_timeout=None))
+def test_silent_ranks_are_nobodys_business_without_a_limit(clocked):
+    ranks = clocked(hang_timeout=None)
     ranks.beat(0.2, 0, 1, 2)
     ranks.beat(1.0, 0)
     assert ranks.news == [[]] * 3
 
 
-def test_if_all_ranks_are_silent_the_job_has_been_stopped_and_may_go_on(serve):
-    ranks = Beating(serve(hang_timeout=0.5))
+def test_if_all_ranks_are_silent_the_job_has_been_stopped_and_may_go_on(clocked):
+    ranks = clocked(hang_timeout=0.5)
     ranks.beat(0.2, 0, 1, 2)
     ranks.beat(1.0)
     ranks.beat(0.3, 0)  # its machine was continued first
@@ -335,27 +380,25 @@ def test_if_all_ranks_are_silent_the_job_has_been_stopped_and_may_go_on(serve):
     assert ranks.news == [[]] * 3
 
 
-def test_a_rank_that_stays_silent_when_the_others_go_on_is_frozen(serve):
-    ranks = Beating(serve(hang_timeout=0.5))
+def test_a_rank_that_stays_silent_when_the_others_go_on_is_frozen(clocked):
+    ranks = clocked(hang_timeout=0.5)
     ranks.beat(0.2, 0, 1, 2)
     ranks.beat(1.0)
     ranks.beat(1.0, 0, 1)
     assert [[news["silent"] for news in heard] for heard in ranks.news] == [[[2]]] * 3
 
 
-def test_a_hub_that_was_stopped_itself_does_not_take_that_for_silence(serve, monkeypatch):
-    served = serve(hang_timeout=0.5)
-    ranks = Beating(served)
+def test_a_hub_that_was_stopped_itself_does_not_take_that_for_silence(clocked):
+    ranks = clocked(hang_timeout=0.5)
     ranks.beat(0.2, 0, 1, 2)
-    clock = time.monotonic
-    monkeypatch.setattr(hub.time, "monotonic", lambda: clock() + 1000)  # it was stopped for so long
+    ranks.now += 1000  # it was stopped for so long
     ranks.beat(0.3, 0)  # and the others need a moment
     ranks.beat(0.3, 0, 1, 2)
     assert ranks.news == [[]] * 3
 
 
-def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
-    ranks = Beating(serve(hang_timeout=0.5))
+def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(clocked, capfd):
+    ranks = clocked(hang_timeout=0.5)
     ranks.beat(0.2, 0, 1, 2)
     ranks.beat(1.5, 0, 1, 2, progress=False)
     assert ranks.news == [[{"kind": "dump"}]] * 3
@@ -365,27 +408,27 @@ def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(serve, capfd):
     assert said == f"{head}{where}\n"
 
 
-def test_a_standstill_before_the_first_batch_is_reported_where_ranks_wait(serve, capfd):
-    ranks = Beating(serve(size=2, hang_timeout=0.5), ranks=2)
+def test_a_standstill_before_the_first_batch_is_reported_where_ranks_wait(clocked, capfd):
+    ranks = clocked(2, hang_timeout=0.5)
     for _ in range(10):
         ranks.say(0, doing="starting")
         ranks.say(1, doing="starting")
-        time.sleep(0.2)
+        ranks.pause(0.2)
     assert capfd.readouterr().err == ""  # both may load data
     for _ in range(4):
         ranks.say(0, doing="starting", wait=BACKWARD)
         ranks.say(1, doing="starting")
-        time.sleep(0.2)
+        ranks.pause(0.2)
     assert "rank 1, starting, is busy" in capfd.readouterr().err
 
 
-def test_the_report_of_a_standstill_names_who_is_busy_and_who_waits(serve, capfd):
-    ranks = Beating(serve(hang_timeout=0.5))
+def test_the_report_of_a_standstill_names_who_is_busy_and_who_waits(clocked, capfd):
+    ranks = clocked(hang_timeout=0.5)
     ranks.beat(0.2, 0, 1, 2)
     for _ in range(10):
         for rank, more in enumerate([{"wait": BACKWARD}, {"line": "train.py:5 (log)"}, {}]):
             ranks.say(rank, doing="training batch 3", progress=1, **more)
-        time.sleep(0.2)
+        ranks.pause(0.2)
     assert capfd.readouterr().err.partition("goes on: ")[2] == (
         "rank 0, training batch 3, waits in backward in train.py:9 (main); rank 1, training batch 3, is busy in"
         " train.py:5 (log); rank 2, training batch 3, is busy\n"
@@ -405,17 +448,11 @@ SAVING = {
 GATHER = {**SAVING, "call": "torch.distributed.all_gather", "is_saving": False}
 
 
-def wait_for_failure(ranks: Beating) -> str:
-    failure = read(ranks.members[0])
-    assert (failure["kind"], failure["stuck"]) == ("failed", True)
-    return failure["message"]
-
-
-def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(serve, capfd):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(clocked, capfd):
+    ranks = clocked(2, hang_timeout=60.0)
     ranks.say(0, wait=SAVING, doing="saving a checkpoint of epoch 0")
     ranks.say(1, wait=BACKWARD, doing="training batch 4 of epoch 0", batches=5)
-    message = wait_for_failure(ranks)
+    message = ranks.failure()
     assert message.splitlines() == [
         "no rank made progress for 60 s (hang_timeout): the ranks wait for each other in different places",
         "rank   | waits in                | during                         | line of the program",
@@ -426,43 +463,44 @@ def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(serve, cap
         " all ranks; only rank 0 writes the file",
     ]
     assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
+    assert ranks.news[0][-1]["stuck"]
 
 
-def test_the_likely_cause_of_other_waits_is_a_collective_on_some_ranks(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_the_likely_cause_of_other_waits_is_a_collective_on_some_ranks(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
     ranks.say(0, wait=GATHER)
     ranks.say(1, wait=BACKWARD)
-    assert "Likely cause: a collective (barrier, all_gather, " in wait_for_failure(ranks)
+    assert "Likely cause: a collective (barrier, all_gather, " in ranks.failure()
 
 
-def test_the_likely_cause_of_a_teardown_on_some_ranks_is_their_stop(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_the_likely_cause_of_a_teardown_on_some_ranks_is_their_stop(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
     ranks.say(0, wait={**GATHER, "call": "teardown (lightning_hiercomm)"})
     ranks.say(1, wait=BACKWARD)
-    assert "Likely cause: training ended on some ranks only" in wait_for_failure(ranks)
+    assert "Likely cause: training ended on some ranks only" in ranks.failure()
 
 
-def test_ranks_that_wait_in_one_place_with_unequal_collectives_end_the_run(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_ranks_that_wait_in_one_place_with_unequal_collectives_end_the_run(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
     ranks.say(0, wait=BACKWARD)
     ranks.say(1, wait={**BACKWARD, "collectives": 4})
-    assert "Likely cause: rank 1 called more collectives (barrier, all_gather," in wait_for_failure(ranks)
+    assert "Likely cause: rank 1 called more collectives (barrier, all_gather," in ranks.failure()
 
 
-def test_ranks_that_wait_at_different_batches_end_the_run(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_ranks_that_wait_at_different_batches_end_the_run(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
     ranks.say(0, wait=BACKWARD, batches=7)
     ranks.say(1, wait=BACKWARD, batches=8)
-    assert "the ranks wait for each other in different places" in wait_for_failure(ranks)
+    assert "the ranks wait for each other in different places" in ranks.failure()
 
 
-def test_ranks_that_wait_for_one_that_has_left_end_the_run(serve):
-    ranks = Beating(serve(size=3, hang_timeout=60.0))
-    ranks.channels[2].send({"kind": "bye"})
+def test_ranks_that_wait_for_one_that_has_left_end_the_run(clocked):
+    ranks = clocked(3, hang_timeout=60.0)
+    ranks.send(2, {"kind": "bye"})
     for rank in (0, 1):
         ranks.say(rank, wait=BACKWARD)
-    assert read(ranks.members[0]) == {"kind": "left", "rank": 2}
-    message = wait_for_failure(ranks)
+    assert ranks.news[0] == [{"kind": "left", "rank": 2}]
+    message = ranks.failure()
     assert "rank 2 | has ended its run |" in message
     assert "Likely cause: training ended on some ranks only" in message
 
@@ -476,13 +514,12 @@ def test_ranks_that_wait_for_one_that_has_left_end_the_run(serve):
     ],
     ids=["in one place", "one computes", "one has not waited for long"],
 )
-def test_other_long_waits_do_not_end_the_run(serve, waits):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_other_long_waits_do_not_end_the_run(clocked, waits):
+    ranks = clocked(2, hang_timeout=60.0)
     for _ in range(20):
         for rank, wait in enumerate(waits):
             ranks.say(rank, wait=wait)
-        time.sleep(0.1)
-    ranks.hear()
+        ranks.pause(0.1)
     assert ranks.news == [[], []]
 
 
@@ -490,40 +527,39 @@ ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_
 ARRIVAL["steps"] = []
 
 
-def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
     for rank, steps in enumerate(([4, 2], [4, 3])):
-        ranks.channels[rank].send({**ARRIVAL, "steps": steps})
-    assert read(ranks.members[0])["message"] == (
+        ranks.send(rank, {**ARRIVAL, "steps": steps})
+    assert ranks.failure() == (
         "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers. All ranks must take"
         " equally many steps: give them equally many batches, or set limit_train_batches, and in manual optimization"
         " call optimizer.step() equally often"
     )
 
 
-def test_ranks_pass_a_barrier_when_all_have_come(serve):
-    ranks = Beating(serve(hang_timeout=60.0))
+def test_ranks_pass_a_barrier_when_all_have_come(clocked):
+    ranks = clocked(hang_timeout=60.0)
     for rank in (0, 1):
-        ranks.channels[rank].send(ARRIVAL)
-    time.sleep(0.2)
-    ranks.hear()
+        ranks.send(rank, ARRIVAL)
+    ranks.pause(0.2)
     assert ranks.news == [[], [], []]
-    ranks.channels[2].send(ARRIVAL)
-    assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 3
+    ranks.send(2, ARRIVAL)
+    assert ranks.news == [[{"kind": "release", "number": 1}]] * 3
 
 
-def test_new_hub_opens_a_barrier_that_other_ranks_have_passed(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks.channels[0].send(ARRIVAL)
-    ranks.channels[1].send({**ARRIVAL, "number": 2})
-    assert [read(member) for member in ranks.members] == [{"kind": "release", "number": 1}] * 2
+def test_new_hub_opens_a_barrier_that_other_ranks_have_passed(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
+    ranks.send(0, ARRIVAL)
+    ranks.send(1, {**ARRIVAL, "number": 2})
+    assert ranks.news == [[{"kind": "release", "number": 1}]] * 2
 
 
 def test_a_barrier_of_many_ranks_takes_time_in_proportion_to_them():
     """Each rank that comes to it must not cost a pass over all ranks, nor each rank that waits in a look around."""
     reads = 0
 
-    class Member(hub.Member):
+    class Status(hub.RankStatus):
         @property
         def barriers(self) -> int:
             nonlocal reads
@@ -538,7 +574,7 @@ def test_a_barrier_of_many_ranks_takes_time_in_proportion_to_them():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         center = hub.Hub(listener, size=size, token=TOKEN)
         center.missing, center._send_to_all = set(), lambda message: None  # noqa: SLF001
-        center.members = {object(): Member(rank, f"rank {rank}", 0.0) for rank in range(size)}
+        center.members = {object(): Status(rank, f"rank {rank}", 0.0) for rank in range(size)}
         last, *channels = center.members
         for channel in channels:
             center.handle(channel, ARRIVAL)
@@ -549,69 +585,68 @@ def test_a_barrier_of_many_ranks_takes_time_in_proportion_to_them():
     assert reads < 10 * size
 
 
-def test_a_rank_that_saves_while_another_validates_ends_the_run(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks.channels[0].send({**ARRIVAL, "purpose": "save"})
-    ranks.channels[1].send(ARRIVAL)
-    assert read(ranks.members[0])["message"] == (
+def test_a_rank_that_saves_while_another_validates_ends_the_run(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
+    ranks.send(0, {**ARRIVAL, "purpose": "save"})
+    ranks.send(1, ARRIVAL)
+    assert ranks.failure() == (
         "rank 0 called trainer.save_checkpoint, and rank 1 asked for the averaged model in train.py:3 (on_fit). Call"
         " trainer.save_checkpoint on all ranks; only rank 0 writes the file"
     )
 
 
-def test_values_logged_on_some_ranks_only_end_the_run(serve):
-    ranks = Beating(serve(size=3, hang_timeout=60.0), ranks=3)
-    ranks.channels[0].send({**ARRIVAL, "purpose": "save", "line": ""})
+def test_values_logged_on_some_ranks_only_end_the_run(clocked):
+    ranks = clocked(3, hang_timeout=60.0)
+    ranks.send(0, {**ARRIVAL, "purpose": "save", "line": ""})
     for rank in (1, 2):
-        ranks.channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
-    assert read(ranks.members[0])["message"] == (
+        ranks.send(rank, {**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
+    assert ranks.failure() == (
         "ranks 1, 2 reduced a value (sum of float32) in train.py:3 (on_fit), and rank 0 called trainer.save_checkpoint."
         " Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"
     )
 
 
-def test_ranks_that_reduce_different_values_end_the_run(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
+def test_ranks_that_reduce_different_values_end_the_run(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
     for rank, what in enumerate([" (sum of float32)", " (sum of int64)"]):
-        ranks.channels[rank].send({**ARRIVAL, "purpose": "reduce", "what": what})
-    assert (
-        "rank 0 reduced a value (sum of float32), and rank 1 reduced a value (sum of int64) in train.py:3"
-        in (read(ranks.members[0])["message"])
+        ranks.send(rank, {**ARRIVAL, "purpose": "reduce", "what": what})
+    assert "rank 0 reduced a value (sum of float32), and rank 1 reduced a value (sum of int64) in train.py:3" in (
+        ranks.failure()
     )
 
 
-def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks.channels[0].send({**ARRIVAL, "purpose": "save"})
+def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
+    ranks.send(0, {**ARRIVAL, "purpose": "save"})
     ranks.say(1, batches=4)
     ranks.say(1, batches=5)
-    assert read(ranks.members[0])["message"] == (
+    assert ranks.failure() == (
         "rank 0 called trainer.save_checkpoint after 4 batches of the run in train.py:3 (on_fit), and rank 1 trains on"
         " with batch 5 of the run. Call trainer.save_checkpoint on all ranks; only rank 0 writes the file"
     )
 
 
 @pytest.mark.parametrize("hang_timeout", [60.0, None])
-def test_a_rank_that_leaves_before_a_barrier_ends_the_run(serve, hang_timeout):
-    ranks = Beating(serve(size=2, hang_timeout=hang_timeout), ranks=2)
-    ranks.channels[0].send(ARRIVAL)
-    ranks.channels[1].send({"kind": "bye"})
-    assert read(ranks.members[0]) == {"kind": "left", "rank": 1}
-    assert "rank 0 asked for the averaged model after 4 batches of the run" in read(ranks.members[0])["message"]
+def test_a_rank_that_leaves_before_a_barrier_ends_the_run(clocked, hang_timeout):
+    ranks = clocked(2, hang_timeout=hang_timeout)
+    ranks.send(0, ARRIVAL)
+    ranks.send(1, {"kind": "bye"})
+    assert ranks.news[0] == [{"kind": "left", "rank": 1}]
+    assert "rank 0 asked for the averaged model after 4 batches of the run" in ranks.failure()
 
 
-def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0, gone=[1]), ranks=1)
-    ranks.channels[0].send(ARRIVAL)
-    assert "and rank 1 has ended its run" in read(ranks.members[0])["message"]
+def test_a_new_hub_knows_that_a_rank_has_left_before_a_barrier(clocked):
+    ranks = clocked(1, size=2, hang_timeout=60.0, gone=[1])
+    ranks.send(0, ARRIVAL)
+    assert "and rank 1 has ended its run" in ranks.failure()
 
 
-def test_rank_that_trains_after_another_finished_ends_the_run(serve):
-    ranks = Beating(serve(size=2, hang_timeout=60.0), ranks=2)
-    ranks.channels[1].send({**ARRIVAL, "purpose": "end", "batches": 8, "line": ""})
+def test_rank_that_trains_after_another_finished_ends_the_run(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
+    ranks.send(1, {**ARRIVAL, "purpose": "end", "batches": 8, "line": ""})
     ranks.say(0, batches=8, ended=(1, 8))
     ranks.say(0, batches=9, ended=(1, 8))
-    message = read(ranks.members[0])["message"]
+    message = ranks.failure()
     said = "rank 1 ended training after 8 batches of the run, and rank 0 trains on with batch 9 of the run."
     assert message.startswith(f"{said} All ranks must take equally many steps")
     assert "If trainer.should_stop was set on some ranks only" in message
@@ -626,33 +661,31 @@ def test_rank_that_trains_after_another_finished_ends_the_run(serve):
     ],
 )
 @pytest.mark.parametrize("first", [0, 1])
-def test_rank_that_trains_in_an_epoch_another_ended_ends_the_run(serve, shorter, longer, first):
-    ranks = Beating(serve(hang_timeout=60.0), ranks=2)
+def test_rank_that_trains_in_an_epoch_another_ended_ends_the_run(clocked, shorter, longer, first):
+    ranks = clocked(2, hang_timeout=60.0)
     who = {"shorter": first, "longer": 1 - first}
     for which in ("shorter", "longer")[:: 1 if first else -1]:
         ranks.say(who[which], **(shorter if which == "shorter" else longer))
-    message = read(ranks.members[0])["message"]
+    message = ranks.failure()
     ended = f"rank {who['shorter']} ended an epoch after {shorter['ended'][1]} batches of the run"
     assert message.startswith(f"{ended}, and rank {who['longer']} took more. All ranks must take equally many steps")
 
 
-def test_ranks_that_are_not_equally_far_may_be_at_the_same_epochs(serve):
-    ranks = Beating(serve(hang_timeout=0.5))
+def test_ranks_that_are_not_equally_far_may_be_at_the_same_epochs(clocked):
+    ranks = clocked(hang_timeout=0.5)
     for batches, ended in [(0, (0, 0)), (9, (0, 0)), (10, (0, 0)), (10, (1, 10)), (11, (1, 10)), (20, (2, 20))]:
         for behind in range(3):
             ranks.say(behind, batches=batches, ended=ended, progress=batches)
-            time.sleep(0.03)
-        ranks.hear()
+            ranks.pause(0.03)
     assert ranks.news == [[]] * 3
 
 
-def test_ranks_that_have_not_begun_may_take_their_time(serve):
-    served = serve(hang_timeout=0.5)
-    ranks = Beating(served)
+def test_ranks_that_have_not_begun_may_take_their_time(clocked):
+    ranks = clocked(hang_timeout=0.5)
     for _ in range(21):
         for rank in range(3):
             ranks.say(rank, doing="preparing data")
-        time.sleep(0.05)
+        ranks.pause(0.05)
     ranks.beat(0.05, 0, 1, 2)
     assert ranks.news == [[]] * 3
 
@@ -666,8 +699,8 @@ def test_rank_zero_hears_who_left_for_the_hub_that_it_may_have_to_start(served):
     members = [served.member(rank) for rank in (0, 1, 2)]
     hub.Channel(members[2]).send({"kind": "bye"})
     assert read(members[0]) == {"kind": "left", "rank": 2}
-    hub.Channel(members[0]).send({"kind": "stop"})
-    assert read(members[1]) == {"kind": "propose"}
+    hub.Channel(members[0]).send({"kind": "request", "round": 0})
+    assert read(members[1]) == {"kind": "propose", "round": 0}
 
 
 # ---- many ranks ------------------------------------------------------------------------------------------------------
@@ -704,8 +737,8 @@ def test_the_hub_looks_around_now_and_then_however_much_it_hears(serve, monkeypa
         )
         if number % 20 == 0:
             time.sleep(0.002)
-    hub.Channel(member).send({"kind": "stop"})
-    assert read(member) == {"kind": "propose"}
+    hub.Channel(member).send({"kind": "request", "round": 0})
+    assert read(member) == {"kind": "propose", "round": 0}
     assert len(looks) <= 1 + (looks[-1] - looks[0]) / 0.5  # a look goes over all ranks
 
 

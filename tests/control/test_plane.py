@@ -268,13 +268,13 @@ def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
     planes[2].request_stop()
     wait_until(lambda: all(plane.stop_requested for plane in planes))
     assert stopping_batches(planes, begun) == [11, 11, 11]
-    lost = "lost the connection to the control plane's hub and looks for a new one"
+    lost = "lost the connection to the control plane's hub and connects to a new one"
     assert sorted(caplog.messages) == [f"{plane.place} {lost}" for plane in planes]
 
 
 def test_what_the_lost_hub_did_not_pass_on_the_new_one_does(star):
     planes = star(3)
-    planes[0]._said["failed"] = {"kind": "failed", "message": "told to the old hub"}  # noqa: SLF001
+    planes[0]._posted["failed"] = {"kind": "failed", "message": "told to the old hub"}  # noqa: SLF001
     star.lose_hub()
     assert planes[2].wait_for_failure(5.0) == "told to the old hub"
 
