@@ -9,7 +9,7 @@ from forked import ForkedPython
 
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
-PACE = "--sync-every 10 --pause 0.02 --dead-after 2 --calm 2 --every 1-2"
+PACE = "--sync-every 10 --pause 0.02 --dead-after 2 --calm 1 --every 1-2"
 
 
 def outcome_of(folder, arguments: str) -> Outcome:
@@ -21,11 +21,12 @@ def outcome_of(folder, arguments: str) -> Outcome:
     return outcome
 
 
-@pytest.mark.long("twelve nodes are started again, one after the other")
-def test_a_dozen_faults(tmp_path):
-    outcome = outcome_of(tmp_path, "--nodes 3 --faults 12 --seed 7 --kinds kill stop")
-    assert len(outcome.faults) == 12
-    assert outcome.incarnations >= 6, "but for those that were stopped and not missed"
+@pytest.mark.long("nodes are killed and restarted, one after the other")
+@pytest.mark.parametrize("faults", [2, pytest.param(12, marks=pytest.mark.nightly)])
+def test_random_faults_end_with_equal_bits(tmp_path, faults):
+    outcome = outcome_of(tmp_path, f"--nodes 3 --faults {faults} --seed 7 --kinds kill stop")
+    assert len(outcome.faults) == faults
+    assert outcome.incarnations >= faults // 2, "a stopped node may continue before the others miss it"
     assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
     assert "as plan predicts it from these times: " in said(outcome, parsed(["--nodes", "3", "--sync-every", "10"]))
 

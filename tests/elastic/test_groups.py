@@ -148,7 +148,7 @@ def read(store):
 @pytest.mark.long("a process imports torch, and its death is missed after a while")
 def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
     process, address = node
-    transport = GlooTransport("127.0.0.1", dead_after=10.0)
+    transport = GlooTransport("127.0.0.1", dead_after=4.0)
     assert transport.ask(address, read) == b"value"
     assert transport.ask_all([address], read) == {address: b"value"}
     assert GlooTransport("127.0.0.1", dead_after=0.5).ask_all(["127.0.0.1:9"], read) == {}

@@ -53,7 +53,7 @@ def plain(tmp_path: Path, ranks: list[int], **settings: Any) -> dict[str, Any]:
         pytest.param("diloco", [2, 2], marks=pytest.mark.nightly),
         pytest.param("periodic", [1, 1, 1], marks=pytest.mark.nightly),
         pytest.param("diloco", [1, 2, 1], marks=pytest.mark.nightly),
-        ("streaming", [1, 1]),
+        pytest.param("streaming", [1, 1], marks=pytest.mark.nightly),
         *(pytest.param(scheme, [1, 1, 1], marks=pytest.mark.nightly) for scheme in NEVER_EQUAL),
         *(pytest.param(scheme, [2, 2], marks=pytest.mark.nightly) for scheme in NEVER_EQUAL),
     ],

@@ -174,7 +174,6 @@ DUE = {"late": (8, 4), "streaming": (9, 6), "delta": (8, 4), "eq1": (8, 4), "lat
 """The step after which buckets are due, and the number of the synchronization in which they are merged."""
 
 
-@pytest.mark.long("the node that died is missed after five seconds: on a busy machine one that lives is not")
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     "moment", ["in flight", "as it leaves", "before the quorum", "before the vote", "after the vote", "a failure"]
@@ -219,7 +218,7 @@ def test_pending_buckets_are_dropped_and_repeated_when_they_are_due(name, wire, 
         return own.train(14, {before: note_state, due - 1: note_sent}), own.rank.trace
 
     # no node may be lost on a busy machine; a vote that does not come is waited for
-    dead_after = 5.0 if moment != "before the vote" else 0.5 if wire is None else 2.5
+    dead_after = 2.0 if moment != "before the vote" else 0.5 if wire is None else 1.5
     results = threads(name, Elastic(dead_after=dead_after), wire=wire).play(work, (1, 1, 1))
     nodes = ["0", "1", "2"] if moment == "a failure" else ["0", "2"]
     assert sorted(node for node, _ in results) == nodes
