@@ -11,9 +11,8 @@ SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
 
-# Three tests at a time on two cores, because most start processes that wait for each other; in the order of tests/pairwise.py, or the files
-# of few tests, which take longest, would be last, and one worker wait. A worker that crashes gets no successor, or xdist waits for ever.
-# `make test NIGHTLY=--nightly` leaves out none.
+# Three workers on two cores, because many tests wait for processes. Files are in the order of tests/pairwise.py, longest first. A worker
+# that crashes is not replaced, because xdist would then hang. `make test NIGHTLY=--nightly` runs all tests.
 test: $(VENV)/.installed-dev  ## all checks and tests, against the installed package
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -24,7 +24,7 @@ def select(cells: Sequence[Cell], groups: Iterable[tuple[str, ...]] = ()) -> lis
     Greedy: the next cell has the most new values, then the least used ones. Default groups: all pairs of three factors
     or more, single factors otherwise.
     """
-    names = sorted(cells[0])
+    names = sorted(cells[0]) if cells else []
     groups = [*groups] or ([*combinations(names, 2)] if len(names) > 2 else [(name,) for name in names])
     met = [{(group, *(cell[name] for name in group)) for group in groups} for cell in cells]
     missing = set().union(*met)

@@ -1,4 +1,4 @@
-"""A port to listen at that nothing else takes before the caller does."""
+"""Free ports, which no other process of the tests gets."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import random
 import socket
 from collections import deque
 
-_BELOW_THOSE_OF_CONNECTIONS = range(15_000, 25_000)  # the kernel gives those from 32,768 on to whoever connects
+_BELOW_THOSE_OF_CONNECTIONS = range(15_000, 25_000)  # the kernel gives ports from 32,768 on to clients
 
 _given: deque[socket.socket] = deque()
 
 
 def free_port() -> int:
-    """One that no process of this machine has been given lately, whether or not it listens there already.
+    """Return a port that no other process of this machine got recently, even if nothing listens there yet.
 
-    Whoever is given one holds a socket of that name, which the kernel gives to one process only and takes back when
-    it ends. SLURM's rule for a master's port is kept, whose last four digits are a job's.
+    The process holds an abstract socket named after the port; the kernel removes it when the process ends. The range
+    follows SLURM's rule for a master port, whose last four digits are those of the job.
     """
     for port in random.SystemRandom().sample(_BELOW_THOSE_OF_CONNECTIONS, 100):
         name = socket.socket(socket.AF_UNIX)

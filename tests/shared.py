@@ -1,7 +1,4 @@
-"""What every test shares: single-threaded torch, a clean process afterwards, and runs on several ranks.
-
-conftest.py gives it to pytest where tests run.
-"""
+"""Fixtures of all tests: single-threaded torch, a clean process after each test, and runs on several ranks."""
 
 from __future__ import annotations
 
@@ -41,9 +38,9 @@ from lightning_hiercomm._lightning.launcher import settle_as_fork
 
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
 _TESTS = Path(__file__).parent
-settings.register_profile("unhurried", deadline=None)  # how long an example takes says how busy the machine is
+settings.register_profile("unhurried", deadline=None)  # the time of an example depends on the load of the machine
 settings.load_profile("unhurried")
-registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads those of all installed packages
+registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads the entry points of all packages
 tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked leaves it locked there
 environment_of_lightning.find_free_network_port = free_port  # Lightning's may be a connection's before it is used
 wait_for_turns_in_forks()
@@ -52,10 +49,7 @@ HAS_GPU = torch.cuda.is_available() or is_wanted()
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector leave alone what is imported: in a forked rank its every look is a copy.
-
-    For good: when all tests have run, pytest collects five times, while nobody else works.
-    """
+    """Exclude imported objects from garbage collection, which would copy their pages in every forked rank."""
     if is_wanted() and not torch.cuda.is_available():
         library()  # autograd counts the devices at its first backward pass
     gc.collect()
@@ -65,9 +59,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout, which is not to count the wait
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let a test marked ``alone`` run while pytest's other workers wait."""
+    """Run a test marked ``alone`` while other workers wait."""
     with open(__file__) as turn, open(_TESTS / "conftest.py") as running:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # or it might never find a moment in which nobody else runs
+        fcntl.flock(turn, fcntl.LOCK_EX)  # otherwise it might wait for ever
         fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(turn, fcntl.LOCK_UN)
         try:
@@ -78,14 +72,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
-    """Let the process that shows a worker's warnings do so without importing Lightning for their class."""
+    """Replace the class of a warning by a builtin one, so that the process that shows it imports no Lightning."""
     kind = next(kind for kind in warning_message.category.__mro__ if kind.__module__ == "builtins")
     warning_message.category, warning_message.message = kind, kind(str(warning_message.message))
 
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    """Put environment variables back, destroy process groups, and find threads that a test left behind."""
+    """Restore environment variables, destroy process groups, and find threads that a test left behind."""
     environment, threads_before = dict(os.environ), set(threading.enumerate())
     yield
     if dist.is_available() and dist.is_initialized():
@@ -101,7 +95,7 @@ def clean_process() -> Iterator[None]:
 
 @contextmanager
 def ends_ranks_after_an_error() -> Iterator[None]:
-    """Let forked ranks of a test that takes too long say what they do, and end them: pytest would wait for them."""
+    """End forked ranks of a test that takes too long, after they have printed their stacks."""
     before = set(multiprocessing.active_children())
     faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True)  # in the ranks, which are forked
     try:
@@ -133,7 +127,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(params=["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * HAS_GPU])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the ranks of a test compute: the CPU, and a GPU where there is one.
+    """The device of a test's ranks: the CPU, and a GPU where there is one.
 
     Tests that ask for it, or whose module says ``pytestmark = pytest.mark.usefixtures("device")``, run on both.
     """
@@ -213,7 +207,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 def borrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """``borrow(main, ranks=4)``: what ``launch`` returns, from ranks that stay, for half of what a fit costs with it.
 
-    They know nothing of what a test changed in this process, and do not write to where it listens.
+    They do not see changes of the test's own process, and their output is discarded.
     """
     from ranks import Ranks  # found once this file has told Python where
 
@@ -227,7 +221,7 @@ def borrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
 
 def _join(context: Any) -> None:
-    """Wait for all ranks; once one has failed the others have a while to find out and to say so."""
+    """Wait for all ranks; after one has failed, the others have 20 seconds to report it."""
     while all(process.exitcode in (None, 0) for process in context.processes):
         alive = [process.sentinel for process in context.processes if process.is_alive()]
         if not alive:

@@ -85,7 +85,7 @@ def refused_by_name(*names: str) -> Iterator[None]:
             raise AssertionError(f"this names none of {', '.join(names)}: {refusal}") from refusal
 
 
-@settings(FEW, max_examples=600)
+@settings(FEW, max_examples=300)
 @given(which=st.sampled_from(ARGUMENTS), value=ANYTHING)
 def test_any_value_of_any_argument_is_taken_or_refused_by_its_name(which, value):
     cls, name = which
@@ -103,7 +103,7 @@ def schemes(draw):
     return cls, {name: draw(sensible) for name in chosen}
 
 
-@settings(FEW, max_examples=300)
+@settings(FEW, max_examples=150)
 @given(drawn=schemes())
 def test_a_valid_scheme_trains_or_is_refused_before_any_exchange(drawn):
     cls, arguments = drawn

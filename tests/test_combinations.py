@@ -6,11 +6,13 @@ import pytest
 from combinations import Combination, check, drawn
 
 BATCH = 20
-BY_NIGHT = [pytest.param(first, marks=pytest.mark.nightly) for first in range(100, 200, BATCH)]
+ON_PUSH = 60
 
 
 @pytest.mark.long("twenty runs on threads, and a calculation of its own for each")
-@pytest.mark.parametrize("first", [*range(0, 100, BATCH), *BY_NIGHT])
+@pytest.mark.parametrize(
+    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 200, BATCH)]
+)
 def test_random_combinations_are_what_an_independent_calculation_gives(first):
     for number in range(first, first + BATCH):
         try:
@@ -42,10 +44,16 @@ def test_healing_a_node_does_not_meet_what_has_just_left():
     for _ in range(10):
         check(
             Combination(
-                "parameter_sync", _parameter_sync(2, 2, "sgd"), "2x2", two=True, policy="skip", sick=(3, 0), steps=4
+                "parameter_sync",
+                _parameter_sync(2, 2, "sgd"),
+                "2x2",
+                two=True,
+                policy="skip",
+                nonfinite=(3, 0),
+                steps=4,
             )
         )
-        check(Combination("diloco", diloco, "3+1", policy="skip", sick=(0, 0), skip=(11, 0), epochs=3, steps=4))
+        check(Combination("diloco", diloco, "3+1", policy="skip", nonfinite=(0, 0), skip=(11, 0), epochs=3, steps=4))
 
 
 @pytest.mark.parametrize("resume", [None, 5])

@@ -16,8 +16,8 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-@pytest.mark.long("three launches of which a rank is lost, and what it leaves is looked for")
-@pytest.mark.parametrize("runs", [3, pytest.param(24, marks=pytest.mark.nightly)])
+@pytest.mark.long("launches of which a rank is lost, and what it leaves is looked for")
+@pytest.mark.parametrize("runs", [2, pytest.param(24, marks=pytest.mark.nightly)])
 def test_random_faults_end_in_time_with_the_rank_named(capsys, tmp_path, runs):
     cases = [*faults.drawn(runs, seed=1)]
     done = faults.report(cases, jobs=2, seconds=float("inf"), keep=tmp_path)
@@ -40,23 +40,6 @@ def test_the_list_has_all_faults_moments_schemes_and_launchers():
     assert {(case.scheme, case.launcher) for case in cases} == {*product(faults.SCHEMES, faults.LAUNCHERS)}
     assert {(case.launcher, case.ranks) for case in cases} >= {*product(("fork", "popen", "torchrun", "slurm"), (1, 2))}
     assert all(case.victim < 2 * case.ranks for case in cases)
-
-
-def test_random_faults_are_the_same_for_a_seed():
-    assert [*faults.drawn(20, seed=3)] == [*faults.drawn(20, seed=3)] != [*faults.drawn(20, seed=4)]
-
-
-def test_a_page_tells_of_every_run_that_is_not_as_it_should_be():
-    good = faults.Outcome(0.5, launcher_waits=False, struck=True, named=True, left=(), output="")
-    hangs, unnamed = replace(good, seconds=None), replace(good, named=False)
-    cases = [*faults.drawn(3, seed=1)]
-    done = faults.Report([*zip(cases, [good, hangs, unnamed], strict=True)])
-    assert done.counts - Counter(runs=3, hung=1, unnamed=1, bad=2) == Counter()
-    page = done.section("At random", has_lines=False)
-    assert "3 runs: 1 hung, 1 did not name the rank, 0 left something behind" in page
-    assert str(cases[0]) not in page
-    assert f"{cases[1]} | HANGS | yes" in page
-    assert f"{cases[2]} | 0.5 | NO" in page
 
 
 def test_what_is_left_behind_is_seen(tmp_path, monkeypatch):

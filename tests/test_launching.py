@@ -199,7 +199,7 @@ EVERY_LAUNCHER = {
 @pytest.mark.long("starts Python for every rank, and Lightning is imported there")
 @pytest.mark.parametrize(
     "start",
-    # here MPICH's ranks import Lightning, all four at once: by day two of them train until one is lost
+    # here MPICH's ranks import Lightning; on a push two of them train until one is lost
     [
         pytest.param(start, id=name, marks=[pytest.mark.nightly] * (name == "mpich"))
         for name, start in EVERY_LAUNCHER.items()

@@ -1,4 +1,4 @@
-"""Ranks that stay from one program to the next show it nothing of the last one."""
+"""Pooled ranks run each program as if it were their first."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def ranks():
     kept.close()
 
 
-def test_they_stay_and_run_functions_within_functions(ranks):
-    told = "told"
-    first, second = (ranks.run(2, lambda: (os.environ["LOCAL_RANK"], told, os.getpid())) for _ in range(2))
+def test_pooled_ranks_stay_and_run_local_functions(ranks):
+    value = "own"
+    first, second = (ranks.run(2, lambda: (os.environ["LOCAL_RANK"], value, os.getpid())) for _ in range(2))
     assert first == second
-    assert [own[:2] for own in first] == [("0", told), ("1", told)]
+    assert [own[:2] for own in first] == [("0", value), ("1", value)]
 
 
-def test_a_program_that_leaves_them_behind_ends():
+def test_pooled_ranks_end_with_their_program():
     program = "import os; from ranks import Ranks; print(Ranks().run(1, os.getpid))"
     python = [stand_in_for_python(), "-c", program]
     said = subprocess.run(python, cwd=Path(__file__).parent, timeout=60, capture_output=True)
@@ -52,13 +52,13 @@ def _thread():
     ],
     ids=["dtype", "deterministic", "folder", "thread"],
 )
-def test_others_take_their_place_when_they_do_not_look_as_before(ranks, change):
+def test_changed_ranks_are_replaced(ranks, change):
     before = ranks.run(1, os.getpid)
     ranks.run(1, change)
     assert ranks.run(1, os.getpid) != before
 
 
-def test_groups_that_a_program_leaves_are_closed(ranks):
+def test_process_groups_of_a_program_are_closed(ranks):
     def begins():
         dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
 
@@ -76,7 +76,7 @@ def test_groups_that_a_program_leaves_are_closed(ranks):
     assert ranks.run(2, threads) == before
 
 
-def test_variables_and_random_numbers_are_put_back(ranks):
+def test_variables_and_random_numbers_are_restored(ranks):
     def draws():
         os.environ["FIRST"] = "1"
         return os.environ.get("SECOND"), torch.rand(1).item(), os.getpid()
@@ -88,7 +88,7 @@ def test_variables_and_random_numbers_are_put_back(ranks):
     assert ranks.run(1, draws) == ranks.run(1, draws_too) == ranks.run(1, draws)
 
 
-def test_after_a_failure_which_is_told_others_take_their_place(ranks):
+def test_failed_ranks_are_reported_and_replaced(ranks):
     def fails():
         raise ValueError("the dog")
 

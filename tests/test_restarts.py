@@ -95,7 +95,7 @@ def written(folder: Path, name: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.long("two runs of several epochs, one of which starts anew after every kill")
-# that nodes of two ranks start anew is seen in the next test by day, too
+# the next test restarts nodes of two ranks, too
 @pytest.mark.parametrize(("times", "epochs", "ranks"), [(2, 3, 1), pytest.param(5, 5, 2, marks=pytest.mark.nightly)])
 def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
     short = f"--trainer.max_epochs={epochs}", f"--trainer.limit_train_batches={STEPS_AN_EPOCH}"
@@ -120,6 +120,7 @@ def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
         assert torch.equal(other[name], expected), name
 
 
+@pytest.mark.nightly
 @pytest.mark.long("torchrun misses a lost node after ten seconds only, and starts the other's ranks anew")
 def test_a_run_that_loses_a_node_goes_on_with_the_other(train, tmp_path):
     short = "--trainer.max_epochs=-1", "--trainer.max_steps=96", "--trainer.callbacks.times=0"

@@ -49,6 +49,7 @@ def test_many_fits_leave_no_handle_thread_or_process_group_behind(tmp_path, fits
             assert at_the_end[name] <= after_every_scheme[name]
 
 
+@pytest.mark.nightly
 @pytest.mark.long("120 steps of each of four schemes on four ranks, in the last half of which nothing may grow")
 @pytest.mark.timeout(SECONDS + 60)
 def test_steps_of_asynchronous_schemes_add_no_memory_handle_or_thread(tmp_path):

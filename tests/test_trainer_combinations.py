@@ -6,7 +6,7 @@ import pytest
 from trainer_combinations import Fit, check, drawn, ranks
 
 BATCH = 5
-BY_DAY = 5
+ON_PUSH = 5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,7 +17,7 @@ def ranks_that_stay_for_the_next_fit():
 
 @pytest.mark.long("five fits, and a calculation of its own for each")
 @pytest.mark.parametrize(
-    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= BY_DAY)) for n in range(0, 100, BATCH)]
+    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 100, BATCH)]
 )
 def test_random_fits_are_what_an_independent_calculation_gives(first):
     for number in range(first, first + BATCH):

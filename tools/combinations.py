@@ -1,12 +1,12 @@
-"""Random combinations of everything that goes together: ``python -m tools.combinations``, in a checkout.
+"""Random combinations of schemes and settings: ``python -m tools.combinations``, in a checkout.
 
-``--random 5000 --seed 1`` draws as many, each from a number of its own; ``--only 1234`` repeats that one. Every
-combination trains on ranks that are threads (milliseconds), and is compared with a calculation in float64, written
-from the methods' descriptions and shares no code with them: one process, lists of numbers, no buckets, no wires. Where
-numbers must differ from it (narrow types on the wire, sick nodes) what remains is that ranks of a node are equal at all
-times, and all ranks in the end. Looks at the agreed model and a resume through a file may not change a bit.
+``--random 5000 --seed 1`` draws combinations, each from its own number; ``--only 1234`` repeats one of them. Ranks are
+threads, so a combination takes milliseconds. Its parameters are compared with a calculation in float64, in one process
+without buckets and wires, which shares no code with the schemes. If numbers must differ from it (encoded payloads,
+non-finite nodes), the ranks of a node must still be equal at all times, and all ranks at the end. Reading the averaged
+model and resuming from a file must change no bit.
 
-What fails is told in the fewest words that still fail: features are dropped one by one.
+A failing combination is printed after features have been removed from it one by one, as long as it still fails.
 """
 
 from __future__ import annotations
@@ -114,35 +114,35 @@ _OUTER_SCHEDULERS = {"halving": partial(StepLR, step_size=1, gamma=0.5)}
 
 @dataclass(frozen=True)
 class Combination:
-    """One run; the defaults are what is plainest.
+    """One run; the defaults are the simplest values.
 
     Attributes:
-        scheme: Its kind.
-        arguments: Of the scheme, by name; what is no plain value has a name of its own.
+        scheme: The kind of scheme.
+        arguments: Of the scheme, by name; objects are given by a name.
         nodes: Of how many ranks.
         weights: Of the ranks.
         reweight: Before which step the ranks get their weights in reversed order.
-        wire: What travels.
-        raw: Whether parameters themselves are narrowed.
+        wire: Payload type between nodes.
+        raw: Whether parameters themselves are encoded.
         bucket_bytes: Upper bound of a bucket.
         dtype: Of the parameters.
         optimizer: The user's.
         two: Whether two optimizers have a half of the parameters each.
         buffer: Float buffers: none, ``"statistics"`` or ``"mask"``, which holds -inf.
-        state: Whether the optimizer's state is averaged, too.
+        state: Whether the optimizer's state is averaged.
         policy: ``on_nonfinite``.
-        sick: Step and rank of a gradient that is NaN.
+        nonfinite: Step and rank of a gradient that is NaN.
         unfreeze: Before which step a parameter that was frozen is trained.
         freeze: Before which step one is frozen.
         again: Before which step that one is trained again.
-        clamp: What a program lets weights be at most, by a write between two steps.
-        looks: After which steps somebody looks at the agreed model.
+        clamp: The bound that a program writes to the weights between steps.
+        looks: After which steps a callback reads the averaged model.
         resume: After which step the run goes on from a file.
-        skip: Step and node whose gradient scaler leaves out the optimizer.
-        losses: Of the epochs, on rank 0; empty where nobody is told any.
+        skip: Step and node whose gradient scaler skips the optimizer.
+        losses: Of the epochs, on rank 0; empty if the scheme gets none.
         epochs: How many.
         steps: Of every epoch.
-        knows_last: Whether an epoch's last step is known to be.
+        knows_last: Whether the last step of an epoch is known as such.
         warmup: ``warmup_steps`` of periodic averaging and DiLoCo: steps, or a share of the run.
     """
 
@@ -160,7 +160,7 @@ class Combination:
     buffer: str | None = None
     state: bool = False
     policy: str = "ignore"
-    sick: tuple[int, int] | None = None
+    nonfinite: tuple[int, int] | None = None
     unfreeze: int | None = None
     freeze: int | None = None
     again: int | None = None
@@ -239,11 +239,11 @@ class Combination:
         return getattr(torch, dtypes.get(name, self.dtype))
 
     def loss(self, rank: int, epoch: int) -> float | None:
-        """What a rank says of an epoch."""
+        """Return a rank's loss of an epoch."""
         return self.losses[epoch] * (1 + 0.1 * rank) if self.losses else None
 
     def rate_at(self, step: int) -> float:
-        """By what the learning rate is multiplied in a step."""
+        """Return the factor of the learning rate in a step."""
         return 1.0
 
     def knows_last_at(self, step: int) -> bool:
@@ -251,11 +251,11 @@ class Combination:
         return self.knows_last
 
     def clipped(self, gradient: Tensor) -> Tensor:
-        """What a rank's optimizer gets in place of a gradient."""
+        """Return the gradient that a rank's optimizer gets."""
         return gradient
 
     def written(self, values: Tensor) -> Tensor:
-        """What somebody writes to the parameters after a step."""
+        """Return the parameters after a program has written to them."""
         return values
 
     def frozen_at(self, step: int) -> list[str]:
@@ -276,7 +276,7 @@ _SCHEMES: dict[str, Callable[..., Scheme]] = {
 }
 
 
-# ---- what is drawn ---------------------------------------------------------------------------------------------------
+# ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
 def drawn(number: int) -> Combination:
@@ -332,7 +332,7 @@ def drawn(number: int) -> Combination:
     if len(nodes) > 1 and kind != "all_reduce" and chance(0.3):
         combination = replace(combination, policy=draw.choice(["skip", "raise"]))
         if chance(0.5):
-            combination = replace(combination, sick=(draw.randrange(total), draw.randrange(ranks)))
+            combination = replace(combination, nonfinite=(draw.randrange(total), draw.randrange(ranks)))
     if kind != "all_reduce" and chance(0.2):
         combination = replace(combination, skip=(draw.randrange(total), draw.randrange(len(nodes))))
     if kind in ("periodic", "diloco") and chance(0.4):
@@ -348,7 +348,7 @@ def _can_average_state(c: Combination) -> bool:
 
 
 _BUFFERS = ("mask",)
-"""Those beside statistics."""
+"""Kinds of buffers except statistics."""
 _NAMED_PARTS = (("a",), ("c",), ("c", "a"), ("b", "c"))
 
 
@@ -430,7 +430,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
 
 
 def goes_together(c: Combination) -> bool:
-    """Whether no stated rule forbids it."""
+    """Return whether no documented rule forbids a combination."""
     if c.scheme == "steps_delay" and c.argument("local_update") == "glu" and c.optimizer.startswith("adam"):
         return False  # refused: GLU needs SGD
     if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
@@ -446,13 +446,13 @@ def goes_together(c: Combination) -> bool:
         return False
     if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
         return False  # refused after its warm-up
-    if c.sick is not None and c.warmup and c.synchronous_steps >= c.total:
+    if c.nonfinite is not None and c.warmup and c.synchronous_steps >= c.total:
         return False  # AllReduce checks every tenth step: such a short run ends as DDP's
     if c.warmup and c.policy == "skip":
         return False  # refused: a gradient that is not finite reaches all nodes
     if c.skip is not None and c.skip[0] < c.synchronous_steps:
         return False  # then all nodes skip
-    if c.sick is not None and c.policy == "ignore":
+    if c.nonfinite is not None and c.policy == "ignore":
         return False  # then a NaN reaches everybody
     parts = c.argument("fragments")
     if isinstance(parts, int) and c.dtype in _DTYPES and c.argument("staleness"):
@@ -464,12 +464,12 @@ def goes_together(c: Combination) -> bool:
     return True
 
 
-# ---- running it ------------------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Told:
-    """What a rank saw of one of its halves.
+class Record:
+    """The record of one half of a rank's parameters.
 
     Attributes:
         trace: All values after every step.
@@ -497,13 +497,13 @@ def _target(rank: int, name: str, step: int) -> Tensor:
     return torch.sin(1.3 * index + 2.1 * rank) + 0.3 * torch.cos(index + 0.7 * step * (rank + 1))
 
 
-def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[Told]]:
+def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[Record]]:
     """Train it on threads; what every rank saw, by half."""
     scheme = c.make()
     states: dict[int, Any] = {}
 
-    def body(first: int, end: int, topology: Topology) -> list[Told]:
-        told = [Told() for _ in halves_of(c)]
+    def body(first: int, end: int, topology: Topology) -> list[Record]:
+        records = [Record() for _ in halves_of(c)]
         with ExitStack() as stack:
             if c.reweight is not None and first >= c.reweight:
                 topology.set_weights(c.weights_at(first))
@@ -514,15 +514,15 @@ def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[T
                     if "buffer" in state:
                         half.module.get_buffer("buffer").copy_(state["buffer"])
             for step in range(first, end):
-                _one_step(c, step, topology, halves, told, looks)
+                _one_step(c, step, topology, halves, records, looks)
             if end < c.total:
                 states[topology.rank] = [_state(half) for half in halves]
             else:
-                for half, seen in zip(halves, told, strict=True):
+                for half, seen in zip(halves, records, strict=True):
                     half.scheme.finish()
                     seen.end = half.values
                     seen.buffer = half.module.get_buffer("buffer").cpu() if c.buffer else None
-        return told
+        return records
 
     nodes, weights = _NODES[c.nodes], c.weights
     if c.resume is None or not resumes:
@@ -533,7 +533,7 @@ def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[T
         return on_ranks(partial(body, 0, c.total), nodes, weights, timeout=_HANGS)
     after = on_ranks(partial(body, cut, c.total), nodes, weights, timeout=_HANGS)
     return [
-        [Told(b.trace + a.trace, {**b.looks, **a.looks}, a.end, a.buffer) for b, a in zip(old, new, strict=True)]
+        [Record(b.trace + a.trace, {**b.looks, **a.looks}, a.end, a.buffer) for b, a in zip(old, new, strict=True)]
         for old, new in zip(before, after, strict=True)
     ]
 
@@ -562,7 +562,9 @@ def _state(half: Rank) -> dict[str, Any]:
     return reloaded(state)
 
 
-def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank], told: list[Told], looks: bool) -> None:
+def _one_step(
+    c: Combination, step: int, topology: Topology, halves: list[Rank], records: list[Record], looks: bool
+) -> None:
     epoch, in_epoch = divmod(step, c.steps)
     if in_epoch == 0 and epoch:
         for half in halves:
@@ -574,7 +576,7 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
                     parameter.clamp_(-c.clamp, c.clamp)
     if step == c.reweight:
         topology.set_weights(c.weights_at(step))
-    for half, seen in zip(halves, told, strict=True):
+    for half, seen in zip(halves, records, strict=True):
         if step and c.frozen_at(step) != c.frozen_at(step - 1):
             _unfreeze(half, c.frozen_at(step))
         names = [name for name, p in half.module.named_parameters() if p.requires_grad]
@@ -582,7 +584,7 @@ def _one_step(c: Combination, step: int, topology: Topology, halves: list[Rank],
 
         def gradient(x: Tensor, target: Tensor = target, half: Rank = half) -> Tensor:
             flat = x - target.to(x.dtype)
-            if x.numel() and (step, topology.rank) == c.sick:
+            if x.numel() and (step, topology.rank) == c.nonfinite:
                 flat[-1] = math.nan
             if c.buffer == "statistics":
                 shares = half.scheme.config.gradients != "none"  # then DDP gives a node one value
@@ -611,7 +613,7 @@ def _unfreeze(half: Rank, frozen: Sequence[str]) -> None:
         half.scheme.follow(half.replica())
 
 
-# ---- the same, by itself, in float64 ---------------------------------------------------------------------------------
+# ---- the independent calculation in float64 --------------------------------------------------------------------------
 
 
 class Reference:
@@ -627,7 +629,7 @@ class Reference:
         trace: All values after every step, by rank.
         looks: Agreed values.
         end: All values when the run is over.
-        stop_after: How many steps it really takes, if somebody ends it early.
+        stop_after: The number of steps of a run that ends early.
     """
 
     def __init__(self, c: Combination, shapes: dict[str, tuple[int, ...]], gradient: Gradient | None = None) -> None:
@@ -702,9 +704,9 @@ class Reference:
                 self.write_outside(lambda x: x.clamp(-c.clamp, c.clamp))
             names = [name for name in self.shapes if name not in c.frozen_at(step)]
             if names != self.names:
-                agreed = self.agreed()
+                averaged = self.averaged()
                 for rank in c.ranks:
-                    self.put(rank, agreed)
+                    self.put(rank, averaged)
                     for name in set(self.names) - set(names):
                         for index, each in enumerate(self.shapes):
                             if each == name:
@@ -723,15 +725,15 @@ class Reference:
             self.trace.append({r: torch.cat([p.flatten() for p in ps.values()]) for r, ps in self.parameters.items()})
             if step in c.looks:
                 kept = self.x
-                agreed = self.agreed()
+                averaged = self.averaged()
                 for rank in c.ranks:
-                    self.put(rank, agreed)
+                    self.put(rank, averaged)
                 self.looks[step] = torch.cat([p.flatten().clone() for p in self.parameters[0].values()])
                 for rank, values in kept.items():
                     self.put(rank, values)
-        agreed = self.agreed()
+        averaged = self.averaged()
         for rank in c.ranks:
-            self.put(rank, agreed)
+            self.put(rank, averaged)
         self.end = torch.cat([p.flatten() for p in self.parameters[0].values()])
         return self
 
@@ -788,8 +790,8 @@ class Reference:
     def begin(self) -> None:
         """All ranks are equal."""
 
-    def agreed(self) -> Tensor:
-        """The agreed values of what is trained."""
+    def averaged(self) -> Tensor:
+        """The averaged values of what is trained."""
         return self.mean(self.x)
 
     def one_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
@@ -849,7 +851,7 @@ class Averaging(Reference):
                     of_all.zero_()[self.places] = kept
 
     def outer_step(self, node: int, part: int, gradient: Tensor) -> None:
-        """Move a node's last agreed values, each element for itself."""
+        """Move a node's last averaged values, each element for itself."""
         places, reference = self.places[self.parts[part]], self.references[node][part]
         held = self.outer[node]
 
@@ -870,7 +872,7 @@ class Averaging(Reference):
         reference -= self.outer_factor * rate * direction
 
     def due(self, step: int, in_epoch: int) -> list[int]:
-        """The parts on which nodes agree after a step."""
+        """Return the parts that nodes synchronize after a step."""
         kind, period = self.schedule
         if period is None:
             return []
@@ -910,7 +912,7 @@ class Averaging(Reference):
             flat[self.parts[part]] = values[rank]
             self.put(rank, flat)
 
-    def agree_now(self, parts: Sequence[int], step: int) -> None:
+    def synchronize_now(self, parts: Sequence[int], step: int) -> None:
         """And wait for it."""
         self.nodes_meet(parts)
         for part in parts:
@@ -939,7 +941,7 @@ class Averaging(Reference):
 
     def turn(self, step: int, in_epoch: int, leaving: Sequence[int]) -> None:
         """Merge what has come, and send."""
-        # one at a time: where a new epoch counts anew, the old one's last is merged before it is due
+        # one at a time: a new epoch restarts the count, and merges the pending exchange of the last one early
         for exchange in [e for e in self.flying if e[0] == step or leaving]:
             self.flying.remove(exchange)
             _, parts, sent, arrived, sent_at = exchange
@@ -987,30 +989,30 @@ class Averaging(Reference):
             else:
                 due = self.due(step, in_epoch)
                 if due:
-                    self.agree_now(due, step)
+                    self.synchronize_now(due, step)
 
     def periodic_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
-        """Nodes agree every few steps of an epoch, and at its end."""
+        """Average all nodes every few steps of an epoch, and at its end."""
         is_due, args = bool(self.due(step, in_epoch)), dict(self.c.arguments)
         at_end = last and args["at_epoch_end"]
         if args["order"] == "before_step":
             gradients = self.gradients()
             if is_due or (at_end and self.knows_last):
-                self.agree_now([0], step)
+                self.synchronize_now([0], step)
             for rank, gradient in gradients.items():
                 self.optimize(rank, gradient)
         else:
             super().one_step(step, in_epoch, epoch, last)
             if is_due:
-                self.agree_now([0], step)
+                self.synchronize_now([0], step)
         node_every = args.get("node_sync_every")
         if node_every and in_epoch % node_every == 0 and not (args["order"] == "after_step" and is_due):
             x = self.x
             for rank in x:
                 self.put(rank, self.node_mean(x, self.node_of[rank]))
-        has_agreed = is_due if args["order"] == "after_step" else self.knows_last
-        if at_end and not has_agreed:
-            self.agree_now([0], step)
+        has_averaged = is_due if args["order"] == "after_step" else self.knows_last
+        if at_end and not has_averaged:
+            self.synchronize_now([0], step)
 
     def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
         """Three phases."""
@@ -1020,12 +1022,12 @@ class Averaging(Reference):
         leaves = (in_epoch - 1) % self.period == 0
         if waits or (not self.staleness and leaves and not (last and self.knows_last)):
             self.flying.clear()
-            self.agree_now([0], step)
+            self.synchronize_now([0], step)
         elif not (last and self.knows_last):
             self.turn(step, in_epoch, [0] if leaves and self.staleness else [])
         if last and not waits and (self.knows_last or not leaves or self.staleness):
             self.flying.clear()
-            self.agree_now([0], step)
+            self.synchronize_now([0], step)
         if in_epoch == self.c.steps and not waits and args["adapt"]:
             self.judge(epoch)
 
@@ -1074,7 +1076,7 @@ class Delayed(Reference):
         """The server's weights."""
         return flattened([self.server[name] for name in self.names])
 
-    def agreed(self) -> Tensor:
+    def averaged(self) -> Tensor:
         return self.mean(self.x) if len(self.nodes) == 1 else self.w
 
     def write_outside(self, of: Callable[[Tensor], Tensor]) -> None:
@@ -1145,7 +1147,7 @@ class Gossiping(Reference):
             new[part] *= weight**power
         return new
 
-    def agreed(self) -> Tensor:
+    def averaged(self) -> Tensor:
         size = len(self.units)
         if size == 1:
             return self.mean(self.x)
@@ -1219,25 +1221,25 @@ def check(c: Combination) -> None:
     Raises:
         AssertionError: If it is not.
     """
-    if c.sick is not None and c.policy == "raise":
+    if c.nonfinite is not None and c.policy == "raise":
         with suppress(NonfiniteError):
             _check_equalities(c, run(c, resumes=False))  # what arrived just then may have taken the NaN's place
         return
-    told = run(c, resumes=False)
-    _check_equalities(c, told)
+    records = run(c, resumes=False)
+    _check_equalities(c, records)
     if c.looks:
-        _check_same(told, run(c, looks=False, resumes=False), "a look at the agreed model changed the run")
+        _check_same(records, run(c, looks=False, resumes=False), "reading the averaged model changed the run")
     if c.resume is not None:
-        _check_same(told, run(c), f"a resume after step {c.resume} changed the run")
+        _check_same(records, run(c), f"a resume after step {c.resume} changed the run")
     tolerance = tolerance_of(c)
     if tolerance is not None:
         for half, shapes in enumerate(halves_of(c)):
-            _compare(c, [ranks[half] for ranks in told], _REFERENCES[c.scheme](c, shapes).run(), tolerance)
+            _compare(c, [ranks[half] for ranks in records], _REFERENCES[c.scheme](c, shapes).run(), tolerance)
 
 
 def tolerance_of(c: Combination) -> float | None:
     """How far a run may be from its reference; None: they are not to be compared."""
-    if c.sick is not None:
+    if c.nonfinite is not None:
         return None
     if c.dtype == "mixed and narrow":
         return None
@@ -1254,29 +1256,29 @@ def tolerance_of(c: Combination) -> float | None:
     return 1e-9 if c.dtype == "float64" else 2e-4
 
 
-def _check_equalities(c: Combination, told: list[list[Told]]) -> None:
+def _check_equalities(c: Combination, records: list[list[Record]]) -> None:
     shares = c.argument("gradients", "node") == "node" and c.argument("hierarchical", True)
-    for half in range(len(told[0])):
-        ends = [ranks[half].end for ranks in told]
+    for half in range(len(records[0])):
+        ends = [ranks[half].end for ranks in records]
         for rank, end in enumerate(ends):
             assert end is not None
             assert end.isfinite().all(), f"rank {rank} ends with {end.tolist()}"
             assert torch.equal(end, ends[0]), f"rank {rank} ends with {end.tolist()}, rank 0 with {ends[0].tolist()}"
-            buffer, first = told[rank][half].buffer, told[0][half].buffer
+            buffer, first = records[rank][half].buffer, records[0][half].buffer
             if buffer is not None:
                 assert torch.equal(buffer, first), f"rank {rank} ends with the buffer {buffer}, rank 0 with {first}"
         for node in _NODES[c.nodes] if shares else ():
             for rank in node[1:]:
                 for step, (own, other) in enumerate(
-                    zip(told[rank][half].trace, told[node[0]][half].trace, strict=True)
+                    zip(records[rank][half].trace, records[node[0]][half].trace, strict=True)
                 ):
                     assert torch.equal(own, other) or own.isnan().any(), (
                         f"after step {step} rank {rank} of a node holds {own.tolist()}, rank {node[0]} {other.tolist()}"
                     )
 
 
-def _check_same(told: list[list[Told]], other: list[list[Told]], message: str) -> None:
-    for rank, (one, two) in enumerate(zip(told, other, strict=True)):
+def _check_same(records: list[list[Record]], other: list[list[Record]], message: str) -> None:
+    for rank, (one, two) in enumerate(zip(records, other, strict=True)):
         for a, b in zip(one, two, strict=True):
             for step, (x, y) in enumerate(zip([*a.trace, a.end], [*b.trace, b.end], strict=True)):
                 assert x is not None
@@ -1287,9 +1289,9 @@ def _check_same(told: list[list[Told]], other: list[list[Told]], message: str) -
                 assert torch.equal(a.buffer, b.buffer), f"{message}: rank {rank}'s buffer: {a.buffer} and {b.buffer}"
 
 
-def _compare(c: Combination, told: list[Told], reference: Reference, tolerance: float) -> None:
+def _compare(c: Combination, records: list[Record], reference: Reference, tolerance: float) -> None:
     buffer = _expected_statistics(c) if c.buffer == "statistics" and c.reweight is None else None
-    for rank, seen in enumerate(told):
+    for rank, seen in enumerate(records):
         assert seen.end is not None
         is_close(seen.end.double(), reference.end.double(), tolerance, f"rank {rank} ends with")
         if buffer is not None:
@@ -1297,15 +1299,15 @@ def _compare(c: Combination, told: list[Told], reference: Reference, tolerance: 
             expected = torch.full_like(seen.buffer.double(), buffer)
             is_close(seen.buffer.double(), expected, 1e-5, f"rank {rank} ends with the buffer")
     for step, expected in enumerate(reference.trace):
-        for rank, seen in enumerate(told):
+        for rank, seen in enumerate(records):
             is_close(seen.trace[step], expected[rank], tolerance, f"after step {step} rank {rank} holds")
     for step, values in reference.looks.items():
-        for rank, seen in enumerate(told):
-            is_close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s agreed model is")
+        for rank, seen in enumerate(records):
+            is_close(seen.looks[step], values, tolerance, f"after step {step} rank {rank}'s averaged model is")
 
 
 def _expected_statistics(c: Combination) -> float:
-    """What a running mean ends on: its steps are linear, so when ranks agree on it does not matter."""
+    """Return the final running mean; its steps are linear, so the time of averaging has no effect."""
     shares = c.argument("gradients", "node") != "none" and c.argument("hierarchical", True)
     node = {rank: number for number, ranks in enumerate(_NODES[c.nodes]) for rank in ranks}
     mean = 0.0
@@ -1317,13 +1319,9 @@ def _expected_statistics(c: Combination) -> float:
     return mean
 
 
-def _is_outer(c: Combination) -> bool:
-    return c.scheme == "diloco" or c.argument("merge") in _OUTER
-
-
 def is_close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -> None:
     assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance), (
-        f"{message} {actual.tolist()} in place of {expected.tolist()}"
+        f"{message} {actual.tolist()} instead of {expected.tolist()}"
     )
 
 
@@ -1383,7 +1381,7 @@ def _simpler(c: C) -> Iterator[C]:
     for name, value in plain.items():
         if arguments.get(name, value) != value:
             yield replace(c, arguments=tuple({**arguments, name: value}.items()))
-    if c.nodes != "1+1" and c.weights is None and c.sick is None and (c.skip is None or c.skip[1] < 2):
+    if c.nodes != "1+1" and c.weights is None and c.nonfinite is None and (c.skip is None or c.skip[1] < 2):
         yield replace(c, nodes="1+1")
     for name in ("epochs", "steps"):
         smaller = replace(c, **{name: getattr(c, name) - 1})
@@ -1393,7 +1391,7 @@ def _simpler(c: C) -> Iterator[C]:
             c.freeze,
             c.again,
             c.resume,
-            *(s and s[0] for s in (c.sick, c.skip)),
+            *(s and s[0] for s in (c.nonfinite, c.skip)),
             *c.looks,
         ]
         if smaller.total > 0 and max((e for e in events if e is not None), default=0) < smaller.total:

@@ -191,7 +191,7 @@ def drawn(number: int) -> Fit:
         unfreeze=within(fit.unfreeze) or None,
         freeze=within(fit.freeze) or None,
         resume=draw.randrange(total) if chance(0.4) else None,
-        sick=None if fit.sick is None else (fit.sick[0] % total, fit.sick[1]),
+        nonfinite=None if fit.nonfinite is None else (fit.nonfinite[0] % total, fit.nonfinite[1]),
         skip=None if fit.skip is None else (fit.skip[0] % total, fit.skip[1]),
     )
     fit = _fitting(fit, draw)
@@ -393,7 +393,7 @@ class Toy(pl.LightningModule):
             loss = loss * (0.5 + torch.rand(()))
         strategy = self.trainer.strategy
         node = strategy.topology.node
-        if (self.step, rank) == fit.sick:
+        if (self.step, rank) == fit.nonfinite:
             loss = loss * math.nan
         if (self.step, node) == fit.skip:
             loss = loss * math.inf
@@ -575,7 +575,7 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
         average_optimizer_state=fit.state,
         health=Health(
             on_nonfinite=fit.policy,  # type: ignore[arg-type]
-            verify_replicas="raise" if shares and fit.sick is None else "off",
+            verify_replicas="raise" if shares and fit.nonfinite is None else "off",
             hang_timeout=100.0,
         ),
         checkpoint_replicas=fit.replicas,
@@ -666,7 +666,7 @@ def check(fit: Fit) -> None:
     try:
         record = ranks.run(len(fit.ranks), program, fit, folder, _accelerator)
     except RankError as error:
-        if fit.sick is not None and fit.policy == "raise" and "NonfiniteError" in str(error):
+        if fit.nonfinite is not None and fit.policy == "raise" and "NonfiniteError" in str(error):
             return
         raise
     finally:
@@ -686,7 +686,7 @@ def check(fit: Fit) -> None:
 def _check_whole(fit: Fit, ranks: list[Record]) -> None:
     first = ranks[0]
     if not fit.stops:
-        assert len(first.trace) == fit.total, f"{len(first.trace)} steps in place of {fit.total}"
+        assert len(first.trace) == fit.total, f"{len(first.trace)} steps instead of {fit.total}"
         assert first.counted[0] == fit.total * fit.optimizers, first.counted
         assert fit.cut or first.counted[1] == fit.epochs, first.counted
     shares = fit.argument("gradients", "node") == "node" and fit.argument("hierarchical", True)
@@ -704,7 +704,7 @@ def _check_whole(fit: Fit, ranks: list[Record]) -> None:
         for (step, _, loss), (_, _, other_loss) in zip(own.seen, first.seen, strict=True):
             is_same = loss == other_loss or math.isnan(loss)
             assert is_same, f"rank {rank} logs {loss} after step {step}, rank 0 {other_loss}"
-    if fit.evaluate == "consensus" and fit.sick is None and fit.averages not in ("swap", "ema"):
+    if fit.evaluate == "consensus" and fit.nonfinite is None and fit.averages not in ("swap", "ema"):
         for step, values, loss in first.seen:
             expected = _validation_loss(values, len(ranks))
             is_narrow = any(fit.dtype_of(name) == torch.bfloat16 for name in _NAMES)
@@ -751,7 +751,7 @@ def _check_files(fit: Fit, record: Record) -> None:
         writes = any(writer in fit.module for writer in ("clamp", "teacher", "reborn"))
         if kind == "steps" and (fit.averages == "ema" or fit.wire is not None or writes):
             continue  # callbacks save before the module writes, and before an epoch's end
-        assert step == steps, f"{name} is of step {step} in place of {steps}"
+        assert step == steps, f"{name} is of step {step} instead of {steps}"
         if fit.averages == "ema":  # both are means of the nodes' averages, summed in another order
             for key, value in state.items():
                 end = record.end[key]  # an average was made before the precision plugin made the module narrow

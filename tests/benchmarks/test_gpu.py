@@ -124,6 +124,7 @@ def pytest_runtest_logreport(report):
 """
 
 
+@pytest.mark.nightly
 def test_tests_that_have_run_when_the_time_is_up_are_counted(tmp_path, monkeypatch):
     (tmp_path / "test_slow.py").write_text(SLOW)
     (tmp_path / "conftest.py").write_text(TELLS)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-from dataclasses import asdict, replace
 
 import pytest
 
 pytest.importorskip("benchmarks")
 
 from benchmarks import crowd, startup
-from benchmarks.__main__ import make_parser
-from benchmarks.crowd import Crowd
-from benchmarks.startup import DDP, Start
+from benchmarks.startup import DDP
 from lightning_hiercomm.comm import torch as over_torch
 from lightning_hiercomm.control import open_files
 
@@ -68,34 +64,3 @@ def test_a_hub_serves_hundreds_of_ranks_that_one_process_plays():
     played = crowd.measure(200, seconds=0.2)
     assert played.ranks == 200
     assert min(played.joined_seconds, played.failure_seconds, played.megabytes, played.watched_seconds) > 0
-
-
-def start(ranks: int, **other) -> Start:
-    seconds = {"meeting": 1.0, "group": 10.0, "topology": 1.5, "twin": 0.5, "agreements": 0.1, "ddp": 10.0}
-    words = dict.fromkeys((*startup.PHASES, DDP), 10 * ranks)
-    handles = {"meeting": 5, "group": 4 + ranks, "topology": 14 + ranks, "twin": 24 + ranks, "agreements": 26 + ranks}
-    handles[DDP] = ranks
-    return Start(ranks, 4, False, seconds, seconds, words, handles, handles, 7, **other)
-
-
-def test_the_page_says_what_a_start_takes_beyond_ddps():
-    page = startup.page([start(64), replace(start(128), lazy_default_group=True)])
-    assert "| 64 | 4 | 1.00 | 10.00 | 1.50 | 0.50 | 10.00 | 0.30 | 13.0 | 10.0 | 0.30 |" in page
-    assert "| 64 | 3200 | 50.0 | 640 | 10.0 | 90 | 64 | 26 | 90 | 64 |" in page
-    assert "| 128 (lazy) | 4 |" in page
-    assert "with more than 64 ranks" in page.lower()
-    assert "TORCH_GLOO_LAZY_INIT=1" in page
-
-
-def test_the_command_keeps_what_is_stored_and_draws_it(tmp_path, capsys, monkeypatch):
-    (tmp_path / "startup.json").write_text(json.dumps({"starts": [asdict(start(16))], "hubs": []}))
-    monkeypatch.setattr(startup, "measure_crowd", lambda ranks: Crowd(ranks, 1.5, 0.25, 0.016, 24.0, 20.0))
-    monkeypatch.setattr(startup, "measure", lambda ranks, *_: start(ranks))
-    arguments = make_parser().parse_args(["startup", "--ranks", "8", "16", "--hub", "99", "--out", str(tmp_path)])
-    arguments.command(arguments)
-    starts, (hub,) = startup.load(tmp_path / "startup.json")
-    assert [each.ranks for each in starts] == [8, 16]
-    assert hub.ranks == 99
-    assert "hub with 99 ranks, which one process plays: all had joined" in (tmp_path / "startup.md").read_text()
-    assert (tmp_path / "startup.md").read_text().count("| 16 | 4 |") == 1
-    assert (tmp_path / "startup.png").stat().st_size > 5_000

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import pytest
 import torch
 
-from benchmarks.zoo import TASKS, _judge_points, _modes
+from benchmarks.zoo import TASKS
 from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.simulate.tasks import Batches
 
@@ -50,20 +49,3 @@ def test_a_missing_package_is_named_with_its_remedy(package, monkeypatch):
     monkeypatch.setitem(sys.modules, f"{package}.{'datasets' if package == 'sklearn' else 'data'}", None)
     with pytest.raises(PlanningError, match=r"pip install (scikit-learn|mnist1d)"):
         TASKS[name].load()
-
-
-@pytest.mark.parametrize(("modes", "overlap"), [([0], 1 / 9), ([0, 4, 8], 1 / 3), (range(9), 1.0)])
-def test_generated_points_are_judged_by_the_modes_they_cover(modes, overlap):
-    points = _modes()[torch.tensor(list(modes))].repeat(90 // len(modes), 1)
-    score, distance = _judge_points(torch.nn.Identity(), (points, _modes().repeat(10, 1)))
-    assert score == pytest.approx(overlap, abs=1e-6)
-    assert (distance < 1e-6) == (overlap == 1)
-
-
-def test_points_between_the_modes_cover_none():
-    points = _modes() + 0.5
-    score, distance = _judge_points(torch.nn.Identity(), (points, _modes()))
-    assert score == 0
-    # each of the directions sees the move by 0.5 in x and y as the length of its shadow; over half a turn
-    angles = torch.arange(32) * math.pi / 32
-    assert distance == pytest.approx(float((0.5 * (angles.cos() + angles.sin())).abs().mean()), rel=1e-4)

@@ -39,27 +39,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cells of this suite to the night: every row under each way to train, every scheme in each file."""
+    """Leave most cells of this suite to the nightly job: a push runs every test once, and every scheme in each file."""
     own = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in own:
         item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.pooled)
-    of_schemes = [item for item in own if scheme_of(item)]
+    of_schemes = [item for item in own if scheme_of(item) and not item.get_closest_marker("nightly")]
     mark_nightly(of_schemes, select([_cell(item) for item in of_schemes], COVERED))
 
 
-WAYS = dict.fromkeys(("all_reduce", "steps_delay"), "gradients go everywhere at every step")
-"""What a scheme is to Lightning, but for those whose nodes train by themselves and agree."""
-
-COVERED = [("test",), ("row", "way"), ("file", "scheme")]
+COVERED = [("test",), ("file", "scheme")]
 
 
 def _cell(item: pytest.Item) -> dict[str, str]:
-    feature = item.get_closest_marker("feature")
-    row = feature.args[0] if feature is not None else item.nodeid.partition("[")[0]
-    scheme = scheme_of(item)
-    way = WAYS.get(scheme, "nodes that agree")
-    return {"test": _without_scheme(item), "row": row, "way": way, "file": item.path.name, "scheme": scheme}
+    return {"test": _without_scheme(item), "file": item.path.name, "scheme": scheme_of(item)}
 
 
 @pytest.fixture(params=list(SCHEMES))

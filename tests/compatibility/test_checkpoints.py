@@ -193,9 +193,6 @@ class Dropped(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-RESUMED_AT = (3, 4, 5, 6, 8)
-
-
 @pytest.fixture(scope="module")
 def resumed_exactly(borrow, tmp_path_factory, request):
     """``resumed_exactly(scheme)``: what all ranks report of a whole run, and of it resumed after the steps of tests."""

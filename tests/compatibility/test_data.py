@@ -92,37 +92,37 @@ class Counting(Quadratic):
         self.report = (self.trained, self.validated, self.seen)
 
 
-BY_NIGHT = pytest.mark.nightly  # beside another of its kind that the day runs
+NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
     ("arguments", "trained", "validated"),
     [
-        pytest.param({"val_check_interval": 2}, 8, 8, marks=[pytest.mark.feature("val_check_interval"), BY_NIGHT]),
+        pytest.param({"val_check_interval": 2}, 8, 8, marks=[pytest.mark.feature("val_check_interval"), NIGHTLY]),
         pytest.param({"val_check_interval": 0.5}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
         pytest.param({"check_val_every_n_epoch": 2}, 8, 2, marks=pytest.mark.feature("val_check_interval")),
         pytest.param(
             {"val_check_interval": 3, "check_val_every_n_epoch": None},
             8,
             4,
-            marks=pytest.mark.feature("val_check_interval"),
+            marks=[pytest.mark.feature("val_check_interval"), NIGHTLY],
         ),
         pytest.param({"overfit_batches": 2}, 4, 4, marks=pytest.mark.feature("overfit_batches")),
-        pytest.param({"fast_dev_run": True}, 1, 1, marks=[pytest.mark.feature("fast_dev_run"), BY_NIGHT]),
+        pytest.param({"fast_dev_run": True}, 1, 1, marks=[pytest.mark.feature("fast_dev_run"), NIGHTLY]),
         pytest.param({"fast_dev_run": 3}, 3, 2, marks=pytest.mark.feature("fast_dev_run")),
-        pytest.param(
-            {"limit_train_batches": 3}, 6, 4, marks=[pytest.mark.feature("limit_train/val_batches"), BY_NIGHT]
-        ),
+        pytest.param({"limit_train_batches": 3}, 6, 4, marks=[pytest.mark.feature("limit_train/val_batches"), NIGHTLY]),
         pytest.param(
             {"limit_train_batches": 0.5, "limit_val_batches": 1},
             4,
             2,
             marks=pytest.mark.feature("limit_train/val_batches"),
         ),
-        pytest.param({"limit_val_batches": 0}, 8, 0, marks=pytest.mark.feature("limit_train/val_batches")),
+        pytest.param({"limit_val_batches": 0}, 8, 0, marks=[pytest.mark.feature("limit_train/val_batches"), NIGHTLY]),
         pytest.param({"max_steps": 7}, 7, 2, marks=pytest.mark.feature("max_steps")),
-        pytest.param({"max_steps": 4, "max_epochs": -1}, 4, 2, marks=pytest.mark.feature("max_steps")),
-        pytest.param({"max_steps": 3, "accumulate_grad_batches": 2}, 6, 2, marks=pytest.mark.feature("max_steps")),
+        pytest.param({"max_steps": 4, "max_epochs": -1}, 4, 2, marks=[pytest.mark.feature("max_steps"), NIGHTLY]),
+        pytest.param(
+            {"max_steps": 3, "accumulate_grad_batches": 2}, 6, 2, marks=[pytest.mark.feature("max_steps"), NIGHTLY]
+        ),
         pytest.param({"min_epochs": 3, "max_epochs": 3}, 12, 6, marks=pytest.mark.feature("max_epochs, min_epochs")),
     ],
     ids=str,

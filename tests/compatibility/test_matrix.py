@@ -6,9 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from compatibility.matrix import BEGIN, END, PAGE, Matrix
-
-from lightning_hiercomm.schemes import SCHEMES
+from compatibility.matrix import BEGIN, END, PAGE
 
 
 def results() -> dict[str, str]:
@@ -28,19 +26,3 @@ def test_every_feature_is_listed_and_no_scheme_fails():
     listed = results()
     assert set(listed) == {call.args[0].value for call in calls}
     assert set(listed.values()) == {"trained", "refused"}
-
-
-def test_matrix_names_schemes_that_fail():
-    matrix = Matrix()
-    matrix.notes = {"plain": "", "noted": "a note", "broken": ""}
-    matrix.passed = {(feature, name): True for feature in matrix.notes for name in SCHEMES}
-    matrix.passed["broken", "daso"] = False
-    others = ", ".join(f"`{name}`" for name in SCHEMES if name != "daso")
-    assert matrix.table().splitlines() == [
-        "- plain",
-        "",
-        "| feature | by all schemes | note |",
-        "|---|---|---|",
-        "| noted | trained | A note |",
-        f"| broken | trained: {others}; fails: `daso` |  |",
-    ]

@@ -34,17 +34,6 @@ def test_pictures_are_what_their_program_draws():
         assert (PICTURES / f"{name}.svg").read_text() == draw(), "run `python docs/pictures/draw.py`"
 
 
-def test_packages_that_import_each_other_have_no_layers(architecture):
-    assert architecture.layers_of({"above": {"below"}, "below": set()}) == [["below"], ["above"]]
-    with pytest.raises(ValueError, match="'left', 'right'"):
-        architecture.layers_of({"above": {"left"}, "left": {"right"}, "right": {"left"}})
-
-
-def test_arrows_that_a_longer_path_implies_are_left_out(architecture):
-    arrows = {"above": {"middle", "below"}, "middle": {"below"}, "below": set()}
-    assert architecture.direct(arrows) == {"above": {"middle"}, "middle": {"below"}, "below": set()}
-
-
 def test_root_holds_what_a_person_imports_or_calls():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "arguments.py"}
 

@@ -38,23 +38,6 @@ def test_sentences_are_short(prose):
     assert lengths[round(0.95 * (len(lengths) - 1))] <= 30
 
 
-def test_words_are_found_in_names_and_phrases(prose):
-    counts = prose.count_words("RunningAgreement lands in\nplace of a lane", ["agreement", "lane"], ["in place of"])
-    assert counts == {"agreement": 1, "lane": 1, "in place of": 1}
-
-
-def test_code_tables_and_targets_are_no_sentences(prose):
-    page = "# Title\n\nIt sends [bytes](https://example.org/a.b). Nodes wait.\n\n```\nNo. Code.\n```\n| a. B | c |"
-    assert prose.sentences(page) == ["It sends bytes.", "Nodes wait."]
-
-
-def test_docstrings_and_messages_are_told_apart(prose, tmp_path):
-    path = tmp_path / "module.py"
-    path.write_text('"""A module."""\nraise ValueError("a message")\n')
-    assert list(prose.docstrings(path)) == [("module", "A module.")]
-    assert list(prose.messages(path)) == ["a message"]
-
-
 @pytest.mark.parametrize("subject", ["Add a thing", "elastic: roll back outer momentum on failed vote"])
 def test_short_commit_subjects_pass(prose, subject):
     assert prose.check_subject(f"{subject}\n\nA longer text.") is None

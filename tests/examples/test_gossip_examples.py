@@ -25,8 +25,9 @@ def test_spectra_show_what_the_paper_says_and_draw_the_plot(folder):
     assert (folder.path / "gossip_spectra.png").stat().st_size > 10_000
 
 
+@pytest.mark.nightly
 @pytest.mark.long("two epochs of the main job on four ranks, which have to learn")
-@pytest.mark.parametrize("config", ["gossip.yaml", pytest.param("sgp.yaml", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("config", ["gossip.yaml", "sgp.yaml"])
 def test_digits_train_with_gossip(folder, config):
     out = folder.fit_digits("--config", folder.digits / config, "--trainer.max_epochs=2")
     assert folder.accuracy(out) > 50

@@ -13,7 +13,7 @@ def fit(folder, config, *arguments):
     return folder.run("resnet/main.py", "fit", "--config", folder.examples / "resnet" / config, *arguments)
 
 
-@pytest.mark.nightly  # by day the same program trains on folders of pictures
+@pytest.mark.nightly  # a push trains the same program on folders of pictures
 @pytest.mark.long("four epochs of a residual network on four ranks, which have to learn")
 def test_a_short_run_learns_coloured_digits(folder):
     out = fit(folder, "config.yaml", "--trainer.max_epochs=4")

@@ -21,7 +21,7 @@ def mean_iou(out):
     return float(re.search(r"Mean IoU of the agreed model: ([\d.]+)%", out)[1])
 
 
-@pytest.mark.nightly  # by day the same program learns from Cityscapes' files, through the same phases
+@pytest.mark.nightly  # a push trains the same program on Cityscapes' files, through the same phases
 @pytest.mark.long("three epochs on four ranks, one for each phase of DASO, which have to learn")
 def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
     out = fit(

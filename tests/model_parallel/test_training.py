@@ -62,20 +62,21 @@ OTHERS = {
 }
 RUNS = {**BOTH, **{run: {"max_epochs": 1, **arguments} for run, arguments in OTHERS.items()}}
 BETWEEN_AGREEMENTS = "periodic", "validated between agreements"
-BY_NIGHT = [
-    ("all_reduce", "clipped"),
+NIGHTLY = [
+    ("periodic", "clipped"),
     ("periodic", "clipped by value"),
+    ("all_reduce", "twice"),
+    ("all_reduce", "searched"),
     ("periodic", "accumulated"),
     ("periodic", "bf16-true"),
     ("diloco", "int8"),
-    ("periodic", "searched"),
 ]
-"""Contention another of its kind that the day runs."""
+"""Runs that are like another one of the push."""
 AMONG_OTHERS = [run for run in BOTH if run[0] in ("all_reduce", "periodic", "diloco", "gossip")]
 ALL = [
     *selected(run for run in BOTH if run not in AMONG_OTHERS),
     *(
-        pytest.param(*run, marks=[pytest.mark.nightly] * (run in BY_NIGHT or run in AMONG_OTHERS))
+        pytest.param(*run, marks=[pytest.mark.nightly] * (run in NIGHTLY or run in AMONG_OTHERS))
         for run in [*AMONG_OTHERS, *OTHERS]
     ),
 ]

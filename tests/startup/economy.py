@@ -1,4 +1,4 @@
-"""What lets processes of tests spend less."""
+"""Settings that save CPU time in processes of tests."""
 
 import os
 

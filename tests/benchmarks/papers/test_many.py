@@ -70,11 +70,11 @@ SAME = {
     ),
     "SSD-SGD": (lambda: Delayed(3, 0.25), lambda: StepsDelay(3, 12)),
 }
-LIKE_ANOTHER = {"averages at epoch ends", "DASO, delta, B = S", "SGP", "a ring", "DiLoCo"}
+ON_PUSH = {"averages every 4 steps", "DASO", "DiLoCo, late"}
 
 
 @pytest.mark.long("a run of 40 steps by the scheme itself beside the three that are trained at once")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in LIKE_ANOTHER)) for n in SAME])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n not in ON_PUSH)) for n in SAME])
 def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     ours, scheme = SAME[name]
     found = train(ARENA, ours(), [(0.3, 1), (0.02, 2), (0.02, 3)])
@@ -101,9 +101,15 @@ ENCODED = {
 
 
 @pytest.mark.parametrize(
-    ("name", "wire"), [*((name, "int4") for name in ENCODED), ("all-reduce", "bfloat16"), ("all-reduce", "top4")]
+    ("name", "wire"),
+    [
+        ("all-reduce", "top4"),
+        ("averages", "int4"),
+        *(pytest.param(name, "int4", marks=pytest.mark.nightly) for name in ENCODED if name != "averages"),
+        pytest.param("all-reduce", "bfloat16", marks=pytest.mark.nightly),
+    ],
 )
-@pytest.mark.parametrize("nodes", [4, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("nodes", [pytest.param(4, marks=pytest.mark.nightly), 2])
 def test_encoded_runs_end_where_the_scheme_does(name, wire, nodes):
     ours, scheme = ENCODED[name]
     arena = Arena("small", nodes, 400 // nodes, 3)
@@ -128,6 +134,7 @@ def test_batchnorm_runs_end_where_the_scheme_does(ours):
     assert accuracy == pytest.approx(100 * curve.points[-1].accuracy, abs=0.3)
 
 
+@pytest.mark.nightly
 def test_character_runs_end_where_the_scheme_does():
     arena = Arena("characters", 2, 6000, 1, "adamw", "characters")
     found = train(arena, Averages(4), [(0.3, 1), (0.01, 3)])
@@ -169,6 +176,7 @@ def test_adamw_is_torchs():
     torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
 
 
+@pytest.mark.nightly
 def test_moments_of_adamw_that_travel_as_int4_are_the_schemes():
     arena, wire = replace(ARENA, optimizer="adamw"), "int4"
     found = train(arena, Averages(4, wire_named(wire), 0.25, with_state=True), [(0.01, 1), (0.002, 2)])

@@ -16,7 +16,6 @@ from benchmarks.papers import command, hetgrad
 from benchmarks.papers.asynchronous import asynchronous
 from benchmarks.papers.command import papers
 from benchmarks.papers.optimizers import AdaBelief
-from benchmarks.papers.report import table
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import Results, Setting, known_results
 from benchmarks.zoo import TASKS
@@ -24,48 +23,14 @@ from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, simulate
 from lightning_hiercomm.schemes import AllReduce
 
-PRINTED = {
-    "tasks": [],
-    "000": ["75.05 ± 0.40", "68.37 ± 0.95", "98.85 ± 0.04"],
-    "001": ["91.129", "74.004", "73.226"],
-    "002": ["4.56 / 76.77", "0.89 / 62.37"],
-    "003": ["75.67 %"],
-    "004": ["67.02 ± 0.31", "11.90"],
-}
 
-
-def invented(study, seeds=2):
-    """Results of every setting, as if they had been played."""
-    run = {"error": None, "took": 1.0, "points": [[step, float(step), 0.1 * step, 1.0] for step in (1, 2, 3)]}
-    return Results({key: dict.fromkeys(range(seeds), run) for key in study.by_key}, study.compute())
-
-
-@pytest.mark.parametrize("number", STUDIES)
-def test_a_study_writes_its_tables_beside_the_papers_numbers(number, tmp_path):
-    study = STUDIES[number]
-    results = invented(study)
-    text = study.report(results)
-    for printed in PRINTED[number]:
-        assert printed in text
-    assert "30.0 ± 0.0" in text
-    assert "nan" not in text
-    for block in text.split("\n\n"):
-        rows = [line for line in block.splitlines() if line.startswith("|")]
-        assert len({row.count("|") for row in rows}) <= 1, block
-    study.draw(results, tmp_path / "it.png")
-    assert (tmp_path / "it.png").stat().st_size > 10_000
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize("number", STUDIES)
 def test_a_study_that_has_just_begun_can_be_looked_at(number, tmp_path):
     study = STUDIES[number]
     nothing = Results({key: {} for key in study.by_key})
     assert study.report(nothing)
     study.draw(nothing, tmp_path / "it.png")
-
-
-def test_all_five_papers_are_there():
-    assert list(STUDIES) == ["tasks", "000", "001", "002", "003", "004"]
 
 
 @pytest.mark.parametrize("number", STUDIES)
@@ -105,27 +70,9 @@ def test_what_is_stored_of_other_settings_is_no_document_of_nothing(tmp_path, ca
     assert "1 runs are of settings that are no more" in capsys.readouterr().err
 
 
-def test_a_table_leaves_out_what_was_not_played_yet():
-    text = table(["", "a", "b", "c"], [["x", "1", "", "3"], ["y", "", "", ""], ["z", "", "", "4"]])
-    assert text.splitlines() == ["|  | a | c |", "| --- | --: | --: |", "| x | 1 | 3 |", "| z |  | 4 |"]
-
-
 def test_an_unknown_paper_gets_one_line(tmp_path):
     assert "there is no study 005: choose from tasks, 000" in papers(["005"], 1, 1, tmp_path, False)
     assert make_parser().parse_args(["papers", "003", "--seeds", "2"]).numbers == ["003"]
-
-
-def test_what_is_stored_becomes_one_document(tmp_path, monkeypatch, capsys):
-    study = STUDIES["004"]
-    monkeypatch.setattr("benchmarks.papers.command.known_results", lambda study, path: invented(study))
-    (tmp_path / "004.json").write_text(json.dumps({}))
-    assert papers([], 1, 1, tmp_path, stored=True) is None
-    text = (tmp_path / "README.md").read_text()
-    assert text.startswith("# The papers' claims, played here")
-    assert f"## 004: {study.title}" in text
-    assert "![HetGrad](004.png)" in text
-    assert "## 003" not in text
-    assert "README.md" in capsys.readouterr().out
 
 
 # ---- what the studies bring along ------------------------------------------------------------------------------
