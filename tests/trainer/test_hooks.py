@@ -68,7 +68,7 @@ def test_the_limit_on_open_files_is_raised_for_a_mesh(fit, monkeypatch):
     monkeypatch.setattr(open_files, "_MOST_IN_MESH", 1)
     monkeypatch.setattr(hooks, "raise_limit", raised.append)
     for report in fit(Noting(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True):
-        assert min(report["report"]) >= open_files._BESIDE + 2 * 2  # noqa: SLF001
+        assert min(report["report"]) >= open_files._OTHER_FILES + 2 * 2  # noqa: SLF001
 
 
 def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
