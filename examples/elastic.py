@@ -1,4 +1,7 @@
-"""A run that nodes leave and join: start a lighthouse, then this program once per node."""
+"""An elastic run: start a lighthouse, then this program once per node. Nodes may leave and join.
+
+See docs/tutorials/elastic.md for the commands.
+"""
 
 import time
 
@@ -14,7 +17,7 @@ class Model(pl.LightningModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 
     def training_step(self, x, batch_idx):
-        time.sleep(0.05)  # slow enough to stop a node while it trains
+        time.sleep(0.05)  # leaves time to stop a node during training
         inside = (x.norm(dim=1) < 1).float()
         return torch.nn.functional.binary_cross_entropy_with_logits(self.net(x).squeeze(1), inside)
 

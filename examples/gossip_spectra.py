@@ -1,11 +1,11 @@
-"""How fast does each gossip graph mix? Draws the comparison of Crossover-SGD's Figure 6.
+"""Draw how fast gossip graphs mix, as in Figure 6 of Crossover-SGD.
 
-Above: the second-largest absolute eigenvalue of the product of the first k mixing matrices, which bounds the averaging
-error after k steps. Below: the imbalance, the root mean square difference of that product from 1/n everywhere, which is
-what an all-reduce does. Random graphs are averaged over seeds; the bands hold 80 % of them.
+The upper plot is the second-largest absolute eigenvalue of the product of the first k mixing matrices. It bounds the
+averaging error after k steps. The lower plot is the imbalance: the root mean square difference of that product from
+1/n, the matrix of an all-reduce. Curves of random graphs are means over seeds, and bands contain 80 % of the seeds.
 
-Without fairness the paper has (I + Pi) / 2 with independent picks Pi. That is row-stochastic only, so its imbalance
-stays. Gossip uses push-sum weights there, which bring z = x / w to the mean: the last curve.
+Without fairness the paper uses (I + Pi) / 2 with independent picks Pi. That matrix is row-stochastic only, so its
+imbalance does not vanish. `Gossip` uses push-sum weights, with which z = x / w converges to the mean: the last curve.
 
 python examples/gossip_spectra.py --ranks 16 --steps 24 --output gossip_spectra.png
 """
@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 
 
 def mixing_matrices(graph: Graph, ranks: int, steps: int) -> Iterator[Tensor]:
-    """What one step does to the values, as the paper prints it: half and half with independent picks."""
+    """Yield the mixing matrix of each step, as the paper defines it."""
     for step in range(steps):
         if isinstance(graph, RandomPermutation):
             identity = torch.eye(ranks, dtype=torch.float64)
@@ -37,7 +37,7 @@ def mixing_matrices(graph: Graph, ranks: int, steps: int) -> Iterator[Tensor]:
 
 
 def products(graph: Graph, ranks: int, steps: int, push_sum: bool) -> Iterator[Tensor]:
-    """What the first k steps together do to the values, for k = 1, 2, ..."""
+    """Yield the product of the first k mixing matrices, for k = 1, 2, ..."""
     product = torch.eye(ranks, dtype=torch.float64)
     if push_sum:
         for step in range(steps):
@@ -50,11 +50,15 @@ def products(graph: Graph, ranks: int, steps: int, push_sum: bool) -> Iterator[T
 
 
 def second_eigenvalue(product: Tensor) -> float:
-    """The largest beside the 1 of the mean, which is taken off: among many zeros LAPACK does not always find it."""
+    """Return the second-largest absolute eigenvalue.
+
+    The eigenvalue 1 of the mean is subtracted: among many zeros LAPACK does not always find the next one.
+    """
     return torch.linalg.eigvals(product - 1 / len(product)).abs().max().item()
 
 
 def imbalance(product: Tensor) -> float:
+    """Return the root mean square difference from 1/n."""
     return (product - 1 / len(product)).square().mean().sqrt().item()
 
 

@@ -4,7 +4,7 @@ import torch
 from lightning_hiercomm import CommunicationMonitor, HierarchicalStrategy
 
 
-class Model(pl.LightningModule):  # an ordinary module, without a word about nodes
+class Model(pl.LightningModule):  # an ordinary LightningModule
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))

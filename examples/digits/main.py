@@ -1,4 +1,4 @@
-"""Trains a small CNN on scikit-learn's handwritten digits, then tests the model that the nodes agreed on.
+"""Train a small CNN on scikit-learn's handwritten digits, then test the averaged model.
 
 python examples/digits/main.py fit --config examples/digits/config.yaml
 python examples/digits/main.py fit --config examples/digits/config.yaml --config examples/digits/all_reduce.yaml
@@ -17,10 +17,7 @@ import lightning_hiercomm  # noqa: F401 - registers the strategy names
 
 class DigitsCLI(LightningCLI):
     def after_fit(self) -> None:
-        for package in (
-            "lightning.pytorch",
-            "lightning.fabric",
-        ):  # what they say of starting ranks has been said by fit
+        for package in ("lightning.pytorch", "lightning.fabric"):  # test would repeat what fit logged
             logging.getLogger(package).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="lightning")
         if self.trainer.progress_bar_callback is not None:
@@ -35,6 +32,6 @@ class DigitsCLI(LightningCLI):
 
 
 if __name__ == "__main__":
-    # Four ranks share this machine's cores; more threads than cores only slow them down.
+    # The ranks share this machine's cores: one thread each.
     torch.set_num_threads(1)
     DigitsCLI(DigitsCNN, DigitsDataModule, seed_everything_default=0, save_config_kwargs={"overwrite": True})

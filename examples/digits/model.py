@@ -1,23 +1,19 @@
-from typing import Literal
-
 import lightning.pytorch as pl
 import torch
-from pytorch_optimizer import LARS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 
 class DigitsCNN(pl.LightningModule):
-    """Two convolutions with BatchNorm, one linear layer: an ordinary LightningModule that knows nothing of nodes.
+    """A CNN of two convolutions and a linear layer, in an ordinary LightningModule.
 
     Args:
         width: Channels of the first convolution; the second has twice as many.
-        lr: Peak learning rate of the one-cycle schedule. Default: 0.004 for Adam, 1 for LARS.
-        optimizer: "lars" scales each layer's learning rate, for large batches.
+        lr: Peak learning rate of Adam, with a one-cycle schedule.
     """
 
-    def __init__(self, width: int = 16, lr: float | None = None, optimizer: Literal["adam", "lars"] = "adam") -> None:
+    def __init__(self, width: int = 16, lr: float = 4e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
@@ -31,8 +27,7 @@ class DigitsCNN(pl.LightningModule):
             nn.Flatten(),
             nn.Linear(2 * width * 16, 10),
         )
-        self.optimizer = optimizer
-        self.lr = lr or {"adam": 4e-3, "lars": 1.0}[optimizer]
+        self.lr = lr
         self.val_accuracy = MulticlassAccuracy(10, average="micro")
         self.test_accuracy = MulticlassAccuracy(10, average="micro")
 
@@ -58,10 +53,7 @@ class DigitsCNN(pl.LightningModule):
         self.log("test_loss", cross_entropy(scores, digits), sync_dist=True)
 
     def configure_optimizers(self) -> dict:
-        if self.optimizer == "lars":
-            optimizer = LARS(self.parameters(), lr=self.lr, trust_coefficient=0.03, weight_decay=1e-4)
-        else:
-            optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=self.lr, total_steps=int(self.trainer.estimated_stepping_batches)
         )

@@ -1,9 +1,9 @@
-"""Trains a small language model on the text that comes with Python, on nodes that agree by DiLoCo.
+"""Train a small language model on Python's language reference, with DiLoCo between nodes.
 
 python examples/language_model/main.py fit --config examples/language_model/config.yaml \
     --config examples/language_model/fsdp2.yaml
 
-With ddp.yaml in place of fsdp2.yaml every rank holds the whole model.
+With ddp.yaml instead of fsdp2.yaml every rank holds the whole model.
 """
 
 import torch
@@ -18,10 +18,10 @@ class LanguageModelCLI(LightningCLI):
     def after_fit(self) -> None:
         if self.trainer.is_global_zero:
             bits = self.trainer.callback_metrics["val_bits_per_byte"]
-            print(f"The agreed model needs {bits:.2f} bits for a byte of held-out text")
+            print(f"The averaged model needs {bits:.2f} bits per byte of held-out text")
 
 
 if __name__ == "__main__":
-    # Four ranks share this machine's cores; more threads than cores only slow them down.
+    # The ranks share this machine's cores: one thread each.
     torch.set_num_threads(1)
     LanguageModelCLI(LanguageModel, Text, seed_everything_default=0, save_config_kwargs={"overwrite": True})

@@ -1,4 +1,4 @@
-"""Calculates what a GPU holds of one_billion.yaml, from the shapes of a model on the meta device; runs nothing.
+"""Calculate the memory per GPU of one_billion.yaml, from the shapes of a model on the meta device.
 
 python examples/language_model/memory.py
 """
@@ -22,16 +22,16 @@ def main() -> None:
         "parameters, float32": 4 * elements / ranks,
         "gradients, float32": 4 * elements / ranks,
         "AdamW's two moments": 8 * elements / ranks,
-        "DiLoCo's outer parameters": 4 * elements / ranks,
+        "DiLoCo's reference parameters": 4 * elements / ranks,
         "DiLoCo's outer momentum": 4 * elements / ranks,
-        "rounding errors of int4, sent later": 4 * elements / ranks * (1 + 1 / config["trainer"]["num_nodes"]),
+        "error-feedback residuals of int4": 4 * elements / ranks * (1 + 1 / config["trainer"]["num_nodes"]),
         "two blocks gathered by FSDP2, float32": 2 * 4 * block,
     }
     print(f"{elements / 1e9:.2f} billion parameters over {ranks} GPUs; calculated, without activations\n")
-    print("| what a GPU holds | GiB |\n|---|--:|")
+    print("| per GPU | GiB |\n|---|--:|")
     for name, nbytes in rows.items():
         print(f"| {name} | {nbytes / 2**30:.2f} |")
-    print(f"| together | {sum(rows.values()) / 2**30:.2f} |")
+    print(f"| total | {sum(rows.values()) / 2**30:.2f} |")
 
 
 if __name__ == "__main__":

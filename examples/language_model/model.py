@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Turn the pairs of features of ``x``, (batch, heads, length, features), by angles in proportion to position."""
+    """Apply rotary position embeddings to ``x`` of shape (batch, heads, length, features)."""
     length, features = x.shape[-2:]
     frequencies = base ** (-torch.arange(0, features, 2, device=x.device) / features)
     angles = torch.arange(length, device=x.device)[:, None] * frequencies
@@ -83,21 +83,22 @@ class Transformer(nn.Module):
 
 
 def shard(net: Transformer, mesh: DeviceMesh) -> None:
-    """FSDP2: one block at a time is whole on a rank."""
+    """Shard each block, and the rest, over the mesh by FSDP2."""
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
 
 
 class LanguageModel(pl.LightningModule):
-    """Predicts the next byte of a text; an ordinary LightningModule that knows nothing of nodes.
+    """Predict the next byte of a text. An ordinary LightningModule.
 
     Args:
-        width: Features of a byte between the blocks.
-        layers: Blocks.
-        heads: Of each attention layer.
-        hidden: Features inside a feed-forward layer.
-        lr: Peak learning rate, after a tenth of the steps; it falls to a tenth of that along a cosine.
+        width: Size of the hidden states between blocks.
+        layers: Number of blocks.
+        heads: Number of attention heads.
+        hidden: Size of the feed-forward layers.
+        lr: Peak learning rate. It rises during the first tenth of the steps, then decays to a tenth of its peak along a
+            cosine.
     """
 
     def __init__(self, width: int = 64, layers: int = 2, heads: int = 4, hidden: int = 176, lr: float = 3e-3) -> None:
@@ -114,7 +115,7 @@ class LanguageModel(pl.LightningModule):
             self.net = Transformer(**sizes)
             return
         mesh = self.device_mesh["data_parallel"]
-        # on GPUs torch gives shards their first values where they lie, so that no rank ever holds the whole model
+        # on GPUs the shards are initialized in place: no rank ever holds the whole model
         with torch.device("meta" if mesh.device_type == "cuda" else "cpu"):
             self.net = Transformer(**sizes)
         shard(self.net, mesh)

@@ -1,4 +1,4 @@
-"""Trains torchvision's models on torchvision's data sets, with the settings of a paper: one configuration for each.
+"""Train models of torchvision with the hyper-parameters of a paper. Each configuration is one experiment.
 
 python examples/papers/train.py fit --config examples/papers/002.yaml --data.root=/data/imagenet  # on every node
 """
@@ -14,28 +14,28 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
 from torchvision.models import get_model
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "resnet"))  # the data, and all but the recipe, are the same
-from data import Pictures
+sys.path.append(str(Path(__file__).resolve().parents[1] / "resnet"))  # shares the data and the base class
+from data import ImageDataModule
 from main import ResNetCLI
-from model import PictureClassifier, small_resnet
+from model import ImageClassifier, small_resnet
 
 
-class PaperClassifier(PictureClassifier):
-    """A model of torchvision's with any optimizer, warm-up, and any schedule after it.
+class PaperClassifier(ImageClassifier):
+    """A model of torchvision with a configurable optimizer, warm-up and schedule.
 
     Args:
-        architecture: Its name, such as ``"resnet50"`` or ``"vit_b_16"``; or ``"resnet20"``, the one for CIFAR.
-        num_classes: Of the pictures.
-        weights: To start from, such as ``"DEFAULT"``: then the last layer is new, and all layers are trained.
-        small_pictures: Let the first layers keep the size of pictures of 32 x 32 pixels, in place of a quarter of it.
-        optimizer: Made from all parameters.
-        schedule: Counts epochs. Default: the learning rate stays.
-        schedule_after: Epochs before the schedule begins to count.
-        pictures_per_lr: Goyal et al. 2017: the learning rate is for so many pictures per step over all ranks, and the
-            one used is in proportion to them. Default: the optimizer's.
-        warmup_epochs: In which the learning rate rises from next to nothing, step by step.
-        label_smoothing: Of the cross entropy.
-        batch_size: Pictures per rank and batch; comes from the data.
+        architecture: A model of torchvision, such as ``"resnet50"`` or ``"vit_b_16"``; or ``"resnet20"`` for CIFAR.
+        num_classes: Number of classes.
+        weights: Pre-trained weights, such as ``"DEFAULT"``. The last layer is new, and all layers are trained.
+        small_pictures: Whether the first layers keep the resolution, for images of 32 x 32 pixels.
+        optimizer: Builds the optimizer from the parameters.
+        schedule: Builds a schedule that counts epochs. Default: a constant learning rate.
+        schedule_after: Epochs before the schedule starts.
+        pictures_per_lr: Number of images per step over all ranks that the learning rate is for (Goyal et al. 2017). It
+            is scaled to the actual number. Default: no scaling.
+        warmup_epochs: Epochs in which the learning rate rises at every step.
+        label_smoothing: Label smoothing of the cross entropy.
+        batch_size: Images per rank and batch; linked to ``data.batch_size``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PaperClassifier(PictureClassifier):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        # for schedules that watch it: the same on all ranks, or their learning rates would part
+        # ReduceLROnPlateau monitors it; ranks need the same value to keep the same learning rate
         self.log("epoch_loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
@@ -70,17 +70,17 @@ class PaperClassifier(PictureClassifier):
         trainer = self.trainer
         optimizer = self.optimizer(self.parameters())
         if self.pictures_per_lr is not None:
-            pictures = self.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+            images = self.batch_size * trainer.world_size * trainer.accumulate_grad_batches
             for group in optimizer.param_groups:
-                group["lr"] *= pictures / self.pictures_per_lr
-        schedules = []  # each multiplies the learning rate that it finds
+                group["lr"] *= images / self.pictures_per_lr
+        schedules = []  # each multiplies the current learning rate
         if self.schedule is not None:
             schedule = self.schedule(optimizer)
             if self.schedule_after:
-                waiting = ConstantLR(optimizer, 1.0, total_iters=self.schedule_after)
-                schedule = SequentialLR(optimizer, [waiting, schedule], [self.schedule_after])
-            watched = {"monitor": schedule.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
-            schedules.append({"scheduler": schedule, "interval": "epoch", **watched})
+                constant = ConstantLR(optimizer, 1.0, total_iters=self.schedule_after)
+                schedule = SequentialLR(optimizer, [constant, schedule], [self.schedule_after])
+            monitored = {"monitor": schedule.monitor} if isinstance(schedule, ReduceLROnPlateau) else {}
+            schedules.append({"scheduler": schedule, "interval": "epoch", **monitored})
         steps_per_epoch = int(trainer.estimated_stepping_batches) / max(1, trainer.max_epochs or 1)
         if warmup := round(self.warmup_epochs * steps_per_epoch):
             rising = LinearLR(optimizer, 1 / warmup, total_iters=warmup)
@@ -89,7 +89,7 @@ class PaperClassifier(PictureClassifier):
 
 
 def make_net(architecture: str, num_classes: int, weights: str | None, small_pictures: bool) -> nn.Module:
-    """The model, with as many classes as are needed."""
+    """Build the model with ``num_classes`` outputs."""
     if architecture == "resnet20":
         return small_resnet(16, [3, 3, 3], num_classes)  # He et al. 2016, section 4.2
     if weights is None:
@@ -104,11 +104,11 @@ def make_net(architecture: str, num_classes: int, weights: str | None, small_pic
 
 
 def replace(net: nn.Module, kind: type[nn.Module], index: int, make: Callable[[Any], nn.Module]) -> None:
-    """Put another layer in the place of one of a kind."""
-    place, layer = [(place, layer) for place, layer in net.named_modules() if isinstance(layer, kind)][index]
-    parent, _, name = place.rpartition(".")
+    """Replace the ``index``-th layer of type ``kind``."""
+    path, layer = [(path, layer) for path, layer in net.named_modules() if isinstance(layer, kind)][index]
+    parent, _, name = path.rpartition(".")
     setattr(net.get_submodule(parent), name, make(layer))
 
 
 if __name__ == "__main__":
-    ResNetCLI(PaperClassifier, Pictures, seed_everything_default=0, save_config_kwargs={"overwrite": True})
+    ResNetCLI(PaperClassifier, ImageDataModule, seed_everything_default=0, save_config_kwargs={"overwrite": True})

@@ -14,21 +14,21 @@ SMALL = {
     "cifar100": (CIFAR100, [0.507, 0.487, 0.441], [0.267, 0.256, 0.276]),
     "mnist": (MNIST, [0.131] * 3, [0.308] * 3),
 }
-"""What torchvision has put on the disk, with mean and standard deviation of the colours."""
+"""Small data sets of torchvision, with mean and standard deviation of the channels."""
 
 
 class ColouredDigits(Dataset[tuple[Tensor, int]]):
-    """scikit-learn's handwritten digits as pictures of 32 x 32 pixels, in colours and places drawn from their number.
+    """scikit-learn's handwritten digits as 32 x 32 RGB images of random colors and offsets, seeded by their index.
 
     Args:
-        held_out: The fifth of the scans that nobody trains on.
+        held_out: Whether to return the held-out fifth instead of the training images.
     """
 
     def __init__(self, held_out: bool) -> None:
         digits = load_digits()
         chosen = (torch.arange(len(digits.target)) % 5 == 4) == held_out
-        scans = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)[chosen]
-        self.scans = torch.nn.functional.interpolate(scans, scale_factor=3.0, mode="bilinear")
+        images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)[chosen]
+        self.digits = torch.nn.functional.interpolate(images, scale_factor=3.0, mode="bilinear")
         self.classes = torch.from_numpy(digits.target)[chosen].tolist()
 
     def __len__(self) -> int:
@@ -36,26 +36,28 @@ class ColouredDigits(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         generator = torch.Generator().manual_seed(index)
-        paper, ink = torch.rand(2, 3, 1, 1, generator=generator).mul(0.8)
-        paper, ink = -1 + paper, 1 - ink
+        background, foreground = torch.rand(2, 3, 1, 1, generator=generator).mul(0.8)
+        background, foreground = -1 + background, 1 - foreground
         top, left = torch.randint(2, 7, (2,), generator=generator).tolist()
-        picture = paper.expand(3, 32, 32).clone()
-        place = picture[:, top : top + 24, left : left + 24]
-        place.lerp_(ink, self.scans[index].expand(3, 24, 24))
-        return picture + 0.1 * torch.randn(3, 32, 32, generator=generator), self.classes[index]
+        image = background.expand(3, 32, 32).clone()
+        image[:, top : top + 24, left : left + 24].lerp_(foreground, self.digits[index].expand(3, 24, 24))
+        return image + 0.1 * torch.randn(3, 32, 32, generator=generator), self.classes[index]
 
 
-class Pictures(pl.LightningDataModule):
-    """Pictures and their classes.
+class ImageDataModule(pl.LightningDataModule):
+    """Images for classification.
 
     Args:
-        dataset: ``"coloured_digits"`` needs no download; ``"cifar10"``, ``"cifar100"`` and ``"mnist"`` are what
-            torchvision has put below ``root``; ``"imagenet"`` has the folders ``train`` and ``val`` there, with a
-            folder per class.
-        root: Where it lies; the same path on every node.
-        batch_size: Pictures per rank and step.
-        size: Height and width of the pictures. Default: their own; 224 for ``"imagenet"``, which has none.
-        num_workers: Processes per rank that read pictures.
+        dataset: ``"coloured_digits"`` needs no download. torchvision must have downloaded ``"cifar10"``,
+            ``"cifar100"`` or ``"mnist"`` to ``root``. ``"imagenet"`` is the folders ``train`` and ``val`` in ``root``,
+            each with a folder per class.
+        root: Folder of the data set; the same path on every node.
+        batch_size: Images per rank and step.
+        size: Height and width of the images. Default: those of the data set; 224 for ``"imagenet"``.
+        num_workers: Worker processes per rank.
+
+    Raises:
+        ValueError: If ``root`` is missing and ``dataset`` needs it.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Pictures(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         if root is None and dataset != "coloured_digits":
-            raise ValueError(f"dataset={dataset!r} needs root=..., the folder where it lies")
+            raise ValueError(f"dataset={dataset!r} needs root=..., the folder of the data set")
         self.dataset = dataset
         self.root = Path(root or ".")
         self.batch_size = batch_size
@@ -76,23 +78,23 @@ class Pictures(pl.LightningDataModule):
         self.num_workers = num_workers
 
     def setup(self, stage: str) -> None:
-        as_numbers = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+        to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
         if self.dataset == "coloured_digits":
             self.train, self.val = ColouredDigits(held_out=False), ColouredDigits(held_out=True)
         elif self.dataset in SMALL:
-            kind, mean, deviation = SMALL[self.dataset]
+            kind, mean, std = SMALL[self.dataset]
             resized = [v2.Resize(self.size)] if self.size else []
-            normal = [*resized, v2.RGB(), *as_numbers, v2.Normalize(mean, deviation)]
+            plain = [*resized, v2.RGB(), *to_tensor, v2.Normalize(mean, std)]
             flipped = [v2.RandomHorizontalFlip()] if kind is not MNIST else []
-            varied = [v2.RandomCrop(28 if kind is MNIST else 32, padding=4), *flipped, *normal]
-            self.train = kind(self.root, train=True, transform=v2.Compose(varied))
-            self.val = kind(self.root, train=False, transform=v2.Compose(normal))
+            augmented = [v2.RandomCrop(28 if kind is MNIST else 32, padding=4), *flipped, *plain]
+            self.train = kind(self.root, train=True, transform=v2.Compose(augmented))
+            self.val = kind(self.root, train=False, transform=v2.Compose(plain))
         else:
             size = self.size or 224
-            normal = [*as_numbers, v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
-            varied = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *normal])
-            centre = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size), *normal])
-            self.train = ImageFolder(self.root / "train", varied)
+            plain = [*to_tensor, v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+            augmented = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *plain])
+            centre = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size), *plain])
+            self.train = ImageFolder(self.root / "train", augmented)
             self.val = ImageFolder(self.root / "val", centre)
 
     def train_dataloader(self) -> DataLoader:

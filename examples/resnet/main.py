@@ -1,11 +1,11 @@
-"""Trains a ResNet on coloured digits, on two nodes of two CPU ranks; the same program trains CIFAR-10 and ImageNet.
+"""Train a ResNet on colored digits, CIFAR-10 or ImageNet.
 
 python examples/resnet/main.py fit --config examples/resnet/config.yaml
-python examples/resnet/main.py fit --config examples/resnet/imagenet.yaml --data.root=...  # on every node, by torchrun
+python examples/resnet/main.py fit --config examples/resnet/imagenet.yaml --data.root=...  # by torchrun, on every node
 """
 
 import torch
-from data import Pictures
+from data import ImageDataModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from model import Classifier
 
@@ -19,10 +19,10 @@ class ResNetCLI(LightningCLI):
     def after_fit(self) -> None:
         if self.trainer.is_global_zero:
             accuracy = self.trainer.callback_metrics["val_accuracy"]
-            print(f"Accuracy of the agreed model on held-out pictures: {accuracy:.2%}")
+            print(f"Accuracy of the averaged model on held-out images: {accuracy:.2%}")
 
 
 if __name__ == "__main__":
-    # Ranks that share a machine's cores: more threads than cores only slow them down.
+    # Ranks may share a machine's cores: one thread each.
     torch.set_num_threads(1)
-    ResNetCLI(Classifier, Pictures, seed_everything_default=0, save_config_kwargs={"overwrite": True})
+    ResNetCLI(Classifier, ImageDataModule, seed_everything_default=0, save_config_kwargs={"overwrite": True})

@@ -7,7 +7,7 @@ from torchvision.models import get_model
 
 
 class Block(nn.Module):
-    """Two convolutions, and a way around them."""
+    """A residual block of two convolutions."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -18,33 +18,33 @@ class Block(nn.Module):
             nn.Conv2d(width, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
         )
-        self.around: nn.Module = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or channels != width:
-            self.around = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 
     def forward(self, features: Tensor) -> Tensor:
-        return relu(self.layers(features) + self.around(features))
+        return relu(self.layers(features) + self.shortcut(features))
 
 
 def small_resnet(width: int, blocks: list[int], num_classes: int) -> nn.Module:
-    """A ResNet for pictures of 32 x 32 pixels (He et al. 2016); ResNet-18 with ``width=64, blocks=[2, 2, 2, 2]``."""
+    """Return a ResNet for 32 x 32 images (He et al. 2016); ``width=64, blocks=[2, 2, 2, 2]`` is ResNet-18."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     channels = width
     for stage, count in enumerate(blocks):
         for index in range(count):
-            wide = width * 2**stage
-            layers.append(Block(channels, wide, stride=2 if stage and not index else 1))
-            channels = wide
+            outputs = width * 2**stage
+            layers.append(Block(channels, outputs, stride=2 if stage and not index else 1))
+            channels = outputs
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
 
 
-class PictureClassifier(pl.LightningModule):
-    """An ordinary LightningModule that knows nothing of nodes; those who inherit bring the optimizer.
+class ImageClassifier(pl.LightningModule):
+    """Train and validate an image classifier. Subclasses configure the optimizer.
 
     Args:
-        net: From pictures to scores.
-        num_classes: Of the pictures.
-        label_smoothing: Of the cross entropy.
+        net: Maps images to scores of shape (batch, classes).
+        num_classes: Number of classes.
+        label_smoothing: Label smoothing of the cross entropy.
     """
 
     def __init__(self, net: nn.Module, num_classes: int, label_smoothing: float) -> None:
@@ -53,41 +53,41 @@ class PictureClassifier(pl.LightningModule):
         self.label_smoothing = label_smoothing
         self.val_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        return self.net(pictures)
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        pictures, classes = batch
-        loss = cross_entropy(self(pictures), classes, label_smoothing=self.label_smoothing)
+        images, classes = batch
+        loss = cross_entropy(self(images), classes, label_smoothing=self.label_smoothing)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        pictures, classes = batch
-        self.val_accuracy(self(pictures), classes)
+        images, classes = batch
+        self.val_accuracy(self(images), classes)
         self.log("val_accuracy", self.val_accuracy, prog_bar=True)
 
 
-class Classifier(PictureClassifier):
-    """A ResNet, or any of torchvision's models, with the recipe of large batches (Goyal et al. 2017).
+class Classifier(ImageClassifier):
+    """A ResNet, or a model of torchvision, with the large-batch recipe of Goyal et al. 2017.
 
     Args:
-        num_classes: Of the pictures.
+        num_classes: Number of classes.
         width: Channels of the small ResNet's first stage; each stage has twice as many as the one before.
-        blocks: Of each of its stages.
-        architecture: A model of torchvision in place of the small one, such as ``resnet50``.
-        base_lr: Learning rate for 256 pictures per step over all ranks; the one used is in proportion to them.
-        weight_decay: Of the convolutions and of the last layer.
-        warmup_epochs: In which the learning rate rises from 0, before it falls along a cosine.
-        label_smoothing: Of the cross entropy.
-        batch_size: Pictures per rank and step; comes from the data.
+        blocks: Blocks per stage of the small ResNet.
+        architecture: A model of torchvision, such as ``resnet50``. Default: the small ResNet.
+        base_lr: Learning rate for 256 images per step over all ranks. It is scaled to the actual number.
+        weight_decay: Weight decay of parameters of more than one dimension.
+        warmup_epochs: Epochs in which the learning rate rises, before a cosine decay.
+        label_smoothing: Label smoothing of the cross entropy.
+        batch_size: Images per rank and step; linked to ``data.batch_size``.
     """
 
     def __init__(
         self,
         num_classes: int = 10,
         width: int = 8,
-        blocks: list[int] = [1, 1, 1],  # noqa: B006 - the command line cannot set what is a tuple
+        blocks: list[int] = [1, 1, 1],  # noqa: B006 - the command line cannot set a tuple
         architecture: str | None = None,
         base_lr: float = 0.4,
         weight_decay: float = 5e-4,

@@ -8,16 +8,16 @@ from torchvision.transforms import v2
 from torchvision.tv_tensors import Image, Mask
 
 Sample = tuple[Tensor, Tensor]
-"""A picture, float (3, height, width), and for every pixel its class, int64 (height, width)."""
+"""An image, float (3, height, width), and the class of each pixel, int64 (height, width)."""
 
 
 class DrawnStreets(Dataset[Sample]):
-    """Streets of sky, road, houses, trees and cars, drawn anew from their number; no two have the same colours.
+    """Street scenes of sky, road, houses, trees and cars, generated from their index.
 
     Args:
-        first: Number of the first picture.
-        length: Number of pictures.
-        height: In pixels; the width is twice that.
+        first: Index of the first image.
+        length: Number of images.
+        height: Height in pixels; the width is twice that.
     """
 
     def __init__(self, first: int, length: int, height: int) -> None:
@@ -45,20 +45,20 @@ class DrawnStreets(Dataset[Sample]):
         for _ in range(2):
             left, top = between(0.0, 1.7), between(horizon, 0.8)
             labels[(x > left) & (x < left + 0.3) & (y > top) & (y < top + 0.15)] = 4  # a car
-        usual = torch.tensor([[0.6, 0.7, 0.9], [0.4, 0.4, 0.4], [0.7, 0.5, 0.4], [0.3, 0.5, 0.3], [0.5, 0.4, 0.5]])
-        colours = usual + 0.15 * torch.randn(5, 3, generator=generator)
-        image = colours[labels].permute(2, 0, 1) + 0.1 * torch.randn(3, height, width, generator=generator)
+        base = torch.tensor([[0.6, 0.7, 0.9], [0.4, 0.4, 0.4], [0.7, 0.5, 0.4], [0.3, 0.5, 0.3], [0.5, 0.4, 0.5]])
+        colors = base + 0.15 * torch.randn(5, 3, generator=generator)
+        image = colors[labels].permute(2, 0, 1) + 0.1 * torch.randn(3, height, width, generator=generator)
         return image, labels
 
 
 class DrawnStreetsDataModule(pl.LightningDataModule):
-    """Data that needs no download: :class:`DrawnStreets`.
+    """Generated street scenes, which need no download: :class:`DrawnStreets`.
 
     Args:
-        batch_size: Pictures per rank and step.
-        height: Of the pictures, in pixels.
-        train_length: Pictures to train on.
-        val_length: Pictures to validate on.
+        batch_size: Images per rank and step.
+        height: Height of the images in pixels; the width is twice that.
+        train_length: Number of training images.
+        val_length: Number of validation images.
     """
 
     num_classes = 5
@@ -77,13 +77,13 @@ class DrawnStreetsDataModule(pl.LightningDataModule):
 
 
 class CityscapesDataModule(pl.LightningDataModule):
-    """Cityscapes' finely annotated pictures, as https://www.cityscapes-dataset.com/ gives them out.
+    """Cityscapes with fine annotations, from https://www.cityscapes-dataset.com/.
 
     Args:
-        root: The folder with ``leftImg8bit`` and ``gtFine``.
+        root: Folder that contains ``leftImg8bit`` and ``gtFine``.
         batch_size: Crops per rank and step.
-        crop: Height and width of the crops to train on; validation sees whole pictures.
-        num_workers: Processes per rank that read pictures.
+        crop: Height and width of the training crops; validation uses whole images.
+        num_workers: Worker processes per rank.
     """
 
     num_classes = 19
@@ -99,8 +99,8 @@ class CityscapesDataModule(pl.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         arguments = {"mode": "fine", "target_type": "semantic"}
-        cut = [v2.RandomCrop(self.crop), v2.RandomHorizontalFlip()]
-        self.train = Cityscapes(self.root, "train", **arguments, transforms=_ToSample(v2.Compose(cut)))
+        augmented = [v2.RandomCrop(self.crop), v2.RandomHorizontalFlip()]
+        self.train = Cityscapes(self.root, "train", **arguments, transforms=_ToSample(v2.Compose(augmented)))
         self.val = Cityscapes(self.root, "val", **arguments, transforms=_ToSample(v2.Identity()))
 
     def train_dataloader(self) -> DataLoader[Sample]:
@@ -111,7 +111,7 @@ class CityscapesDataModule(pl.LightningDataModule):
 
 
 class _ToSample:
-    """Crops a picture and its labels alike, and numbers the classes from 0 to 18, with 255 for what does not count."""
+    """Crop an image and its labels, and map the labels to train ids 0 to 18, or 255 for ignored classes."""
 
     def __init__(self, crop: v2.Transform) -> None:
         self.crop = crop

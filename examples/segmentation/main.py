@@ -1,4 +1,4 @@
-"""Trains a small U-Net to segment streets with DASO, and says how well the model the nodes agreed on does it.
+"""Train a small U-Net to segment street scenes with DASO, and print the mean IoU of the averaged model.
 
 python examples/segmentation/main.py fit --config examples/segmentation/config.yaml
 python examples/segmentation/main.py fit --config examples/segmentation/cityscapes.yaml --data.init_args.root=...
@@ -19,11 +19,11 @@ class SegmentationCLI(LightningCLI):
     def after_fit(self) -> None:
         (metrics,) = self.trainer.validate(self.model, self.datamodule, verbose=False)
         if self.trainer.is_global_zero:
-            print(f"Mean IoU of the agreed model: {metrics['mean_iou']:.2%}")
+            print(f"Mean IoU of the averaged model: {metrics['mean_iou']:.2%}")
 
 
 if __name__ == "__main__":
-    # Ranks that share a machine's cores: more threads than cores only slow them down.
+    # Ranks may share a machine's cores: one thread each.
     torch.set_num_threads(1)
     SegmentationCLI(
         Segmentation,

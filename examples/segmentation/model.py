@@ -7,16 +7,16 @@ from torch.nn.functional import cross_entropy, interpolate
 from torchmetrics.classification import MulticlassJaccardIndex
 
 IGNORED = 255
-"""The label of pixels that count for nothing, as in Cityscapes' train ids."""
+"""Label of ignored pixels, as in Cityscapes' train ids."""
 
 
 class UNet(nn.Module):
-    """Down with convolutions and pooling, up again with what each level saw on the way down.
+    """A U-Net (Ronneberger et al. 2015): an encoder and a decoder with skip connections.
 
     Args:
         num_classes: Channels of the output.
-        width: Channels of the first level; each of the others has twice as many as the one above.
-        levels: How often the picture is halved. Height and width must be multiples of ``2 ** levels``.
+        width: Channels of the first level; each level has twice as many as the one before.
+        levels: Number of downsampling steps. Height and width must be multiples of ``2 ** levels``.
     """
 
     def __init__(self, num_classes: int, width: int, levels: int) -> None:
@@ -27,12 +27,12 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        seen = [self.down[0](images)]
+        skips = [self.down[0](images)]
         for block in self.down[1:]:
-            seen.append(block(nn.functional.max_pool2d(seen[-1], 2)))
-        features = seen.pop()
+            skips.append(block(nn.functional.max_pool2d(skips[-1], 2)))
+        features = skips.pop()
         for block in reversed(self.up):
-            features = block(torch.cat([interpolate(features, scale_factor=2.0), seen.pop()], dim=1))
+            features = block(torch.cat([interpolate(features, scale_factor=2.0), skips.pop()], dim=1))
         return self.head(features)
 
 
@@ -44,13 +44,13 @@ def _block(channels: int, width: int) -> nn.Sequential:
 
 
 class Segmentation(pl.LightningModule):
-    """A small U-Net that says for every pixel what it belongs to, judged by its mean intersection over union.
+    """Train a small U-Net, and log its mean intersection over union.
 
     Args:
-        num_classes: Number of classes; comes from the data.
+        num_classes: Number of classes; linked to ``data.num_classes``.
         width: Channels of the U-Net's first level.
-        levels: How often it halves the picture.
-        lr: First learning rate of SGD with momentum; it falls to 0 as ``(1 - step / steps) ** 0.9``.
+        levels: Number of downsampling steps of the U-Net.
+        lr: Initial learning rate of SGD with momentum; it decays to 0 as ``(1 - step / steps) ** 0.9``.
     """
 
     def __init__(self, num_classes: int, width: int = 8, levels: int = 3, lr: float = 0.1) -> None:

@@ -9,7 +9,7 @@ import yaml
 def bits(output):
     assert "Communication of 16 optimizer steps on 4 ranks" in output
     assert float(re.search(r"([\d.]+) times what was sent", output)[1]) > 5
-    found = re.search(r"needs ([\d.]+) bits for a byte of held-out text", output)
+    found = re.search(r"needs ([\d.]+) bits per byte of held-out text", output)
     assert found is not None, output
     return float(found[1])
 
@@ -53,7 +53,7 @@ def test_the_large_configuration_is_valid_and_its_memory_is_calculated(folder):
     assert "wire_dtype: int4" in folder.run("language_model/main.py", "fit", "--config", large, "--print_config")
     out = folder.run("language_model/memory.py")
     assert "1.03 billion parameters over 8 GPUs; calculated" in out
-    assert re.search(r"\| together \| \d\.\d\d \|", out)
+    assert re.search(r"\| total \| \d\.\d\d \|", out)
 
 
 def test_the_last_validation_is_of_the_last_step_however_long_the_text_is(folder):

@@ -116,7 +116,7 @@ def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, da
     )
     steps = 1 if "accumulate" in text else 2
     assert f"Communication of {steps} optimizer steps on 2 ranks, 2 nodes" in out
-    assert "Accuracy of the agreed model" in out
+    assert "Accuracy of the averaged model" in out
 
 
 def test_every_configuration_names_its_source_and_assumptions():

@@ -18,7 +18,7 @@ def fit(folder, config, *arguments):
 def test_a_short_run_learns_coloured_digits(folder):
     out = fit(folder, "config.yaml", "--trainer.max_epochs=4")
     assert "on 4 ranks, 2 nodes" in out
-    assert float(re.search(r"on held-out pictures: ([\d.]+)%", out)[1]) > 30  # 10 know nothing
+    assert float(re.search(r"on held-out images: ([\d.]+)%", out)[1]) > 30  # 10 know nothing
 
 
 def test_the_large_configurations_are_valid(folder):
@@ -46,4 +46,4 @@ def test_the_imagenet_configuration_trains_on_folders_of_pictures(folder):
         "--data.num_workers=0",
     )
     assert "what was sent" in out  # the monitor's summary
-    assert "on held-out pictures" in out
+    assert "on held-out images" in out

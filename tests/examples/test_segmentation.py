@@ -18,7 +18,7 @@ def fit(folder, config, *args):
 
 
 def mean_iou(out):
-    return float(re.search(r"Mean IoU of the agreed model: ([\d.]+)%", out)[1])
+    return float(re.search(r"Mean IoU of the averaged model: ([\d.]+)%", out)[1])
 
 
 @pytest.mark.nightly  # a push trains the same program on Cityscapes' files, through the same phases
