@@ -59,7 +59,7 @@ place = Place()
 
 @contextmanager
 def _on_a_stream(device: torch.device) -> Iterator[None]:
-    """One of its own, which has done all in the end: whoever reads what it has made does so in another one."""
+    """Run on a stream of its own, and synchronize it at the end for readers on other streams."""
     stream = torch.cuda.Stream(device)
     try:
         with torch.cuda.stream(stream):
@@ -126,7 +126,7 @@ class Rank:
     Attributes:
         target: Of all parameters, flat.
         trace: All values after every step, but of large models, whose bytes are counted.
-        looks: All agreed values, whenever :meth:`agreed` was called.
+        looks: All averaged values, whenever :meth:`agreed` was called.
     """
 
     topology: Topology
@@ -209,7 +209,7 @@ class Rank:
         return seen[0]
 
     def agreed(self) -> Tensor:
-        """The agreed values; the rank's own are put back."""
+        """Return the averaged values; the rank keeps its own."""
         snapshot = self.scheme.replica.snapshot()
         self.scheme.synchronize()
         values = self.values
@@ -396,7 +396,7 @@ def on_nodes(
 
 
 def run_to_end(work: Callable[[Rank], T], scheme: Scheme, nodes: Nodes = ((0,), (1,)), **training: Any) -> list[T]:
-    """As :func:`on_nodes`, but the run ends when ``work`` has returned: the replica holds the agreed values."""
+    """As :func:`on_nodes`, but the run ends when ``work`` has returned: the replica holds the averaged values."""
 
     def body(rank: Rank) -> T:
         result = work(rank)
@@ -429,7 +429,7 @@ def run_oracle(
     losses: Sequence[float] | None = None,
     **training: Any,
 ) -> list[Trace]:
-    """Train one scalar from 0 with SGD; one trace per rank. ``losses`` are the epoch losses the scheme is told."""
+    """Train one scalar from 0 with SGD; one trace per rank. ``losses`` are the epoch losses that the scheme gets."""
 
     def work(rank: Rank) -> Trace:
         scheme, trace = rank.scheme, Trace(scheme=rank.scheme)

@@ -229,7 +229,7 @@ def report_of(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def fitted(folder: Path, module: pl.LightningModule, strategy: Any, **arguments: Any) -> dict[str, Any]:
-    """Fit on ranks that somebody else has started; what this one reports."""
+    """Fit on ranks that are running already; return the report of this one."""
     trainer = one_trainer(folder, strategy=strategy, **{"devices": 4, **arguments})
     trainer.fit(module)
     return report_of(trainer)

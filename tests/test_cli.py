@@ -226,14 +226,14 @@ def test_an_outer_optimizer_and_its_scheduler_from_yaml(strategy):
 
 
 def outer_optimizer(scheme, world):
-    """What the scheme makes of its arguments when it meets nodes of which there could be more."""
+    """Return the outer optimizer that the scheme builds on one node."""
     meter = Meter()
     topology = Topology([[0]], 0, world.connect(0, meter), meter)
     replica = Replica([torch.nn.Parameter(torch.ones(3))])
     return scheme.merging.build(ShardedAllReduce(replica, topology, update_reference=scheme.merging.update_reference))
 
 
-def test_a_sentence_of_words_from_yaml(strategy):
+def test_a_composition_from_yaml(strategy):
     scheme = strategy(NOLOCO).scheme
     assert scheme.schedule == Every(5)
     assert isinstance(scheme.reducer, RandomPermutation)
@@ -241,7 +241,7 @@ def test_a_sentence_of_words_from_yaml(strategy):
 
 
 def test_a_copy_does_not_copy_what_makes_the_outer_optimizer(strategy):
-    """LightningCLI's leads to the whole program, of which a part cannot be copied once training has begun."""
+    """LightningCLI's factory refers to the whole program, parts of which cannot be copied in training."""
 
     class Unique:
         def __call__(self, parameters):

@@ -1,4 +1,4 @@
-"""Launches of several processes: on two nodes, with ranks that die, raise, lag, or are told to stop.
+"""Launches of several processes: on two nodes, with ranks that die, raise, lag, or get a signal.
 
 Python itself starts only where MPICH's ranks end well: importing Lightning takes seconds. Otherwise processes are
 forked; for MPI, Lightning and where multiprocessing spawns them, behind a program that stands for Python. The commands
@@ -42,7 +42,12 @@ JOB = Path(__file__).parent / "jobs" / "oracle.py"
 Mpiexec = Callable[[str, int], tuple[list[str], dict[str, str]]]
 SECONDS = 180  # until a launch that should have ended is killed, and the test fails
 SOON = 90  # seconds after an accident, on whatever machine; ranks that do not notice it go on for longer
-LONG = ("--steps", "4000", "--sync-every", "4000")  # no agreement for a long time: nobody notices by communicating
+LONG = (
+    "--steps",
+    "4000",
+    "--sync-every",
+    "4000",
+)  # no synchronization shows a lost rank
 
 
 class Launch:
@@ -109,7 +114,7 @@ class Launch:
             )
 
     def ranks_of_torchrun(self, *arguments: str, nodes: int = 2, ranks: int = 2, address: str = "127.0.0.1") -> None:
-        """What torchrun's agents do, but for watching the ranks."""
+        """Start ranks as torchrun does, without an agent that watches them."""
         port = str(free_port())
         for rank in range(nodes * ranks):
             place = {
@@ -282,7 +287,7 @@ def test_a_lost_rank_ends_the_run_within_seconds_and_is_named(launch, start: Sta
     assert seconds < SOON, output
 
 
-def test_a_fast_node_does_not_wait_for_a_slow_one_between_agreements(launch):
+def test_fast_node_does_not_wait_for_a_slow_one_between_syncs(launch):
     _with_fork(launch, 1, ["--steps", "10", "--sync-every", "5", "--last-rank", "1"])
     codes, output = launch.end()
     assert codes == [0], output
@@ -518,7 +523,7 @@ FROZEN = {
 
 
 def _ends(process: int) -> bool:
-    """Whether a process has been killed; the kernel may be a little later than whoever waited for its files."""
+    """Return whether a process has ended, within five seconds."""
     deadline = time.monotonic() + 5.0
     with contextlib.suppress(OSError):
         while "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text():

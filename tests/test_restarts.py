@@ -34,8 +34,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
     def start(folder: str, *arguments: str, nodes: str = "2", ranks: int = 2) -> list[ForkedPython]:
         where, port = tmp_path / folder, free_port()
         where.mkdir()
-        # a node that is lost is missed after ten seconds, for less, a busy machine would lose one that is there; and
-        # nobody waits long for it to come back
+        # a lost node is missed after ten seconds, because a busy machine would lose healthy ones after less
         impatient = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=10"
         mine = []
         for agent in range(2):
@@ -94,7 +93,7 @@ def written(folder: Path, name: str) -> list[dict[str, int]]:
     return [json.loads((folder / f"{name}-{i}").read_text()) for i in range(len([*folder.glob(f"{name}-*")]))]
 
 
-@pytest.mark.long("two runs of several epochs, one of which starts anew after every kill")
+@pytest.mark.long("two runs of several epochs, one of which restarts after every kill")
 # the next test restarts nodes of two ranks, too
 @pytest.mark.parametrize(("times", "epochs", "ranks"), [(2, 3, 1), pytest.param(5, 5, 2, marks=pytest.mark.nightly)])
 def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
@@ -109,7 +108,7 @@ def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
     print(f"{time.monotonic() - began:.0f} s; kills {kills}; starts {starts}; accuracy {disturbed} and {undisturbed}")
     assert len(kills) == times
     assert any(kill["saving"] for kill in kills)
-    # the newest complete checkpoint: that of the last epoch's end, but for one that was just being written
+    # the newest complete checkpoint: that of the last epoch's end, except one that was being written
     complete = [kill["step"] // STEPS_AN_EPOCH - kill["saving"] for kill in kills]
     assert [start["step"] for start in starts] == [0, *(epochs * STEPS_AN_EPOCH for epochs in complete)]
     assert undisturbed == disturbed > (90 if epochs == 5 else 60)
@@ -121,13 +120,13 @@ def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
 
 
 @pytest.mark.nightly
-@pytest.mark.long("torchrun misses a lost node after ten seconds only, and starts the other's ranks anew")
+@pytest.mark.long("torchrun misses a lost node after ten seconds, and restarts the ranks of the other one")
 def test_a_run_that_loses_a_node_goes_on_with_the_other(train, tmp_path):
     short = "--trainer.max_epochs=-1", "--trainer.max_steps=96", "--trainer.callbacks.times=0"
-    agreed = "--trainer.strategy.init_args.checkpoint_replicas=false"
+    plain = "--trainer.strategy.init_args.checkpoint_replicas=false"
     for attempt in range(3):
         folder = tmp_path / f"shrinking-{attempt}"
-        agents = survivor, lost = train(folder.name, *short, agreed, nodes="1:2")
+        agents = survivor, lost = train(folder.name, *short, plain, nodes="1:2")
         first = folder / "start-0"
         _wait_for(lambda first=first: first.exists() and first.read_text())
         if written(folder, "start")[0]["ranks"] == 4:

@@ -50,7 +50,7 @@ def test_many_fits_leave_no_handle_thread_or_process_group_behind(tmp_path, fits
 
 
 @pytest.mark.nightly
-@pytest.mark.long("120 steps of each of four schemes on four ranks, in the last half of which nothing may grow")
+@pytest.mark.long("120 steps of each of four schemes on four ranks")
 @pytest.mark.timeout(SECONDS + 60)
 def test_steps_of_asynchronous_schemes_add_no_memory_handle_or_thread(tmp_path):
     for rank, said in enumerate(soak(tmp_path, 4, "--steps", str(STEPS))):

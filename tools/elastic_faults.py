@@ -90,10 +90,10 @@ class Outcome:
 
     Attributes:
         faults: That happened.
-        hangs: How often nobody took a step for a minute.
+        hangs: How often no node took a step for a minute.
         steps: Of the run.
         seconds: From the first fault to the last one's end.
-        pace: Seconds per step of the periods' median, as most are undisturbed; the agreements' own time included.
+        pace: Seconds per step, with synchronizations: the median of all periods, most of which are undisturbed.
         calm_pace: The same, the mean before the first fault; other work of the machine shows in the difference.
         kept_waits_alone: Which share of the undisturbed run's steps the run took in that time.
         kept_with_restarts: The same of all nodes' steps, less those that were lost.
@@ -129,7 +129,7 @@ class Run:
     Args:
         nodes: Started.
         names: Of the nodes.
-        every: Steps between two agreements.
+        every: Steps between two synchronizations.
         period: Seconds between them.
         cut: Cuts a node off, or connects it again.
     """
@@ -168,7 +168,7 @@ class Run:
 
     def _hangs(self) -> None:
         self.outcome.hangs += 1
-        self.outcome.troubles.append("nobody took a step for a minute\n" + self._nodes.said_by_the_living())
+        self.outcome.troubles.append("no node took a step for a minute\n" + self._nodes.said_by_the_living())
         raise RuntimeError(self.outcome.troubles[-1])
 
     def trains(self, node: int) -> bool:
@@ -182,7 +182,7 @@ class Run:
         return all(map(self.trains, self._names))
 
     def is_with_others(self, node: int) -> bool:
-        """Whether it trains where they do: one that is stopped, or was, may be left behind, and can heal nobody."""
+        """Return whether a node trains at the step of the others; a stopped node may lag, and cannot heal others."""
         is_here = self.trains(node)
         if is_here and node in self._away_until:
             is_near = self._nodes.steps(node)[-1][1] + 2 * self._every > self.last_step()
@@ -196,7 +196,7 @@ class Run:
     # ---- faults --------------------------------------------------------------------------------------------------
 
     def strike(self, fault: Fault) -> None:
-        """Let it happen, if another node is left beside the one that it happens to."""
+        """Apply a fault, unless its node is the only one left."""
         nodes = (*range(fault.node, len(self._names)), *range(fault.node))
         able = [node for node in nodes if self.is_with_others(node)]
         if len(able) < 2:
@@ -237,7 +237,7 @@ class Run:
         Args:
             undisturbed: From when to when nothing happened.
             disturbed: From the first fault until all were back after the last.
-            every: Steps between agreements.
+            every: Steps between synchronizations.
         """
         outcome = self.outcome
         steps = {node: self._nodes.steps(node) for node in self._names}
@@ -295,7 +295,7 @@ class Run:
 
     @staticmethod
     def _kept(steps: Sequence[tuple[float, int]], between: tuple[float, float], every: int) -> float:
-        """Steps of one node in this time, without those that its lives took after their last agreement, and lost."""
+        """Return the steps of one node in this time, without those lost after its last synchronization."""
         kept = 0
         for index, (when, step) in enumerate(steps):
             if not between[0] < when <= between[1]:
@@ -452,7 +452,7 @@ def undisturbed_loss(arguments: argparse.Namespace, steps: int, seed: int) -> fl
 def predicted(outcome: Outcome, arguments: argparse.Namespace) -> float | None:
     """The share with restarts, as `plan --mtbf` has it, from the undisturbed pace and how long nodes were away.
 
-    A node's lives begin as often as faults hit it. From asking to training it waits for the next agreement, half a
+    A node restarts as often as faults hit it. From asking to training it waits for the next synchronization, half a
     period on average; the rest is healing.
     """
     returns = [(each.asked_after or 0.0, each.back_after) for each in outcome.faults if each.back_after is not None]
@@ -505,7 +505,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--every", default="15-30", help="seconds between two faults, from-to")
     parser.add_argument("--kinds", default=["kill", "stop", "cut"], nargs="+", help="of faults")
     parser.add_argument("--scheme", default="diloco")
-    parser.add_argument("--sync-every", type=int, default=40, help="optimizer steps between agreements")
+    parser.add_argument("--sync-every", type=int, default=40, help="optimizer steps between synchronizations")
     parser.add_argument("--pause", type=float, default=0.1, help="seconds that a step sleeps")
     parser.add_argument("--dead-after", type=float, default=2.0)
     parser.add_argument("--torchft", type=float, help="torchft's own DiLoCo, with a Manager's timeout in seconds")

@@ -1,10 +1,10 @@
-"""What becomes of runs in which something happens to one rank: ``python -m tools.faults``, in a checkout.
+"""Runs in which one rank fails: ``python -m tools.faults``, in a checkout.
 
-Every run has two nodes of one or two ranks, whatever the launcher. It passes if it ends in time, if what everyone else
-says names the rank, if nothing is left of it (processes, half-written files), and if its checkpoints can be read.
+Every run has two nodes of one or two ranks. It passes if it ends in time, if the output of the other ranks names the
+failed one, if it leaves no process and no half-written file behind, and if its checkpoints can be read.
 
-Without options all faults happen at all moments, each under the next scheme and launcher. ``--random 2000 --seed 1``
-draws runs from everything that can be combined.
+Without options, all faults happen at all moments, each under the next scheme and launcher. ``--random 2000 --seed 1``
+draws random runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Case:
         fault: What happens.
         moment: The hook in which it happens.
         time: For how many times the rank comes there unharmed.
-        scheme: How nodes agree.
+        scheme: The scheme.
         launcher: How ranks start.
         ranks: On each of the two nodes.
         victim: The rank.
@@ -111,7 +111,7 @@ class Outcome:
 def listed() -> Iterator[Case]:
     """All faults at all moments; every scheme under every launcher, on nodes of one and of two ranks."""
     draw = random.Random(0)
-    # spawned ranks imported everything anew when the list was drawn, which took most of a minute for four
+    # spawned ranks import everything, which takes most of a minute for four of them
     combinations = [how for how in product(SCHEMES, LAUNCHERS, (1, 2)) if how[1:] != ("spawn", 2)]
     draw.shuffle(combinations)
     for (fault, moment), (scheme, launcher, ranks) in zip(product(FAULTS, MOMENTS), cycle(combinations)):
@@ -184,7 +184,7 @@ def _read_time(path: Path) -> float | None:
 
 
 def is_named_in(case: Case, output: str) -> bool:
-    if case.fault in ("SIGTERM", "Ctrl-C"):  # whoever does that knows; all stop together, or at once
+    if case.fault in ("SIGTERM", "Ctrl-C"):  # the user sent it; all ranks stop together, or at once
         return True
     who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
     return re.search(rf"{who}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None
@@ -356,9 +356,9 @@ class Report:
                 took = [math.inf if o.seconds is None else o.seconds for o in own]
                 cells.append(f"{statistics.median(took):.1f} / {max(took):.1f} ({len(took)})" if took else "")
             table.append(f"| {fault} | {' | '.join(cells)} |")
-        told = [_line(*run) for run in self.runs if has_lines or not run[1].is_good or run[1].launcher_waits]
+        lines = [_line(*run) for run in self.runs if has_lines or not run[1].is_good or run[1].launcher_waits]
         parts = [f"## {title}", f"{command}, {on}.", self.summary, "\n".join(table)]
-        return "\n\n".join([*parts, *(["\n".join([_HEAD, *told])] if told else [])]) + "\n"
+        return "\n\n".join([*parts, *(["\n".join([_HEAD, *lines])] if lines else [])]) + "\n"
 
 
 def main() -> int:

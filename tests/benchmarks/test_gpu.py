@@ -120,7 +120,7 @@ def pytest_configure(config):
 @pytest.hookimpl(trylast=True)  # after it has been printed
 def pytest_runtest_logreport(report):
     if prints and report.when == "teardown":
-        pathlib.Path(__file__).with_name("told").touch()
+        pathlib.Path(__file__).with_name("reported").touch()
 """
 
 
@@ -132,7 +132,7 @@ def test_tests_that_have_run_when_the_time_is_up_are_counted(tmp_path, monkeypat
     class UntilOneIsSlow(subprocess.Popen):
         def wait(self, timeout=None):
             while timeout == 77.0 and self.poll() is None:
-                if (tmp_path / "told").exists():
+                if (tmp_path / "reported").exists():
                     raise subprocess.TimeoutExpired(self.args, timeout)
                 time.sleep(0.05)
             return super().wait(timeout)

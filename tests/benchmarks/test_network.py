@@ -36,7 +36,7 @@ def test_loopback_traffic_is_counted() -> None:
         network.transmitted_bytes("nowhere0")
 
 
-def test_the_bucket_is_small_beside_a_second_of_traffic() -> None:
+def test_token_bucket_is_small_against_a_second_of_traffic() -> None:
     assert network.burst_bytes(100) == 131_072
     assert network.burst_bytes(10_000) == 1_250_000
 

@@ -124,7 +124,7 @@ def test_best_checkpoints(checkpoints):
 
 
 @pytest.mark.feature("ModelCheckpoint: best k, last, every n steps, on exception")
-def test_checkpoints_every_n_steps_hold_the_agreed_parameters(checkpoints):
+def test_checkpoints_every_n_steps_hold_averaged_parameters(checkpoints):
     files = checkpoints(every_n_train_steps=5, save_top_k=-1, filename="{step}")
     assert files == ["step=10.ckpt", "step=5.ckpt"]
 
@@ -182,7 +182,7 @@ def test_learning_rate_finder_leaves_training_unchanged(fit_on_ranks):
 
 
 class LooksAgain(LearningRateFinder):
-    """As Lightning's documentation does it: the finder looks once more in mid-run. ``held`` is before and after it."""
+    """As Lightning's documentation does it: the finder runs again in mid-run. ``held`` is before and after it."""
 
     def __init__(self, **arguments) -> None:
         super().__init__(**arguments)
@@ -247,7 +247,7 @@ def test_batch_size_finder_is_refused(fit, scheme):
 
 
 class Watching(pl.Callback):
-    """A callback of the user's sees the agreed parameters when an epoch's validation and the run end."""
+    """A callback of the user's sees the averaged parameters when an epoch's validation and the run end."""
 
     def on_validation_end(self, trainer, pl_module):
         pl_module.report = [*(pl_module.report or []), pl_module.head.bias.item()]

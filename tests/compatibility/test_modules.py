@@ -81,7 +81,7 @@ class Tied(Validated):
 
 
 class Reborn(Validated):
-    """The head begins anew in mid-run, in the middle of an epoch."""
+    """Its head is initialized again in mid-epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.current_epoch == 1 and batch_idx == 2:
@@ -91,7 +91,7 @@ class Reborn(Validated):
 
 
 class Swaps(pl.Callback):
-    """Validates a moving average in place of the weights, as most home-made callbacks do."""
+    """Validates a moving average instead of the weights, as most hand-written callbacks do."""
 
     def __init__(self) -> None:
         self.average: dict[str, Tensor] = {}
@@ -114,10 +114,10 @@ PROGRAMS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], list[pl
     "an EMA teacher": (Taught, list),
     "clamped weights": (Clamped, list),
     "tied weights": (Tied, list),
-    "a head that begins anew": (Reborn, list),
+    "a head that is initialized again": (Reborn, list),
     "weights swapped for validation": (Validated, lambda: [Swaps()]),
 }
-REFUSED = {("steps_delay", "clamped weights"), ("steps_delay", "a head that begins anew")}
+REFUSED = {("steps_delay", "clamped weights"), ("steps_delay", "a head that is initialized again")}
 """Servers hold the weights, and what is written to a device's own would be lost: tests of StepsDelay have the error."""
 
 

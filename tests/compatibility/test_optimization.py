@@ -140,7 +140,7 @@ def test_parameters_unused_in_some_batches(follows_one_device):
 
 
 class UsedOnOneRank(Quadratic):
-    """The head takes part on rank 1 only: on its node DDP averages with a zero, on the other node nobody uses it."""
+    """The head takes part on rank 1 only: on its node DDP averages with a zero, on the other node no rank uses it."""
 
     def training_step(self, batch, batch_idx):
         return self.loss(batch[0], *((self.backbone, self.head) if self.global_rank == 1 else (self.backbone,)))
@@ -192,7 +192,7 @@ def test_batchnorm_statistics_are_those_of_all_samples(follows_one_device):
 
 
 @pytest.mark.feature("BatchNorm statistics are averaged")
-def test_batchnorm_statistics_agree_as_ddp_broadcasts_those_of_first_ranks(fit_on_ranks):
+def test_batchnorm_statistics_are_those_of_first_ranks(fit_on_ranks):
     reports = fit_on_ranks(Normalized)
     same_bits(reports)
     assert reports[0]["state_dict"]["norm.running_mean"].abs().min() > 0.1

@@ -78,7 +78,7 @@ def test_the_tests_of_the_page_pass(page):
 
 
 class Plainly:
-    """The methods that are said to be sentences, on two nodes: what they do to x after every H-th step."""
+    """Methods that the page composes, on two nodes: their change of x after every H-th step."""
 
     def overlap(self, x):
         x = x if self.earlier is None else [0.4 * own + 0.6 * self.mean(self.earlier) for own in x]
@@ -92,17 +92,17 @@ class Plainly:
         return x
 
     def slowmo(self, x):
-        self.momentum = 0.7 * self.momentum + (self.agreed - self.mean(x))
-        self.agreed -= self.momentum
-        return [self.agreed] * 2
+        self.momentum = 0.7 * self.momentum + (self.reference - self.mean(x))
+        self.reference -= self.momentum
+        return [self.reference] * 2
 
     def noloco(self, x):
-        way = self.agreed - self.mean(x)
+        way = self.reference - self.mean(x)
         self.momentum = 0.9 * self.momentum + way
-        self.agreed -= 0.7 * (way + 0.9 * self.momentum)
-        return [self.agreed] * 2
+        self.reference -= 0.7 * (way + 0.9 * self.momentum)
+        return [self.reference] * 2
 
-    earlier, momentum, agreed = None, 0.0, 0.0
+    earlier, momentum, reference = None, 0.0, 0.0
 
     def mean(self, x):
         return sum(x) / 2
@@ -112,7 +112,7 @@ class Plainly:
     ("name", "method"),
     [("Overlap-Local-SGD", "overlap"), ("CoCoD-SGD", "cocod"), ("SlowMo", "slowmo"), ("NoLoCo", "noloco")],
 )
-def test_methods_that_are_said_to_be_sentences_are(name, method):
+def test_compositions_of_the_page_are_the_methods(name, method):
     scheme = eval(COMPOSITIONS[name], {"SGD": SGD, "partial": partial, **vars(schemes)})
     period, plain = scheme.schedule.period, Plainly()
     x, expected = [0.0, 0.0], []
@@ -131,7 +131,7 @@ def test_methods_that_are_said_to_be_sentences_are(name, method):
         assert trace == pytest.approx([values[node] for values in expected], abs=1e-12)
 
 
-def test_every_sentence_of_the_page_is_tested():
+def test_every_composition_of_the_page_is_tested():
     assert len(COMPOSITIONS) == 4
 
 
@@ -185,9 +185,9 @@ def test_plateau_scheme_averages_only_after_epochs_without_progress(page):
     def work(rank: Rank) -> tuple[list[float], int]:
         return epochs(rank, 0, 4), rank.scheme.state.synchronizations
 
-    for node, (seen, agreements) in enumerate(on_nodes(work, at_plateau(page), targets=(0.0, 8.0))):
+    for node, (seen, synchronizations) in enumerate(on_nodes(work, at_plateau(page), targets=(0.0, 8.0))):
         assert seen == [values[node] for values in AT_PLATEAU]
-        assert agreements == 2
+        assert synchronizations == 2
 
 
 @pytest.mark.parametrize("after", range(1, 4))

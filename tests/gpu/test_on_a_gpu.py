@@ -112,7 +112,7 @@ def values(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_no_step_between_agreements_waits_for_the_device(name, gpu):
+def test_no_step_between_syncs_waits_for_the_device(name, gpu):
     together = threading.Barrier(2)
 
     def work(topology: Topology) -> None:
@@ -160,27 +160,27 @@ def test_what_passes_through_the_host_is_copied_under_the_computation(cuda):
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_scheme_needs_no_more_memory_than_its_copies_of_the_model(name, gpu):
-    def work(topology: Topology, nodes_agree: bool = True) -> None:
-        scheme = ALL[name]() if nodes_agree else PeriodicAveraging(10 * PERIOD)
+    def work(topology: Topology, synchronizes: bool = True) -> None:
+        scheme = ALL[name]() if synchronizes else PeriodicAveraging(10 * PERIOD)
         with training(topology, scheme, layers(gpu, 512, 8)) as step:
             for _ in range(2 * PERIOD):
                 step()
-            peaks.append(torch.cuda.max_memory_allocated())  # before the run's end, at which they agree
+            peaks.append(torch.cuda.max_memory_allocated())  # before the run's end, at which nodes synchronize
 
-    def peak(nodes_agree: bool) -> int:
+    def peak(synchronizes: bool) -> int:
         """The most bytes that two ranks have held; half of it is cuBLAS's, whose workspaces each stream gets."""
         peaks.clear()
         if gpu.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # those of streams that tests before had, and may get again
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        on_ranks(partial(work, nodes_agree=nodes_agree), NODES)
+        on_ranks(partial(work, synchronizes=synchronizes), NODES)
         return max(peaks) - before
 
     peaks: list[int] = []
     model = 4 * 8 * (512 * 512 + 512)
-    alone = peak(nodes_agree=False)
-    beyond = (peak(nodes_agree=True) - alone) / model / 2
+    alone = peak(synchronizes=False)
+    beyond = (peak(synchronizes=True) - alone) / model / 2
     assert beyond <= COPIES[name] + 0.5, beyond
 
 
@@ -207,7 +207,7 @@ def test_a_model_in_cuda_graphs_trains_as_it_is(name, gpu):
     def work(topology: Topology, in_graphs: bool) -> torch.Tensor:
         model = layers(gpu)
         together.wait()
-        if in_graphs:  # nobody else may use the device while a graph is captured
+        if in_graphs:  # no other thread may use the device while a graph is captured
             with one_after_another:
                 sample = torch.randn(64, 256, device=gpu)
                 model = torch.cuda.make_graphed_callables(model, (sample,))

@@ -58,7 +58,7 @@ def check(found: Found) -> None:
             assert all(tensor.isfinite().all() for tensor in fit["state"].values()), name
             for other in found:
                 for key, tensor in other[name]["state"].items():
-                    assert torch.equal(tensor, fit["state"][key]), (name, key)  # nodes agree when a run has ended
+                    assert torch.equal(tensor, fit["state"][key]), (name, key)  # nodes are equal when a run has ended
     sizes = [own["measured"]["report"] for own in found]
     assert [a + b for a, b in zip(*sizes, strict=True)] == [2 * BATCH] * STEPS
     for name in SCHEMES:
@@ -89,7 +89,7 @@ def as_nodes_of_one(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.gpu
-def test_weights_stay_on_the_gpu_and_nodes_agree_in_the_end(on_gpu):
+def test_weights_stay_on_the_gpu_and_nodes_end_equal(on_gpu):
     check(on_gpu)
     assert all(fit["devices"] == ["cuda"] for own in on_gpu for fit in own.values())
 

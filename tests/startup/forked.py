@@ -81,7 +81,7 @@ class ForkedPython:
 def stand_in_for_python() -> str:
     """A program that does what ``python script *arguments`` does, in a fork; for launchers that start programs.
 
-    Also with ``-m module`` and ``-c program``. With other options, but for ``-u`` and ``-B``, it is Python itself.
+    Also with ``-m module`` and ``-c program``. With other options than ``-u`` and ``-B``, it is Python itself.
     """
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     address, program = folder / "server", folder / "python"
@@ -101,7 +101,7 @@ def stand_in_for_python() -> str:
 
 
 def _serve(address: str) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that serve a client
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for those that serve a client
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # its forks may have children
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)

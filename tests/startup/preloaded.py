@@ -25,7 +25,7 @@ lightning_environment = importlib.import_module("lightning.fabric.plugins.enviro
 sys.path.append(str(Path(__file__).parents[1]))  # Python gives the server only what is on PYTHONPATH
 lightning_environment.find_free_network_port = importlib.import_module("ports").free_port  # type: ignore[attr-defined]
 sys.path.pop()
-# torchrun's agents look for the name of each caller, for a record that nobody reads here, among all of these modules
+# torchrun's agents look for the name of each caller, for a record that no test reads, among all of these modules
 rendezvous = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
 rendezvous.get_method_name = lambda depth=2: "unknown"  # type: ignore[attr-defined]
 # and only once a second whether all have come
