@@ -1,28 +1,24 @@
-"""Over MPI communicators, by mpi4py.
+"""Communicators over MPI, by mpi4py.
 
-MPI promises progress only inside its own calls. Whether a library's non-blocking moves go on by themselves differs
-between libraries, transports and settings (``benchmarks/studies/mpi_progress.py`` measures it): so one thread per
-process tests the moves in flight, and sleeps between the tests, because a core that polls does not train.
+MPI guarantees progress only inside its calls. Some libraries, transports and settings make progress without them
+(``benchmarks/studies/mpi_progress.py`` measures it). Therefore one thread per process tests the collectives in flight,
+and sleeps between tests to leave the core to training.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
-from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import (
     CommunicationError,
     Communicator,
@@ -30,9 +26,9 @@ from lightning_hiercomm.comm.base import (
     Connect,
     Handle,
     Reduction,
-    completed_future,
 )
 from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.staged import StagedCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -41,12 +37,12 @@ INSTALL = (
     "Install both from PyPI with `pip install 'lightning-hiercomm[mpi]'`. To use the cluster's own MPI, install only"
     " mpi4py with `pip install 'mpi4py>=4'`, and load the MPI's module or set MPI4PY_LIBMPI to its libmpi.so."
 )
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 500e-6  # seconds between two tests of the moves in flight
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 500e-6  # seconds between two tests
 
 
 @functools.cache
 def load_mpi() -> Any:
-    """The module ``mpi4py.MPI``, initialised.
+    """Return the module ``mpi4py.MPI``, initialized.
 
     Raises:
         RuntimeError: If mpi4py or an MPI library is missing, or the library does not allow several threads.
@@ -59,8 +55,8 @@ def load_mpi() -> Any:
         raise RuntimeError(f"inter_node='mpi' needs an MPI library, but {error}. {INSTALL}") from error
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
-            "inter_node='mpi' needs an MPI library initialised with MPI_THREAD_MULTIPLE, because moves run beside"
-            " training. Do not lower mpi4py.rc.thread_level, or use a library that was built with support for threads."
+            "inter_node='mpi' needs an MPI library initialized with MPI_THREAD_MULTIPLE, because collectives run in"
+            " parallel with training. Do not lower mpi4py.rc.thread_level; use a library with thread support."
         )
     return MPI
 
@@ -69,7 +65,7 @@ def load_mpi() -> Any:
 def abort_on_uncaught_exceptions() -> None:
     """Let an exception that ends this process end the whole job, as ``python -m mpi4py`` does.
 
-    Otherwise the process stays in ``MPI_Finalize`` until all others come there, too, while they wait for it elsewhere.
+    Otherwise the process waits in ``MPI_Finalize`` for the others, and they wait for it in a collective.
     """
     from mpi4py.run import set_abort_status
 
@@ -83,12 +79,12 @@ def abort_on_uncaught_exceptions() -> None:
 
 
 def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
-    """The :data:`~lightning_hiercomm.comm.base.Connect` over MPI's world.
+    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over MPI's world, for CPU and CUDA tensors.
 
     Args:
         meter: Counts this rank's traffic.
-        rank: This process's world rank; MPI's own numbering may be another.
-        world_size: The number of ranks that training has.
+        rank: This process's world rank, which may differ from MPI's.
+        world_size: The number of ranks.
 
     Raises:
         RuntimeError: If MPI cannot be used, or was not started with these ranks.
@@ -109,17 +105,14 @@ def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
             world.Split(color=mpi.UNDEFINED)
             return None
         ranks = list(groups[own])
-        return MPICommunicator(world.Split(color=own, key=ranks.index(rank)), ranks, rank, tier, meter)
+        group = world.Split(color=own, key=ranks.index(rank))
+        return StagedCommunicator(MPICommunicator(group, ranks, rank, tier, Meter()), meter)
 
     return connect
 
 
 class MPICommunicator(Communicator):
-    """The members of one MPI communicator.
-
-    MPI reads and writes CPU tensors where they are. CUDA tensors pass through pinned host memory, except for exchanges
-    with an MPI library that says that it is CUDA-aware: of moves in parallel with training such libraries know only
-    those. Sums of 16-bit floats, which MPI does not know, are done by torch.
+    """A communicator for CPU tensors over an MPI communicator. torch sums 16-bit floats, because MPI cannot.
 
     Args:
         group: The MPI communicator, used only here.
@@ -147,55 +140,44 @@ class MPICommunicator(Communicator):
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         mpi = load_mpi()
         return self._launch(
-            lambda memory: [self.group.Iallreduce(mpi.IN_PLACE, memory(tensor), _operation(op, tensor.dtype))],
-            reads=[tensor],
-            writes=[tensor],
+            lambda: [self.group.Iallreduce(mpi.IN_PLACE, _memory(tensor), _operation(op, tensor.dtype))], [tensor]
         )
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         operation = _operation("sum", tensor.dtype)
         if output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            tensor = tensor.clone()  # MPI must not write to what it reads
+            tensor = tensor.clone()  # MPI must not write to its input
         return self._launch(
-            lambda memory: [self.group.Ireduce_scatter_block(memory(tensor), memory(output), operation)],
-            reads=[tensor],
-            writes=[output],
+            lambda: [self.group.Ireduce_scatter_block(_memory(tensor), _memory(output), operation)], [tensor, output]
         )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        mpi, start = load_mpi(), self.rank * tensor.numel()
-        if tensor.data_ptr() == output[start:].data_ptr():
-            return self._launch(
-                lambda memory: [self.group.Iallgather(mpi.IN_PLACE, memory(output))], reads=[output], writes=[output]
-            )
-        return self._launch(
-            lambda memory: [self.group.Iallgather(memory(tensor), memory(output))], reads=[tensor], writes=[output]
-        )
+        start = self.rank * tensor.numel()
+        is_in_place = tensor.data_ptr() == output[start:].data_ptr()
+        own = load_mpi().IN_PLACE if is_in_place else _memory(tensor)
+        return self._launch(lambda: [self.group.Iallgather(own, _memory(output))], [tensor, output])
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._launch(lambda memory: [self.group.Ibcast(memory(tensor), source)], reads=[tensor], writes=[tensor])
+        return self._launch(lambda: [self.group.Ibcast(_memory(tensor), source)], [tensor])
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         return self._launch(
-            lambda memory: [
-                *(self.group.Irecv(memory(buffer), peer) for buffer, peer in receive),
-                *(self.group.Isend(memory(tensor), peer) for tensor, peer in send),
+            lambda: [
+                *(self.group.Irecv(_memory(buffer), peer) for buffer, peer in receive),
+                *(self.group.Isend(_memory(tensor), peer) for tensor, peer in send),
             ],
-            reads=[tensor for tensor, _ in send],
-            writes=[buffer for buffer, _ in receive],
-            directly=True,
+            [tensor for tensor, _ in (*send, *receive)],
         )
 
-    def _launch(
-        self,
-        start: Callable[[Callable[[Tensor], Any]], list[Any]],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        directly: bool = False,
-    ) -> Handle:
-        move = _Move(self, start, reads, writes, through_host=not (directly and _is_cuda_aware()))
-        _progress().add(move)
-        return move
+    def _launch(self, start: Callable[[], list[Any]], tensors: Sequence[Tensor]) -> Handle:
+        collective = _Collective(self, tensors)
+        try:
+            collective.requests = start()
+        except BaseException as error:
+            collective.end(error)
+        else:
+            _progress().add(collective)
+        return collective
 
     def _failure(self, error: BaseException) -> CommunicationError:
         return CommunicationError(
@@ -203,115 +185,62 @@ class MPICommunicator(Communicator):
         )
 
 
-class _Move(Handle):
-    """One move: waits for the GPU to have written what it reads, then for MPI, then hands the result back."""
+class _Collective(Handle):
+    """A collective in flight.
 
-    def __init__(
-        self,
-        communicator: MPICommunicator,
-        start: Callable[[Callable[[Tensor], Any]], list[Any]],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        through_host: bool,
-    ) -> None:
-        self.communicator = communicator
-        self.requests: list[Any] | None = None
-        self._start = start
-        self._writes = writes
-        self._tensors = [*reads, *writes]  # keeps the memory alive that MPI reads and writes
-        self._device = self._tensors[0].device
-        self._host: dict[int, Tensor] = {}
-        self._written: torch.cuda.Event | None = None
-        if streams.has(self._device):
-            if through_host:
-                self._host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
-                self._host |= {id(tensor): streams.to_host(tensor) for tensor in dict.fromkeys(reads)}
-            self._written = streams.mark(self._device)
+    Args:
+        communicator: Its communicator.
+        tensors: Kept until its end, because MPI reads and writes their memory.
+    """
+
+    def __init__(self, communicator: MPICommunicator, tensors: Sequence[Tensor]) -> None:
+        self.requests: list[Any] = []
+        self._communicator = communicator
+        self._tensors = tensors
         self._completion = Completion()
-        self._settling = threading.Lock()
-        self._is_settled = False
-
-    # ---- called by whoever drives MPI ----------------------------------------------------------------------------
-
-    def try_to_start(self) -> bool:
-        """Give the move to MPI, unless the GPU is still writing what it reads."""
-        try:
-            if self._written is not None and not self._written.query():  # or raises, of what went wrong on the GPU
-                return False
-            self.requests = self._start(lambda tensor: _memory(self._host.get(id(tensor), tensor)))
-        except BaseException as error:
-            self._end(error)
-        return True
 
     def try_to_end(self) -> bool:
-        """Whether MPI has done it."""
-        if self.is_done():
-            return True
-        assert self.requests is not None
+        """Whether MPI has finished it; called by the progress thread."""
         try:
             if not load_mpi().Request.Testall(self.requests):
                 return False
         except BaseException as error:
-            self._end(error)
+            self.end(error)
         else:
-            self._end(None)
+            self.end(None)
         return True
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Mark it as ended."""
         if isinstance(error, load_mpi().Exception):
-            failure = self.communicator._failure(error)
+            failure = self._communicator._failure(error)
             failure.__cause__ = error
             error = failure
         self._completion.end(error)
 
-    # ---- called by whoever launched it ---------------------------------------------------------------------------
-
     def wait(self) -> None:
-        # the host waits, and training as long as its stream has nothing to do
-        with self.communicator.meter.waiting(self.communicator.tier, self._device):
+        with self._communicator.meter.waiting(self._communicator.tier, torch.device("cpu")):
             self._completion.wait()
-            self._settle()
+        self._tensors = ()
 
     def is_done(self) -> bool:
         return self._completion.is_done()
 
-    def future(self, value: Tensor) -> Future[Tensor]:
-        if self._host:  # the copy back has to be enqueued on the caller's stream
-            self.wait()
-            return completed_future(value)
-        return self._completion.future(value)
-
-    def _settle(self) -> None:
-        """Copy staged results back, once, on the current stream."""
-        with self._settling:
-            if self._is_settled:
-                return
-            self._is_settled = True
-            for tensor in self._writes:
-                if id(tensor) in self._host:
-                    tensor.copy_(self._host[id(tensor)], non_blocking=True)
-            self._tensors, self._writes = [], ()
-
 
 class _Progress:
-    """Drives all moves of the process: starts them in order per communicator, and tests them until they end."""
+    """The thread that tests the process's collectives until they end."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._unstarted: dict[MPICommunicator, deque[_Move]] = {}
-        self._started: list[_Move] = []
+        self._running: list[_Collective] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hiercomm-mpi", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before MPI finalizes, which must not meet a call of this thread
+        atexit.register(self.close)  # MPI must not be finalized during a call of this thread
 
-    def add(self, move: _Move) -> None:
+    def add(self, collective: _Collective) -> None:
         with self._changed:
-            behind = self._unstarted.get(move.communicator)
-            if behind or not move.try_to_start():
-                self._unstarted.setdefault(move.communicator, deque()).append(move)
-            elif not move.is_done():
-                self._started.append(move)
+            self._running.append(collective)
             self._changed.notify()
 
     def close(self) -> None:
@@ -324,29 +253,18 @@ class _Progress:
         sleep = _SHORTEST_SLEEP
         while True:
             with self._changed:
-                if not self._started and not self._unstarted:
+                if not self._running:
                     sleep = _SHORTEST_SLEEP
-                    self._changed.wait_for(lambda: self._closing or self._started or self._unstarted)
+                    self._changed.wait_for(lambda: self._closing or self._running)
                 if self._closing:
                     return
-                started = self._start_ready()
-                moves = list(self._started)
-            ended = {id(move) for move in moves if move.try_to_end()}
+                running = list(self._running)
+            ended = {id(each) for each in running if each.try_to_end()}
             if ended:
                 with self._changed:
-                    self._started = [move for move in self._started if id(move) not in ended]
-            sleep = _SHORTEST_SLEEP if started or ended else min(2 * sleep, _LONGEST_SLEEP)
+                    self._running = [each for each in self._running if id(each) not in ended]
+            sleep = _SHORTEST_SLEEP if ended else min(2 * sleep, _LONGEST_SLEEP)
             time.sleep(sleep)
-
-    def _start_ready(self) -> bool:
-        started = False
-        for communicator, moves in list(self._unstarted.items()):
-            while moves and moves[0].try_to_start():
-                self._started.append(moves.popleft())
-                started = True
-            if not moves:
-                del self._unstarted[communicator]
-        return started
 
 
 @functools.cache
@@ -359,7 +277,7 @@ def _progress() -> _Progress:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, Any]:
-    """A contiguous tensor's memory, as mpi4py takes it."""
+    """Return a contiguous tensor's memory and type for mpi4py."""
     memory = load_mpi().buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return memory, _datatype(tensor.dtype)
 
@@ -394,12 +312,3 @@ def _operation(op: Reduction, dtype: torch.dtype) -> Any:
         torch.add(ours, theirs, out=ours) if op == "sum" else torch.maximum(ours, theirs, out=ours)
 
     return mpi.Op.Create(combine, commute=True)
-
-
-@functools.cache
-def _is_cuda_aware() -> bool:
-    """Whether the MPI library reads and writes GPU memory: Open MPI and MPICH have a function that says so."""
-    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
-        return True
-    query = getattr(ctypes.CDLL(load_mpi().__file__), "MPIX_Query_cuda_support", None)
-    return query is not None and query() == 1
