@@ -28,6 +28,17 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 
+def undo_point(scheme: RunningScheme[Scheme]) -> Callable[[], None]:
+    """Return a callback that restores all that a synchronization changes."""
+    undo_state, undo_values = scheme.state.undo_point(), scheme.replica.undo_point()
+
+    def undo() -> None:
+        undo_state()
+        undo_values()
+
+    return undo
+
+
 class Died(BaseException):
     """This node has died."""
 
@@ -166,12 +177,15 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """Return the state for a recovering node."""
-        if not (self.scheme.is_synchronized or self.scheme.config.requirements.begins_with_copy):
+        if not (self.scheme.state.is_synchronized or self.scheme.config.requirements.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.state.unsynchronized_steps},
+            "schedule": {
+                **self.scheme.state_dict(shared=True),
+                "unsynchronized_steps": self.scheme.state.unsynchronized_steps,
+            },
         }
 
     def join(self) -> bool:
@@ -300,10 +314,10 @@ class Threads:
         transaction = Transaction(
             membership,
             topology,
-            lambda: rank.scheme.undo_point(),
+            lambda: undo_point(rank.scheme),
             lambda: f"after {rank.scheme.state.steps} steps",
             lambda: rank.scheme.state.steps,
-            lambda: rank.scheme.settle(),
+            lambda: rank.scheme.state.settle(),
         )
         elastic = ElasticRank(rank, name, local, membership, transaction, self)
         yield elastic

@@ -24,7 +24,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
+from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class Rank:
 
     def state(self) -> dict[str, Any]:
         """What a sidecar of a checkpoint holds, through a file."""
-        self.scheme.settle()
+        self.scheme.state.settle()
         return reloaded(
             {
                 "values": [parameter.detach().clone() for parameter in self.parameters],
@@ -357,7 +357,7 @@ def attached(
     else:
         target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
     gradients = gradient_path(
-        scheme.gradients, topology, place.device, wire, piece_bytes=bucket_bytes, first=scheme.first_gradients
+        scheme.gradients, topology, place.device, wire, chunk_bytes=bucket_bytes, first=scheme.first_gradients
     )
     replicas = Replicas(module, [optimizer], bucket_bytes)
     policy = vars(scheme).get("policy_of_test", Policy())
@@ -365,11 +365,11 @@ def attached(
         closing.callback(gradients.close, timeout=1.0)
         own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy))
         closing.callback(own.close, timeout=1.0)
-        if isinstance(gradients, InPhases):
-            gradients.is_first = lambda: own.in_first_phase
+        if isinstance(gradients, PhasedGradients):
+            gradients.is_first = lambda: own.gradients != own.config.gradients
         own.begin_run(epochs, steps)
         if begins_epoch:
-            own.begin_epoch(0, {})
+            own.begin_epoch(0, dict)
         yield Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
 
 
@@ -435,7 +435,7 @@ def run_oracle(
         scheme, trace = rank.scheme, Trace(scheme=rank.scheme)
         for epoch in range(epochs):
             if epoch:
-                scheme.begin_epoch(epoch, {})
+                scheme.begin_epoch(epoch, dict)
             for i in range(steps_per_epoch):
                 rank.train(last=i == steps_per_epoch - 1)
                 trace.after_step.append(rank.values.item())

@@ -29,7 +29,7 @@ from lightning_hiercomm.run.uncounted import UncountedChanges
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
-from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
+from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
@@ -91,7 +91,7 @@ class TrainingRun:
             topology,
             replicas.device,
             self.wire,
-            piece_bytes=replicas.bucket_bytes,
+            chunk_bytes=replicas.bucket_bytes,
             parameters=replicas.module.parameters(),
             first=scheme.first_gradients,
         )
@@ -103,7 +103,7 @@ class TrainingRun:
         contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))
         self.schemes = [scheme.build(context) for context in contexts]
         self._scheme = scheme
-        if isinstance(self.gradients, InPhases):
+        if isinstance(self.gradients, PhasedGradients):
             self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
         self.averaged_model = AveragedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
@@ -136,7 +136,7 @@ class TrainingRun:
     @property
     def gradients_over(self) -> Gradients:
         """The ranks over which gradients are averaged now. The first phase lasts until all optimizers have left it."""
-        phases = (scheme.gradients for scheme in self.schemes if scheme.in_first_phase)
+        phases = (scheme.gradients for scheme in self.schemes if scheme.gradients != scheme.config.gradients)
         return next(phases, self._scheme.gradients)
 
     def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:
@@ -356,16 +356,16 @@ class TrainingRun:
         if self._uncounted is not None:
             self._uncounted.begin(self._known)
 
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         """Start an epoch.
 
         Args:
             epoch: Its number, from 0.
-            metrics: The metrics that the user has logged so far.
+            logged: Returns the metrics that the user has logged, also later in the epoch.
         """
         self._loss_sum, self._loss_count = None, 0
         for scheme in self.schemes:
-            scheme.begin_epoch(epoch, metrics)
+            scheme.begin_epoch(epoch, logged)
         if self.gradient_check is not None:
             self.gradient_check.begin_epoch()
 
@@ -419,8 +419,8 @@ class TrainingRun:
     def note_loss_scale(self, precision: object) -> None:
         """Store the loss scale of the precision's gradient scaler, if it has one, before a backward pass."""
         scaler = getattr(precision, "scaler", None)
-        if scaler is not None and self.gradients.keeps_back:  # reading the scale makes the host wait
-            self.gradients.note_scale(float(scaler.get_scale()))
+        if scaler is not None and self.gradients.has_residuals:  # reading the scale makes the host wait
+            self.gradients.set_scale(float(scaler.get_scale()))
 
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
         """Attempt an optimizer step.
@@ -481,16 +481,6 @@ class TrainingRun:
             scheme.end_epoch(loss)
         if self._uncounted is not None:
             self._uncounted.end_epoch()
-
-    @outside_autocast()
-    def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Give the schemes the logged metrics before a checkpoint or the end of the run. Collective.
-
-        Args:
-            logged: Returns the metrics that the user has logged so far.
-        """
-        for scheme in self.schemes:
-            scheme.record_metrics(logged)
 
     @outside_autocast()
     def finish(self) -> None:
@@ -554,7 +544,7 @@ class TrainingRun:
         """
         if self._last_schedules is not None:
             return self._last_schedules
-        schedules = [scheme.shared_state(together) for scheme in self.schemes]
+        schedules = [scheme.state_dict(shared=True, can_communicate=together) for scheme in self.schemes]
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
                 held, node = schedule["outer"]["state"], self.topology.intra
@@ -643,4 +633,4 @@ def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Map
             " steps, and starts a schedule of its own",
             stacklevel=2,
         )
-    return {**scheme.shared_state(), **{counter: saved[counter] for counter in _COUNTERS}}
+    return {**scheme.state_dict(shared=True), **{counter: saved[counter] for counter in _COUNTERS}}

@@ -83,8 +83,6 @@ class PeriodicAveraging(ParameterSync):
             raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never synchronize")
-        if order not in ("after_step", "before_step"):
-            raise ValueError(f"order={order!r} must be 'after_step' or 'before_step'")
         if node_sync_every is not None and node_sync_every < 1:
             raise ValueError(f"node_sync_every={node_sync_every} must be a positive number of steps, or None")
         if node_sync_every is not None and gradients != "none":
@@ -119,7 +117,7 @@ class PeriodicAveraging(ParameterSync):
     def requirements(self) -> Requirements:
         if self.order == "after_step":
             return super().requirements
-        unequal = "order='before_step' leaves the nodes unequal after a synchronization: take order='after_step'"
+        unequal = "order='before_step' leaves the nodes unequal after a synchronization: use order='after_step'"
         return replace(super().requirements, needs_fixed_nodes=unequal)
 
 
@@ -140,8 +138,8 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
     state: PeriodicState
     state_type = PeriodicState
 
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        super().begin_epoch(epoch, metrics)
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().begin_epoch(epoch, logged)
         self.state.averaged_before_last = False
 
     def before_step(self, last: bool) -> Update | None:
@@ -152,19 +150,19 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
         return self._average_and_step if is_due else None
 
     def _average_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
-        self.average()
-        if optimizer_step is not None and not self.state.was_nonfinite:  # a repaired node's gradients are stale
+        was_excluded = self.average()
+        if optimizer_step is not None and not was_excluded:  # an excluded rank's gradients belong to other parameters
             optimizer_step()
 
     def after_step(self, last: bool) -> None:
         if self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
             self.average()
         elif (every := self.config.node_sync_every) is not None and self.state.step_in_epoch % every == 0:
-            self.guard.average_in_node(self.replica.buckets_of_parameters, self.state.steps)
+            self.guard.average_in_node(self.replica.buckets_of_parameters)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         super().end_epoch(loss)
-        if self.in_first_phase:
+        if self._in_first_phase:
             return
         if self.config.at_epoch_end and self.state.unsynchronized_steps and not self.state.averaged_before_last:
             self.average()

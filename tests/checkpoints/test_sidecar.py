@@ -51,7 +51,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Context
-from lightning_hiercomm.schemes.gradients import Untouched
+from lightning_hiercomm.schemes.gradients import LocalGradients
 
 pytestmark = pytest.mark.pooled
 STEPS = 6  # per epoch
@@ -493,7 +493,7 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if not seen:
-                seen.append(trainer.strategy.schemes[0].shared_state()["outer"]["state"])
+                seen.append(trainer.strategy.schemes[0].state_dict(shared=True)["outer"]["state"])
                 pl_module.report.append(seen[0])
 
     resumed = fit(
@@ -855,7 +855,7 @@ def load(tmp_path):
             module = torch.nn.Linear(2, 2)
             optimizer = torch.optim.Adam(module.parameters())
             topology, scheme = attached(rank, ((0,), (1,)), module)
-            state = sidecar_state(identity, topology, module, [optimizer], [scheme], Untouched(), {}, False)
+            state = sidecar_state(identity, topology, module, [optimizer], [scheme], LocalGradients(), {}, False)
             DurableCheckpointIO().save_checkpoint(state, sidecar_path(tmp_path / "saved.ckpt", rank, identity))
     return run
 

@@ -51,7 +51,7 @@ def test_a_share_of_the_run_is_rounded_to_steps():
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(4, warmup_steps=0.25), DiLoCo(4, warmup_steps=0.25)])
 def test_a_share_of_a_run_of_unknown_length_is_refused(scheme):
-    with pytest.raises(ValueError, match=r"warmup_steps=0\.25 is a share of the run, .*max_steps"):
+    with pytest.raises(ValueError, match=r"warmup_steps=0\.25 is a fraction of the run, .*max_steps"):
         on_nodes(steps(1), scheme, steps=None)
 
 
@@ -133,12 +133,12 @@ def test_nodes_that_have_trained_alone_do_not_begin_a_first_phase(caplog):
         with attached(topology, PeriodicAveraging(8, warmup_steps=6), begins_epoch=False) as rank:
             rank.load(state)
             rank.scheme.begin_run(None, None)
-            return steps(1)(rank).scheme.in_first_phase, rank.values.item()
+            return steps(1)(rank).scheme.phase, rank.values.item()
 
     (first, low), (second, high) = on_ranks(work, ((0,), (1,)))
-    assert (first, second) == (False, False)
+    assert (first, second) == ("training", "training")
     assert low != high
-    assert "goes on without warmup_steps=6" in caplog.text
+    assert "skips warmup_steps=6" in caplog.text
 
 
 def test_a_shorter_phase_ends_where_the_run_goes_on():
@@ -208,5 +208,5 @@ def test_nonfinite_values_in_the_phase_raise_on_all_ranks():
 
 def test_without_the_phase_nothing_of_it_is_saved():
     (rank, *_) = on_nodes(steps(2), PeriodicAveraging(4))
-    assert "first_phase" not in rank.scheme.shared_state()
+    assert "first_phase" not in rank.scheme.state_dict(shared=True)
     assert "warmup_steps" not in repr(PeriodicAveraging(4))

@@ -50,7 +50,7 @@ def training(rank, epochs=1, steps=8, trace=None):
     target = target_of(rank.rank)
     seen = [] if trace is None else trace
     for _ in range(epochs):
-        rank.scheme.begin_epoch(rank.scheme.state.epoch + 1, {})
+        rank.scheme.begin_epoch(rank.scheme.state.epoch + 1, dict)
         for step in range(steps):
             rank.train(lambda x: x - target, last=step == steps - 1)
             seen.append(rank.values)
@@ -147,7 +147,7 @@ def test_a_step_costs_the_bytes_of_the_formula(on_nodes, scheme, models_per_step
             before = rank.meter.snapshot()["inter_bytes"]
             for _ in range(steps):
                 rank.train(torch.ones_like)
-            rank.scheme.settle()
+            rank.scheme.state.settle()
             if measured:
                 sent = torch.tensor(rank.meter.snapshot()["inter_bytes"] - before)
                 rank.topology.intra.all_reduce(sent).wait()

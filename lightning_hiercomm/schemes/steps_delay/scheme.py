@@ -192,12 +192,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
     def phase(self) -> str:  # type: ignore[override]
         return "warm-up" if self.state.steps < self.config.warmup_steps else "delay"
 
-    def synchronize(self) -> None:
-        """Do nothing: there is no other replica."""
-
-    @property
-    def is_synchronized(self) -> bool:
-        return True
+    def after_step(self, last: bool) -> None:
+        self.state.unsynchronized_steps = 0  # there is no other replica
 
     def scalars(self) -> dict[str, float]:
         """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
@@ -282,7 +278,7 @@ class ServedStepsDelay(RunningStepsDelay):
             self._make_dense()
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
-        has_gradient = optimizer_step is not None and self.guard.has_finite_gradients(self.state.steps)
+        has_gradient = optimizer_step is not None and self.guard.has_finite_gradients()
         with torch.no_grad():
             if self.phase == "warm-up":
                 self._step_synchronously(has_gradient)
@@ -304,7 +300,8 @@ class ServedStepsDelay(RunningStepsDelay):
             )
 
     def after_step(self, last: bool) -> None:
-        if self.state.steps <= self.config.warmup_steps:  # this step was in the warm-up
+        was_warming_up = self.state.steps <= self.config.warmup_steps
+        if was_warming_up and not self.replica.buffers and not self.wire.is_lossy:
             self.state.unsynchronized_steps = 0
 
     def finish(self) -> None:
@@ -378,7 +375,7 @@ class ServedStepsDelay(RunningStepsDelay):
             writes.compare(all_parameters=verify)
         if not verify:
             return
-        self.guard.verify(self.state.steps)  # first, because a rank that differs has another cause
+        self.guard.verify()  # first, because a rank that differs has another cause
         if writes is not None and writes.has_found_any and not self.guard.has_warned_of_difference:
             raise RuntimeError(
                 "parameters were changed outside of the optimizer's step (clamping, a mask, a new head). StepsDelay"
@@ -447,21 +444,15 @@ class ServedStepsDelay(RunningStepsDelay):
     @torch.no_grad()
     def synchronize(self) -> None:
         """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
-        self.settle()
+        self.state.settle()
         if self.state.holds_final_weights:
             return
         self._handle_writes(verify=self._writes is not None)
         for bucket, weights in zip(self.server.buckets, self.server.weights(), strict=True):
             bucket.bucket.unpack(weights)
-        self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
+        self.guard.average(self.replica.buckets_of_buffers)
         if self._writes is not None:
             self._writes.remember_shown()
-
-    @property
-    def is_synchronized(self) -> bool:
-        if self.state.holds_final_weights:
-            return True
-        return self.state.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
 
     # ---- state and scalars ---------------------------------------------------------------------------------------
 
@@ -484,7 +475,7 @@ class ServedStepsDelay(RunningStepsDelay):
         super().load_state_dict(state)
 
     def _whole_optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
-        self.settle()
+        self.state.settle()
         return self.server.optimizer_state(only_on)
 
 
