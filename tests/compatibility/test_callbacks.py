@@ -74,7 +74,7 @@ def test_stochastic_weight_averaging(follows_one_device):
 
 
 @pytest.mark.feature("StochasticWeightAveraging")
-def test_stochastic_weight_averaging_collects_batchnorm_statistics_anew(follows_one_device):
+def test_stochastic_weight_averaging_collects_batchnorm_statistics_again(follows_one_device):
     follows_one_device(
         Normalized,
         strategy={"broadcast_buffers": False},
@@ -247,7 +247,7 @@ def test_batch_size_finder_is_refused(fit, scheme):
 
 
 class Watching(pl.Callback):
-    """A callback of the user's sees the agreed parameters when an epoch's validation and the run end."""
+    """A callback of the user's sees the averaged parameters when an epoch's validation and the run end."""
 
     def on_validation_end(self, trainer, pl_module):
         pl_module.report = [*(pl_module.report or []), pl_module.head.bias.item()]

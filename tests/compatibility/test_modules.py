@@ -81,7 +81,7 @@ class Tied(Validated):
 
 
 class Reborn(Validated):
-    """The head begins anew in mid-run, in the middle of an epoch."""
+    """The head begins again in mid-run, in the middle of an epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.trainer.current_epoch == 1 and batch_idx == 2:
@@ -114,10 +114,10 @@ PROGRAMS: dict[str, tuple[Callable[[], pl.LightningModule], Callable[[], list[pl
     "an EMA teacher": (Taught, list),
     "clamped weights": (Clamped, list),
     "tied weights": (Tied, list),
-    "a head that begins anew": (Reborn, list),
+    "a head that begins again": (Reborn, list),
     "weights swapped for validation": (Validated, lambda: [Swaps()]),
 }
-REFUSED = {("steps_delay", "clamped weights"), ("steps_delay", "a head that begins anew")}
+REFUSED = {("steps_delay", "clamped weights"), ("steps_delay", "a head that begins again")}
 """Servers hold the weights, and what is written to a device's own would be lost: tests of StepsDelay have the error."""
 
 
