@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 
 class Stream(IterableDataset):
-    """Every rank takes its share of each step's samples, and nobody knows how many there are."""
+    """Every rank takes its share of each step's samples, of unknown number."""
 
     def __init__(self, data, rank, ranks):
         self.data, self.rank, self.ranks = data, rank, ranks
