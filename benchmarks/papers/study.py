@@ -22,7 +22,6 @@ from benchmarks.papers.paired import difference
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, simulate
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
-SEEDS = 5
 _LOOKS = 20
 
 
@@ -36,7 +35,7 @@ class Setting:
         site: What the virtual clock goes by.
         play: What trains: :func:`~lightning_hiercomm.planning.simulate.simulation.simulate`, or something that it has
             no scheme for.
-        looks: How often the agreed model is judged.
+        looks: How often the averaged model is judged.
     """
 
     key: str
@@ -46,7 +45,7 @@ class Setting:
     looks: int = _LOOKS
 
     def fingerprint(self, seed: int) -> str:
-        """Another one for another experiment: what is kept under it is then done anew."""
+        """Identifies the experiment; stored runs of another one are repeated."""
         text = repr((described(self.make(seed)), unusual(self.site), self.play.__name__, self.looks))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -144,7 +143,7 @@ class Results:
 
     Attributes:
         runs: What :meth:`Setting.run` gave, by key and by seed.
-        extra: What the study computed besides.
+        extra: Other results of the study.
     """
 
     runs: Mapping[str, Mapping[int, Mapping[str, Any]]]
@@ -156,7 +155,7 @@ class Results:
         return Sample({seed: None if run["error"] else of(run) for seed, run in runs.items()})
 
     def accuracy(self, key: str) -> Sample:
-        """Of the agreed model at the end, in percent."""
+        """Of the averaged model at the end, in percent."""
         return self.sample(key, lambda run: 100 * float(run["points"][-1][2]))
 
     def best(self, key: str) -> Sample:
@@ -170,19 +169,6 @@ class Results:
     def seconds(self, key: str) -> Sample:
         """That the run would have taken on the site."""
         return self.sample(key, lambda run: float(run["points"][-1][1]))
-
-    def seconds_to(self, key: str, percent: Callable[[int], float]) -> Sample:
-        """Until an accuracy was first reached, on the site; seeds that never do count as failed.
-
-        Args:
-            key: Of the setting.
-            percent: The accuracy, by seed.
-        """
-        found: dict[int, float | None] = {}
-        for seed, run in self.runs.get(key, {}).items():
-            reached = (point[1] for point in run["points"] if 100 * point[2] >= percent(seed) - 1e-9)
-            found[seed] = next(reached, None)
-        return Sample(found)
 
     def best_of(self, keys: Sequence[str]) -> str:
         """The key with the highest mean accuracy at the end among those that never diverged, if there are any."""
@@ -205,10 +191,10 @@ class Study:
         title: Of the section.
         source: The paper, with the tables and figures that this follows, and what is played here in their place.
         settings: Makes them all.
-        report: Markdown: tables beside the paper's numbers, and what follows from them.
+        report: Markdown: tables with the paper's numbers, and conclusions.
         draw: Makes the figure.
         left_out: What of the paper is not here, and why.
-        compute: What no seeds are needed for; kept beside the runs.
+        compute: Results without seeds, stored with the runs.
     """
 
     number: str
@@ -261,7 +247,7 @@ def collect(
         path: Of the JSON file.
         seeds: Of every setting.
         processes: That train at the same time.
-        about: Kept beside the results.
+        about: Stored with the results.
         play: Finds the study in another process. Default: all is done in this one.
     """
     known = known_results(study, path)
@@ -270,9 +256,9 @@ def collect(
 
     def keep() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps({**about, "extra": extra, "runs": runs}, separators=(",", ":")) + "\n")
-        os.replace(beside, path)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({**about, "extra": extra, "runs": runs}, separators=(",", ":")) + "\n")
+        os.replace(temporary, path)
 
     missing = [(key, seed) for seed in range(seeds) for key in study.by_key if seed not in runs[key]]
     for done, (key, seed, run) in enumerate(_played(study, missing, processes, play), 1):
@@ -289,7 +275,7 @@ def _played(
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Every run as it ends; in this process if one is enough."""
     if processes < 2 or len(missing) < 2 or play is None:
-        torch.set_num_threads(1)  # as where other processes train beside it
+        torch.set_num_threads(1)  # other processes train at the same time
         for key, seed in missing:
             yield key, seed, study.by_key[key].run(seed)
         return

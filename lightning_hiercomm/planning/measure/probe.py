@@ -1,4 +1,4 @@
-"""Measures a cluster: collectives inside and between nodes, and a training step of every rank."""
+"""Measure a cluster: collectives inside and between nodes, and a training step of every rank."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.planning.cluster import Algorithm, Cluster, CostCurve, Link, Move, Workload
+from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Collective, CostCurve, Link, Workload
 from lightning_hiercomm.planning.measure.contention import measure_contention
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
 from lightning_hiercomm.planning.measure.steps import LEAST_STEPS, StepTimes
-from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch, Timing
+from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch
 from lightning_hiercomm.planning.predict.node import Node
 
 _SIZES = (2**16, 2**20, 2**22)
 _WITH_GRADIENTS = (*_SIZES, 2**24)  # DDP's buckets are larger than ours
-_INTRA: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-_INTER: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
+_INTRA: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_INTER: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
 _AVERAGED_STEPS = 10  # steps with averages take as long as this number of kinds and sizes of collectives
-_COPIED = 2**25  # bytes: more than caches hold
+_COPIED = 2**25  # bytes, more than caches hold
 
 
 class Train(Protocol):
@@ -60,14 +60,14 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     copying = share.uncrowded(watch.copy(_COPIED))
     say(f"copying: {_COPIED / copying.seconds / 1e9:.1f} GB/s on every rank")
 
-    def link(name: str, group: Communicator | None, members: int, sharing: int, moves: tuple[Move, ...]) -> Link:
+    def link(name: str, group: Communicator | None, members: int, sharing: int, kinds: tuple[Collective, ...]) -> Link:
         sizes = _WITH_GRADIENTS if name != "between nodes" else _SIZES
-        curves: dict[Move, CostCurve] = {}
-        for move in moves if members > 1 else ():
-            curve = curves[move] = watch.curve(group, members, sharing, move, sizes, share)
+        curves: dict[Collective, CostCurve] = {}
+        for kind in kinds if members > 1 else ():
+            curve = curves[kind] = watch.curve(group, members, sharing, kind, sizes, share)
             (_, latency, _), *_, (sent, longest, _) = curve.points
             rate = sharing * sent / longest * 8 / 1e9
-            say(f"{name}, {move.replace('_', '-')}: {latency * 1e6:.0f} us, {rate:.3g} Gbit/s")
+            say(f"{name}, {kind.replace('_', '-')}: {latency * 1e6:.0f} us, {rate:.3g} Gbit/s")
         return _link(curves, "halving" if ranks.backend == "nccl" else "ring")
 
     smallest = topology.num_shards
@@ -109,16 +109,12 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     )
 
 
-def _timing(step: StepTimes) -> Timing:
-    return Timing(step.seconds, step.processor_seconds, step.queued_seconds)
-
-
 def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes]) -> ProcessorShare:
     if ranks.device.type != "cpu":
         return ProcessorShare(None, ranks.topology.num_shards)
     threads = torch.get_num_threads()
     shares = [
-        ProcessorShare.found(its, [_timing(steps[rank]) for rank in node], threads)
+        ProcessorShare.found(its, [steps[rank].timing for rank in node], threads)
         for node, its in zip(ranks.topology.nodes, cores, strict=True)
     ]
     crowded = [share for share in shares if share.processors is not None]
@@ -127,7 +123,7 @@ def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes])
 
 def _workload(steps: list[StepTimes], share: ProcessorShare, device: torch.device) -> Workload:
     """Return the slowest rank's step, as it would be on processors of its own."""
-    alone = [share.uncrowded_step(_timing(step), torch.get_num_threads()) for step in steps]
+    alone = [share.uncrowded_step(step.timing, torch.get_num_threads()) for step in steps]
     slowest, timing = max(zip(steps, alone, strict=True), key=lambda pair: pair[1].seconds)
     shorter = timing.seconds / slowest.seconds
     return Workload(
@@ -171,7 +167,7 @@ def _averaging(cluster: Cluster, workload: Workload, seconds: float) -> float:
     return unexplained * min(1.0, cluster.processors / (cluster.ranks_per_node * workload.threads))
 
 
-def _link(curves: dict[Move, CostCurve], algorithm: Algorithm) -> Link:
+def _link(curves: dict[Collective, CostCurve], algorithm: Algorithm) -> Link:
     """Summarize curves as a link with a latency and a bandwidth."""
     if not curves:
         return Link(float("inf"), algorithm=algorithm)
