@@ -112,7 +112,7 @@ def put(rank: Rank, state: Mapping[str, Any]) -> None:
     rank.optimizer.load_state_dict(state["optimizer"])
     rank.scheme.follow(rank.replica())
     rank.scheme.load_state_dict(state["schedule"])
-    reference = state["schedule"].get("last_agreed")
+    reference = state["schedule"].get("reference")
     if reference is not None:
         tensors = rank.scheme.reference._tensors(rank.scheme.replica)  # noqa: SLF001
         rank.scheme.reference.set_values(dict(zip(map(id, tensors), reference, strict=True)))

@@ -28,6 +28,17 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 
+def undo_point(scheme: RunningScheme[Scheme]) -> Callable[[], None]:
+    """Return a callback that restores all that a synchronization changes."""
+    undo_state, undo_values = scheme.state.undo_point(), scheme.replica.undo_point()
+
+    def undo() -> None:
+        undo_state()
+        undo_values()
+
+    return undo
+
+
 class Died(BaseException):
     """This node is no more."""
 
@@ -166,7 +177,7 @@ class ElasticRank:
 
     def state(self) -> dict[str, Any] | None:
         """What heals another node."""
-        if not (self.scheme.is_synchronized or self.scheme.config.requirements.begins_with_copy):
+        if not (self.scheme.state.is_synchronized or self.scheme.config.requirements.begins_with_copy):
             return None
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
@@ -300,10 +311,10 @@ class Threads:
         transaction = Transaction(
             membership,
             topology,
-            lambda: rank.scheme.undo_point(),
+            lambda: undo_point(rank.scheme),
             lambda: f"after {rank.scheme.state.steps} steps",
             lambda: rank.scheme.state.steps,
-            lambda: rank.scheme.settle(),
+            lambda: rank.scheme.state.settle(),
         )
         elastic = ElasticRank(rank, name, local, membership, transaction, self)
         yield elastic

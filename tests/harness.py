@@ -223,7 +223,7 @@ class Rank:
 
     def state(self) -> dict[str, Any]:
         """What a sidecar of a checkpoint holds, through a file."""
-        self.scheme.settle()
+        self.scheme.state.settle()
         return reloaded(
             {
                 "values": [parameter.detach().clone() for parameter in self.parameters],
@@ -366,7 +366,7 @@ def attached(
         own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy))
         closing.callback(own.close, timeout=1.0)
         if isinstance(gradients, InPhases):
-            gradients.is_first = lambda: own.in_first_phase
+            gradients.is_first = lambda: own.gradients != own.config.gradients
         own.begin_run(epochs, steps)
         if begins_epoch:
             own.begin_epoch(0, {})

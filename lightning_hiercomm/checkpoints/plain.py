@@ -147,7 +147,7 @@ class Checkpoints:
         identity, path = share((secrets.token_hex(8), str(filepath)))
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
-            scheme.settle()
+            scheme.state.settle()
         run.has_saved_own_values = True
         state = partial(
             sidecar_state,

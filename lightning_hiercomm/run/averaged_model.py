@@ -97,7 +97,7 @@ class AveragedModel:
         """Whether the module holds the averaged parameters, as far as this rank can tell alone."""
         if self._depth > 0:
             return True
-        if not all(scheme.is_synchronized for scheme in self._schemes) or self._replicas.of_no_scheme(self._held):
+        if not all(scheme.state.is_synchronized for scheme in self._schemes) or self._replicas.of_no_scheme(self._held):
             return False
         return self._topology.may_grow or not any(scheme.replica.buffers for scheme in self._schemes)
 
@@ -147,7 +147,7 @@ class AveragedModel:
             self.barrier()
             self.compare_shapes()
             for scheme in self._schemes:
-                scheme.settle()  # may give back memory, before a copy takes some
+                scheme.state.settle()  # may give back memory, before a copy takes some
             self._remember_own()
             self._synchronize()
             averaged = [s.replica.buffers for s, own in zip(self._schemes, self._own, strict=True) if own is None]
@@ -178,8 +178,8 @@ class AveragedModel:
         self._own = []
         for scheme in self._schemes:
             replica = scheme.replica
-            versions = () if scheme.is_synchronized else [version_of(tensor) for tensor in replica.tensors]
-            self._own.append(None if scheme.is_synchronized else [*map(_Own, replica.snapshot(), versions)])
+            versions = () if scheme.state.is_synchronized else [version_of(tensor) for tensor in replica.tensors]
+            self._own.append(None if scheme.state.is_synchronized else [*map(_Own, replica.snapshot(), versions)])
 
     def _synchronize(self) -> None:
         for scheme, owns in zip(self._schemes, self._own, strict=True):

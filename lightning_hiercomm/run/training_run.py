@@ -136,7 +136,7 @@ class TrainingRun:
     @property
     def gradients_over(self) -> Gradients:
         """The ranks over which gradients are averaged now. The first phase lasts until all optimizers have left it."""
-        phases = (scheme.gradients for scheme in self.schemes if scheme.in_first_phase)
+        phases = (scheme.gradients for scheme in self.schemes if scheme.gradients != scheme.config.gradients)
         return next(phases, self._scheme.gradients)
 
     def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:

@@ -37,7 +37,7 @@ class AllReduce(Scheme):
     def requirements(self) -> Requirements:
         return replace(
             super().requirements,
-            needs_fixed_nodes="AllReduce lets all nodes wait for each other at every step, so none may leave: take"
+            needs_fixed_nodes="AllReduce waits for all nodes at every step, so none may leave: use"
             " PeriodicAveraging or DiLoCo",
         )
 
@@ -49,7 +49,7 @@ class RunningAllReduce(RunningScheme[AllReduce]):
         self._after_synchronous_step()
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        self.guard.verify(self.state.steps)
+        self.guard.verify()
         self._check_parameters()
 
     def _write_mean(self) -> bool:

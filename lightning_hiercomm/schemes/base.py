@@ -70,11 +70,11 @@ class Scheme(Value):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in vars(cls):
-            if name in _OF_WHAT_RUNS:
+            if name in _MEMBERS_OF_RUNNING_SCHEME:
                 kind = "RunningScheme" if cls.__bases__ == (Scheme,) else f"Running{cls.__bases__[0].__name__}"
                 raise TypeError(
-                    f"{cls.__name__}.{name} is of what runs, and would never be called: put it into a {kind}, and let"
-                    f" {cls.__name__}.build return that"
+                    f"{cls.__name__}.{name} would never be called: define it in a {kind}, and return that from"
+                    f" {cls.__name__}.build"
                 )
 
     def build(self, context: Context) -> RunningScheme[Scheme]:
@@ -93,12 +93,12 @@ class Scheme(Value):
         """The scheme's requirements of a run; subclasses change them by :func:`dataclasses.replace`."""
         kind = type(self).__name__
         alone = (
-            f"{kind}(gradients='none') lets every rank train a whole model by itself, but the ranks of a node hold"
-            " shards of one: use gradients='node'"
+            f"{kind}(gradients='none') trains a whole model on every rank, but the ranks of a node hold shards of one:"
+            " use gradients='node'"
         )
         return Requirements(
             needs_whole_parameters=alone if self.gradients == "none" else None,
-            needs_fixed_nodes=f"{kind} is not made for nodes that come and go: take PeriodicAveraging or DiLoCo",
+            needs_fixed_nodes=f"{kind} does not support nodes that leave and join: use PeriodicAveraging or DiLoCo",
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -108,9 +108,6 @@ class Scheme(Value):
             nodes: The number of nodes.
             steps_of_epoch: Optimizer steps of an epoch; fractional if the last step accumulates fewer batches.
             steps: Optimizer steps of the run; infinite if that is not known.
-
-        Yields:
-            Warnings.
 
         Raises:
             ValueError: If the scheme cannot train in such a run.
@@ -126,7 +123,8 @@ class RunningScheme(Generic[S]):
 
     1. :meth:`begin_run`; for every epoch :meth:`begin_epoch`, :meth:`step` for every attempt of the optimizer to step,
        :meth:`end_epoch`; and :meth:`finish`.
-    2. Between any two of these: :meth:`synchronize`, and :meth:`follow` when other parameters are to be trained.
+    2. Between any two of these: :meth:`synchronize`, :meth:`state_dict`, and :meth:`follow` when other parameters are
+       trained.
     3. :meth:`close`, once.
 
     A new scheme overrides :meth:`after_step`, or another hook in the section "for schemes" below. Everything that
@@ -139,7 +137,7 @@ class RunningScheme(Generic[S]):
     Attributes:
         config: The configuration.
         state: Everything that changes during a run: counters, phases, pending exchanges.
-        state_type: Its dataclass.
+        state_type: The dataclass of :attr:`state`.
         gradients: The ranks over which gradients are averaged in the present phase.
         phase: The name of the present phase, for progress bars.
         replica: The parameters (and float buffers) that are synchronized.
@@ -164,11 +162,11 @@ class RunningScheme(Generic[S]):
         self.wire = context.wire
         self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
         can_skip = config.gradients != "world"
+        self.state = self._new_state()
         self.guard = NonFiniteGuard(
-            self.replica, topology, context.optimizer, context.policy, can_skip, self.is_alone, self.wire
+            self.replica, topology, context.optimizer, context.policy, self.state, can_skip, self.is_alone, self.wire
         )
         self.guard.follow(self.replica)
-        self.state = self._new_state()
         self.backgrounds: list[Background] = []
 
     # ---- a run ---------------------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ class RunningScheme(Generic[S]):
         Returns:
             What ``run`` returns.
         """
-        state, is_synchronous = self.state, self.in_first_phase
+        state, is_synchronous = self.state, self._in_first_phase
         update = None if is_synchronous else self.before_step(last)
         with nullcontext() if update is None else in_place_of_step(self._required_optimizer, update):
             result = run()
@@ -260,23 +258,14 @@ class RunningScheme(Generic[S]):
 
     # ---- the averaged model --------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Wait for pending exchanges, and keep the received values for their scheduled merge."""
-        self.state.settle()
-
     def synchronize(self) -> None:
         """Write the averaged parameters to the replica: the weighted mean over all ranks.
 
         The caller keeps a snapshot if training is to continue from each rank's own values.
         """
-        self.settle()
-        if self.state.unsynchronized_steps:
+        self.state.settle()
+        if not self.state.is_synchronized:
             self.topology.synchronize(self._write_mean)
-
-    @property
-    def is_synchronized(self) -> bool:
-        """Whether :meth:`synchronize` would change nothing."""
-        return self.state.unsynchronized_steps == 0
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +282,7 @@ class RunningScheme(Generic[S]):
         return {"scheme": type(self.config).__name__, **self.state.saved(Scope.SHARED)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state, except for the replica's values. Collective; call :meth:`settle` first."""
+        """Return all state, except for the replica's values. Collective; call ``state.settle()`` first."""
         state = {**self.shared_state(), **self.state.saved(Scope.LOCAL)}
         of_optimizer = self.guard.state_dict()
         return {**state, "optimizer_average": of_optimizer} if of_optimizer else state
@@ -302,17 +291,6 @@ class RunningScheme(Generic[S]):
         """Restore :meth:`state_dict`, or :meth:`shared_state`: then all ranks resume from the averaged parameters."""
         self.state.load(state)
         self.guard.load_state_dict(state.get("optimizer_average", {}))
-
-    def undo_point(self) -> Callable[[], None]:
-        """Store all state that a synchronization changes; return a callback that restores it. Not collective."""
-        undo_values, undo_state, nonfinite = self.replica.undo_point(), self.state.undo_point(), self.guard.nonfinite
-
-        def undo() -> None:
-            undo_values()
-            undo_state()
-            self.guard.nonfinite = nonfinite
-
-        return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
         """Prepare for a change of nodes; return a function to call after it. Collective over the node."""
@@ -355,26 +333,18 @@ class RunningScheme(Generic[S]):
     def after_step(self, last: bool) -> None:
         """Launch, collect or merge exchanges by the schedule; called after the user's step is counted."""
 
-    def average(self) -> None:
-        """Replace the replica by the weighted mean over all ranks and continue training from it; blocks."""
-        if self._write_mean():
-            self.guard.begin_optimizer_anew()
-        self.guard.average_optimizer_state()
-        self.state.unsynchronized_steps = 0
-        self.state.synchronizations += 1
-
     def _write_mean(self) -> bool:
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
 
         Returns:
             Whether this rank was non-finite and received the others' mean: see :meth:`NonFiniteGuard.repair`.
         """
-        if self.in_first_phase:
+        if self._in_first_phase:
             return self._write_mean_of_buffers()
-        return self.guard.average(self.replica.buckets, self.state.steps)
+        return self.guard.average(self.replica.buckets)
 
     @property
-    def in_first_phase(self) -> bool:
+    def _in_first_phase(self) -> bool:
         """Whether gradients are averaged over more ranks than later."""
         return self.gradients != self.config.gradients
 
@@ -387,11 +357,11 @@ class RunningScheme(Generic[S]):
             self._check_parameters()
 
     def _write_mean_of_buffers(self) -> bool:
-        return self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
+        return self.guard.average(self.replica.buckets_of_buffers)
 
     def _check_parameters(self) -> None:
         if not self.is_alone:
-            self.guard.look(self.replica.buckets_of_parameters, self.state.steps)
+            self.guard.check(self.replica.buckets_of_parameters)
 
     def _new_background(self, waits_for_nodes: bool = True) -> Background:
         """Make a thread (or stream) that overlaps with training, which :meth:`close` ends; for constructors.
@@ -417,8 +387,6 @@ def _held_by_ranks(replica: Replica, config: Scheme) -> Replica:
     return replica if replica.equal_in_node == is_equal else replica.of_ranks_that_differ()
 
 
-_OF_WHAT_RUNS = {
-    *(name for name in vars(RunningScheme) if not name.startswith("_") and name not in vars(Scheme)),
-    *("attach", "open", "has_update", "update"),  # when a scheme and what runs by it were one class
+_MEMBERS_OF_RUNNING_SCHEME = {
+    name for name in vars(RunningScheme) if not name.startswith("_") and name not in vars(Scheme)
 }
-"""Public names of :class:`RunningScheme`, which a :class:`Scheme` must not define."""

@@ -19,7 +19,6 @@ from lightning_hiercomm.schemes.guard import NonFiniteGuard
 from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
 from lightning_hiercomm.schemes.reducers.base import Reducer
-from lightning_hiercomm.schemes.reducers.graphs import Graph
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
 from lightning_hiercomm.schemes.reference import ReferenceParameters
@@ -28,26 +27,28 @@ if TYPE_CHECKING:
     from lightning_hiercomm.schemes.parameter_sync import ParameterSync, SyncState
 
 
+ALL_REDUCERS: dict[str, type[ShardedAllReduce]] = {"sharded": ShardedAllReduce, "leader": LeaderAllReduce}
+"""The reducers over all nodes, by name."""
+
+
 class Exchanger:
     """Exchanges fragments of a replica with other nodes, waited for or overlapped with training.
 
-    All collectives between nodes, waited for or not, use the same duplicated communicators, in the order of the
-    program.
+    All collectives between nodes use the same duplicated communicators, in the order of the program.
 
     Args:
         config: The fragments, the reducer and the merge.
         state: Counters and pending exchanges, which it changes.
-        reference: The reference parameters, which it steps.
-        guard: Repairs exchanges of which a rank is non-finite.
+        reference: The reference parameters, which it updates.
+        guard: Repairs exchanges from which a rank is excluded.
         topology: The nodes.
-        wire: What travels between them.
+        wire: The encoding between nodes.
         inbound: The background thread that completes exchanges.
-        outbound: The background thread on which values that differ inside a node leave it.
+        outbound: The background thread that sends values which differ inside a node.
 
     Attributes:
-        fragments: The model's fragments, each by the indexes of its buckets.
+        fragments: The model's fragments, each given by the indexes of its buckets.
         reducer: Averages the buckets of all fragments.
-        merge: What a node does with the average.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Exchanger:
     # ---- fragments and reducers ----------------------------------------------------------------------------------
 
     def cut(self, replica: Replica) -> None:
-        """Cut a replica into fragments, from its present values. Collective."""
+        """Cut a replica into fragments. Collective."""
         self._replica = replica
         self._second = self._opened_second(self._second)
         if self._is_alone:
@@ -99,7 +100,7 @@ class Exchanger:
         self._reference.follow(self.reducer)
 
     def _opened_second(self, second: Topology | None) -> Topology | None:
-        """Duplicate the communicators again, if a codec that does not add needs them for its second round."""
+        """Duplicate the communicators again, if averages have a second round that overlaps with training."""
         dtypes, topology, staleness = self._replica.dtypes, self._topology, self._config.staleness
         has_rounds = not self._wire.codec.adds or any(map(is_short, dtypes))
         has_rounds |= staleness > 0 and bool(self._buffers_with_parameters)
@@ -111,7 +112,7 @@ class Exchanger:
 
     def _new_reducer(self, buckets: list[Bucket], wire: Wire) -> Reducer:
         config, state, guard = self._config, self._state, self._guard
-        if isinstance(config.reducer, Graph):
+        if not isinstance(config.reducer, str):
             return NeighborExchange(
                 buckets,
                 config.reducer,
@@ -119,14 +120,13 @@ class Exchanger:
                 self._through,
                 self._inbound,
                 wire,
-                # by steps, a graph that repeats might take the same of its turns at every synchronization
+                # counting steps, a periodic graph could select the same neighbors at every synchronization
                 turn=lambda: 1 + state.fragments_sent // max(1, len(self.fragments)),
-                average_in_node=lambda leaving: guard.average_in_node(leaving, state.steps),
+                average_in_node=guard.average_in_node,
                 update_reference=self._reference.update,
-                look=lambda leaving: guard.look(leaving, state.steps),
+                look=guard.check,
             )
-        all_reduce = LeaderAllReduce if config.reducer == "leader" else ShardedAllReduce
-        return all_reduce(
+        return ALL_REDUCERS[config.reducer](
             self._replica,
             self._topology,
             wire,
@@ -140,13 +140,13 @@ class Exchanger:
 
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
-        """Float buffers that are reduced with the parameters whenever training waits for all of them."""
+        """Float buffers that are reduced with the parameters whenever training waits for all fragments."""
         is_apart = self._reference.merge.keeps_reference or not self._config.averages_all_nodes
         return [] if is_apart else self._replica.buckets_of_buffers
 
     @property
     def all_fragments(self) -> Sequence[int]:
-        """All fragments of the model."""
+        """The indexes of all fragments."""
         return range(len(self.fragments))
 
     def _buckets_of(self, fragments: Sequence[int]) -> list[int]:
@@ -154,13 +154,17 @@ class Exchanger:
 
     def average_buffers(self) -> None:
         """Replace float buffers by their mean over all ranks; blocks."""
-        if self._replica.buffers and self._guard.average(self._replica.buckets_of_buffers, self._state.steps):
-            self._guard.begin_optimizer_anew()
+        if self._replica.buffers and self._guard.average(self._replica.buckets_of_buffers):
+            self._guard.reset_optimizer_state()
 
     # ---- waited for ----------------------------------------------------------------------------------------------
 
-    def run(self, fragments: Sequence[int]) -> None:
-        """Exchange fragments, merge them, and wait for it; float buffers, too, if those are all."""
+    def run(self, fragments: Sequence[int]) -> bool:
+        """Exchange fragments, and float buffers if these are all fragments; wait for them and merge them.
+
+        Returns:
+            Whether this rank was excluded, because it was non-finite, and received the others' mean.
+        """
         state, is_all = self._state, len(fragments) == len(self.fragments)
         if is_all:
             state.pending.drop()
@@ -169,14 +173,14 @@ class Exchanger:
         state.fragments_sent += len(fragments)
         if is_all and not self._buffers_with_parameters:
             self.average_buffers()
-        self._recover(
-            self.reducer, verdict, indexes
-        )  # last: it sets which ranks the optimizer's state is averaged over
+        # after the buffers, because it sets the ranks over which the optimizer's state is averaged
+        was_excluded = self._recover(self.reducer, verdict, indexes)
         self._end_round(fragments)
         state.synchronizations += 1
         if is_all and self._reference.merge.makes_equal and self._config.averages_all_nodes:
             state.unsynchronized_steps = 0
             self._guard.average_optimizer_state()
+        return was_excluded
 
     def _take(self, bucket: Bucket, mean: Tensor) -> None:
         if any(bucket is of_buffers for of_buffers in self._replica.buckets_of_buffers):
@@ -189,17 +193,17 @@ class Exchanger:
     def overlap(self, arrived: PendingExchange | None, leaving: Sequence[int], staleness: int) -> None:
         """Merge an exchange that is due, and start the next.
 
-        Bucket by bucket: the first of the next are sent when the last that are due are still on the link. Earlier ones
-        would take their share of the link from those that training waits for.
+        Its first buckets are sent while the last ones that are due are still on the link. Sent earlier, they would
+        delay those for which training waits.
 
         Args:
-            arrived: Due now, if any.
-            leaving: The fragments of the next.
-            staleness: Steps until that is due.
+            arrived: The exchange that is due now, if any.
+            leaving: The fragments of the next exchange.
+            staleness: Steps until the next exchange is due.
         """
         state = self._state
-        self._guard.verify(state.steps)
-        if arrived is not None and arrived.verdict.is_nonfinite:  # what leaves now is what it is repaired to
+        self._guard.verify()
+        if arrived is not None and arrived.verdict.is_nonfinite:  # repaired values are sent, so they are merged first
             self._merge_up_to(None, arrived)
         sent = self._begin(leaving, staleness) if leaving else None
         indexes = [] if arrived is None else [each.index for each in arrived.buckets]
@@ -223,16 +227,16 @@ class Exchanger:
     def overlap_elastic(
         self, arrived: PendingExchange | None, leaving: Sequence[int], staleness: int, admits: bool
     ) -> None:
-        """The same where nodes come and go, in a quorum each for what is merged and what is sent.
+        """Do as :meth:`overlap` where nodes leave and join: merge in one quorum, and send in another.
 
         If the nodes have changed since an exchange was sent, or it has not arrived everywhere, it is lost: its updates
-        of the reference parameters are undone, and the present nodes synchronize their present parameters and wait.
+        of the reference parameters are undone, and the present nodes synchronize their current parameters and wait.
 
         Args:
-            arrived: As for :meth:`overlap`.
-            leaving: Likewise.
-            staleness: Likewise.
-            admits: Whether a node may join when ``arrived`` is merged: nothing is in flight then.
+            arrived: The exchange that is due now, if any.
+            leaving: The fragments of the next exchange.
+            staleness: Steps until the next exchange is due.
+            admits: Whether a node may join when ``arrived`` is merged, because no exchange is pending then.
         """
         pending = self._state.pending
         if arrived is not None:
@@ -267,7 +271,7 @@ class Exchanger:
             exchange.buckets.append(self._overlapped.start(index, self._inbound, needs_sent, self._outbound))
 
     def _merge_up_to(self, last: int | None, arrived: PendingExchange) -> None:
-        """Merge the buckets that are left of an exchange, in their order, up to one of them, or all."""
+        """Merge the remaining buckets of an exchange in their order, up to and including bucket ``last``, or all."""
         while arrived.buckets:
             pending = arrived.buckets.popleft()
             pending.arrived.wait()
@@ -281,7 +285,7 @@ class Exchanger:
                 return
 
     def drop_pending(self) -> None:
-        """Drop pending exchanges, but count their rounds: their outer steps were taken."""
+        """Drop pending exchanges, but count their rounds, because their outer steps were taken."""
         pending = self._state.pending
         pending.settle()
         for dropped in pending.exchanges:
@@ -290,24 +294,22 @@ class Exchanger:
 
     # ---- for both ------------------------------------------------------------------------------------------------
 
-    def _recover(self, reducer: Reducer, verdict: Verdict, indexes: Sequence[int]) -> None:
-        """Repeat a flagged exchange without the ranks that cannot send, on present values; wait for it.
+    def _recover(self, reducer: Reducer, verdict: Verdict, indexes: Sequence[int]) -> bool:
+        """Repeat an exchange that was flagged, with current values and without the ranks that cannot send; blocks.
 
-        Args:
-            reducer: Of the exchange.
-            verdict: Likewise.
-            indexes: Its buckets.
+        Returns:
+            Whether this rank was excluded, because it was non-finite, and received the others' mean.
         """
-        state, reference = self._state, self._reference
-        state.was_nonfinite = verdict.is_nonfinite  # and repaired by its neighbors
+        pending, reference = self._state.pending, self._reference
+        was_excluded = verdict.is_nonfinite  # its neighbors have sent their values already
         if verdict.is_flagged():
-            state.pending.settle()  # what follows uses the communicators of what has just left
+            pending.settle()  # the repair uses the communicators of pending exchanges
             if not reference.merge.keeps_reference:
-                state.pending.drop()  # it left from values that the nodes are about to lose
-            repair = self._guard.repair
-            state.was_nonfinite = repair(reducer, indexes, state.steps, self._take, reference.update)
-        if state.was_nonfinite:
-            self._guard.begin_optimizer_anew()
+                pending.drop()  # their values are about to be replaced
+            was_excluded = self._guard.repair(reducer, indexes, self._take, reference.update)
+        if was_excluded:
+            self._guard.reset_optimizer_state()
+        return was_excluded
 
     def _end_round(self, fragments: Sequence[int], arriving: PendingExchange | None = None) -> None:
         """Step the outer scheduler when all fragments have arrived again."""
@@ -320,7 +322,7 @@ class Exchanger:
         return bool(fragments) and fragments[-1] == len(self.fragments) - 1
 
     def pending_rounds(self) -> int:
-        """Return how many rounds of all fragments end with pending exchanges."""
+        """Return the number of rounds of all fragments that end with pending exchanges."""
         return sum(self._ends_round(each.fragments) for each in self._state.pending.exchanges)
 
     def _next_turn(self) -> int:

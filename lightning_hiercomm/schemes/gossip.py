@@ -162,6 +162,15 @@ class GossipState(SchemeState):
     def settle(self) -> None:
         self.pending.settle()
 
+    def undo_point(self) -> Callable[[], None]:
+        undo_fields = super().undo_point()
+
+        def undo() -> None:
+            self.pending.drop()
+            undo_fields()
+
+        return undo
+
 
 class RunningGossip(RunningScheme[Gossip]):
     """Run gossip: exchange and merge segments at every step."""
@@ -219,7 +228,7 @@ class RunningGossip(RunningScheme[Gossip]):
         ]
         weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
         buckets = [bucket for bucket, _ in weighted]
-        return self.guard.average(buckets, self.state.steps, lambda index: weighted[index][1])
+        return self.guard.average(buckets, lambda index: weighted[index][1])
 
     def finish(self) -> None:
         super().finish()
@@ -264,8 +273,8 @@ class RunningGossip(RunningScheme[Gossip]):
         Segments are sent one by one, so that sending, packing and broadcasting inside the node overlap.
         """
         if self.state.steps % _VERIFY_EVERY == 0:  # a difference persists, so later checks find it too
-            self.guard.verify(self.state.steps)
-        is_nonfinite = self.guard.look(self._segments, self.state.steps)
+            self.guard.verify()
+        is_nonfinite = self.guard.check(self._segments)
         verdict = Verdict(is_nonfinite=bool(is_nonfinite))
         exchange = self.state.pending.start(
             self.state.steps, self.state.steps + int(self.config.overlap), verdict=verdict
@@ -299,7 +308,7 @@ class RunningGossip(RunningScheme[Gossip]):
             self.state.synchronizations += 1
             was_nonfinite |= exchange.verdict.is_nonfinite
         if was_nonfinite:
-            self.guard.begin_optimizer_anew()
+            self.guard.reset_optimizer_state()
         return was_nonfinite
 
     # ---- state and logged values ---------------------------------------------------------------------------------
@@ -327,15 +336,6 @@ class RunningGossip(RunningScheme[Gossip]):
         super().load_state_dict(state)
         if saved is None:
             self.state.weights = expected
-
-    def undo_point(self) -> Callable[[], None]:
-        undo_values = super().undo_point()
-
-        def undo() -> None:
-            self.state.pending.drop()
-            undo_values()
-
-        return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
         go_on, own = super().before_nodes_change(), self.own_weights

@@ -1,4 +1,4 @@
-"""Checks and repairs of one optimizer's replica: non-finite values, and ranks that differ."""
+"""Checks and repairs of one optimizer's replica: non-finite values, and ranks of a node that differ."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
     OnNonfinite,
-    begin_state_anew,
     describe,
     is_unfit,
+    reset_nonfinite_state,
     values_of,
 )
 from lightning_hiercomm.schemes.health.preflight import Preflight
@@ -29,6 +29,7 @@ from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, Verif
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, among, average_in_node
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
+from lightning_hiercomm.schemes.state import SchemeState
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class NonFiniteGuard:
         topology: The nodes.
         optimizer: The user's, of the replica's parameters.
         policy: The user's settings.
+        state: The state of the scheme, whose exclusions are counted here.
         can_skip: Whether a node can be excluded; error messages then recommend it.
         is_alone: Whether there is no other replica.
         wire: The encoding of parameters and optimizer state between nodes.
@@ -73,7 +75,6 @@ class NonFiniteGuard:
     Attributes:
         policy: The user's settings.
         replica: The current parameters and buffers: see :meth:`follow`.
-        nonfinite: The number of synchronizations or steps from which a rank was excluded.
         has_healed: Whether this rank, perhaps non-finite, has received finite parameters; the reader clears it.
         has_warned_of_difference: Whether ranks of the node are known to differ.
     """
@@ -84,21 +85,22 @@ class NonFiniteGuard:
         topology: Topology,
         optimizer: Optimizer | None,
         policy: Policy,
+        state: SchemeState,
         can_skip: bool,
         is_alone: bool,
-        wire: Wire | None = None,
+        wire: Wire,
     ) -> None:
         self.replica = replica
         self._topology = topology
         self._optimizer = optimizer
         self.policy = policy
+        self._state = state
         self._advice = f"{_ADVICE}{_SKIPPING if can_skip else ''}"
         self._is_alone = is_alone
         self._state_mean: OptimizerStateMean | None = None
         if optimizer is not None and policy.average_optimizer_state:
-            self._state_mean = OptimizerStateMean(optimizer, topology, wire or Wire(), policy.on_nonfinite)
-        self._healthy: frozenset[int] | None = None  # of the current synchronization; None: all
-        self.nonfinite = 0
+            self._state_mean = OptimizerStateMean(optimizer, topology, wire, policy.on_nonfinite)
+        self._finite_ranks: frozenset[int] | None = None  # of the current synchronization; None: all
         self.has_healed = False
         self.has_warned_of_difference = False
 
@@ -112,43 +114,40 @@ class NonFiniteGuard:
         if self._state_mean is not None:
             self._state_mean.forget()
         if not self._is_alone:
-            self.begin_optimizer_anew()
+            self.reset_optimizer_state()
 
-    def average(
-        self, buckets: Sequence[Bucket], step: int, weights: Callable[[int], Sequence[float]] | None = None
-    ) -> bool:
+    # ---- averages ------------------------------------------------------------------------------------------------
+
+    def average(self, buckets: Sequence[Bucket], weights: Callable[[int], Sequence[float]] | None = None) -> bool:
         """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks.
 
         Args:
-            buckets: Which.
-            step: Optimizer steps that were taken, equally many on all ranks.
-            weights: Of the ranks, by the bucket's index; they sum to 1. Default: the topology's.
+            buckets: The buckets.
+            weights: The ranks' weights by the bucket's index; they sum to 1. Default: the topology's.
 
         Returns:
             Whether this rank was non-finite and received the others' mean: see :meth:`repair`.
         """
         if self._is_alone:
             return False
-        on_nonfinite = self.policy.on_nonfinite
         average = ShardedAllReduce(
             self.replica,
             self._topology,
             buckets=buckets,
-            on_nonfinite=on_nonfinite,
+            on_nonfinite=self.policy.on_nonfinite,
             checks_buffers=True,
             weights=weights,
         )
-        return average(step).is_flagged() and self.repair(average, range(len(average.buckets)), step)
+        return average(self._state.steps).is_flagged() and self.repair(average, range(len(average.buckets)))
 
-    def average_in_node(self, buckets: Sequence[Bucket], step: int) -> None:
+    def average_in_node(self, buckets: Sequence[Bucket]) -> None:
         """Write the weighted mean over the ranks of this node, which train alone, to some buckets; blocks.
 
         Non-finite ranks are excluded, as in :meth:`repair`. If all are, the values stay unchanged until other nodes
         repair them.
 
         Args:
-            buckets: Which.
-            step: Optimizer steps that were taken, equally many on all ranks.
+            buckets: The buckets.
 
         Raises:
             NonfiniteError: On all ranks of the node, if that is the policy.
@@ -156,33 +155,37 @@ class NonFiniteGuard:
         topology = self._topology
         if topology.ranks_on_node == 1:
             return
-        if not Preflight(topology, step, self._is_unfit(buckets), between_nodes=False).is_flagged():
+        if not Preflight(topology, self._state.steps, self._is_unfit(buckets), between_nodes=False).is_flagged():
             average_in_node(buckets, topology)
             return
         found: list[str | None] = topology.intra.all_gather_object(describe(self.replica))
-        told = dict(zip(topology.intra.ranks, found, strict=True))
-        healthy = [rank for rank, what in told.items() if what is None]
-        sick = [f"rank {rank} (node {topology.node}): {what}" for rank, what in told.items() if what is not None]
-        trouble = f"after {step} optimizer steps these are NaN or infinite: {'; '.join(sick)}"
-        if sick and self.policy.on_nonfinite == "raise":
-            raise NonfiniteError(f"{trouble}. {self._advice}")
-        if not healthy:
+        finite = [rank for rank, what in zip(topology.intra.ranks, found, strict=True) if what is None]
+        nonfinite = [
+            f"rank {rank} (node {topology.node}): {what}"
+            for rank, what in zip(topology.intra.ranks, found, strict=True)
+            if what is not None
+        ]
+        if nonfinite:
+            self._raise_or_warn(
+                f"{self._when} these are NaN or infinite: {'; '.join(nonfinite)}",
+                "The node averages without them",
+                warns=bool(finite) and topology.local_rank == 0,
+            )
+        if not finite:
             return
-        average_in_node(buckets, topology, healthy)
-        if sick and topology.local_rank == 0:
-            log.warning("%s. The node goes on without them (on_nonfinite='skip')", trouble)
-        self.nonfinite += bool(sick)
-        if topology.rank not in healthy:
-            self.begin_optimizer_anew()
+        average_in_node(buckets, topology, finite)
+        self._state.nonfinite += bool(nonfinite)
+        if topology.rank not in finite:
+            self.reset_optimizer_state()
 
     def average_optimizer_state(self) -> None:
         """Average the optimizer's state if the policy asks for it; all nodes hold the same parameters."""
-        healthy, self._healthy = self._healthy, None
+        finite, self._finite_ranks = self._finite_ranks, None
         if not self.policy.average_optimizer_state:
             return
         if self._state_mean is None:
             raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
-        self._state_mean(self.replica, healthy)
+        self._state_mean(self.replica, finite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for an exact resume; may be empty."""
@@ -193,11 +196,10 @@ class NonFiniteGuard:
         if self._state_mean is not None:
             self._state_mean.load_state_dict(state)
 
-    def verify(self, step: int) -> None:
-        """Check that the ranks of this node hold equal parameters, unless the policy is off. Collective over the node.
+    # ---- checks before an exchange -------------------------------------------------------------------------------
 
-        Args:
-            step: Optimizer steps that were taken, for people.
+    def verify(self) -> None:
+        """Check that the ranks of this node hold equal parameters, unless the policy is off. Collective over the node.
 
         Raises:
             ReplicasDiffer: On all of them, if that is the policy.
@@ -207,19 +209,18 @@ class NonFiniteGuard:
         difference = first_difference(self.replica, self._topology)
         if difference is None:
             return
-        message = f"after {step} optimizer steps {difference}. {_WHY_RANKS_DIFFER}"
+        message = f"{self._when} {difference}. {_WHY_RANKS_DIFFER}"
         if self.policy.verify_replicas == "raise":
             raise ReplicasDiffer(message)
         if not self.has_warned_of_difference and self._topology.local_rank == 0:
             log.warning("%s", message)
         self.has_warned_of_difference = True
 
-    def look(self, buckets: Sequence[Bucket], step: int) -> bool | None:
+    def check(self, buckets: Sequence[Bucket]) -> bool | None:
         """Return whether values that this node is about to send are non-finite, without a collective over nodes.
 
         Args:
             buckets: The buckets to be sent.
-            step: Optimizer steps that were taken, for messages.
 
         Returns:
             None if the policy is not to check.
@@ -234,18 +235,11 @@ class NonFiniteGuard:
             self._topology.intra.all_reduce(unfit, op="max").wait()
         if not unfit:
             return False
-        return self.report_nonfinite(describe(self.replica) or "what another rank of the node holds", step)
+        self._exclude_this_rank(describe(self.replica) or "what another rank of the node holds")
+        return True
 
-    def _is_unfit(self, buckets: Sequence[Bucket]) -> Tensor:
-        """Return an int64 scalar on the device: 1 if buckets are not finite, and that matters; otherwise 0."""
-        looks = self.policy.on_nonfinite != "ignore"
-        return is_unfit(values_of(buckets) if looks else ()).to(self.replica.device)
-
-    def has_finite_gradients(self, step: int) -> bool:
+    def has_finite_gradients(self) -> bool:
         """Return whether this node's gradients may be used and sent; always if the policy is to ignore them.
-
-        Args:
-            step: Optimizer steps that were taken, for people.
 
         Raises:
             NonfiniteError: On the ranks of this node, if that is the policy.
@@ -253,7 +247,8 @@ class NonFiniteGuard:
         gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
         if self.policy.on_nonfinite == "ignore" or not is_unfit(gradients):
             return True
-        return not self.report_nonfinite(str(describe(self.replica, gradients=True)), step)
+        self._exclude_this_rank(str(describe(self.replica, gradients=True)))
+        return False
 
     def may_step(self, mean: Tensor, wire: Wire) -> bool:
         """Return whether a shard may step with the mean of finite gradients; on CUDA a bad mean becomes zero instead.
@@ -280,51 +275,51 @@ class NonFiniteGuard:
         log.warning("%s: a shard leaves out this step (on_nonfinite='skip')", message)
         return False
 
-    def report_nonfinite(self, found: str, step: int) -> bool:
-        """Raise, or count and log that this node's values are not finite.
+    def _is_unfit(self, buckets: Sequence[Bucket]) -> Tensor:
+        """Return an int64 scalar on the device: 1 if the policy is to check and buckets are non-finite, otherwise 0."""
+        checked = () if self.policy.on_nonfinite == "ignore" else values_of(buckets)
+        return is_unfit(checked).to(self.replica.device)
 
-        Args:
-            found: Which values.
-            step: Optimizer steps that were taken, for people.
-
-        Returns:
-            True.
-
-        Raises:
-            NonfiniteError: If that is the policy.
-        """
-        message = (
-            f"after {step} optimizer steps rank {self._topology.rank} (node {self._topology.node}) has values that"
-            f" are NaN or infinite: {found}"
+    def _exclude_this_rank(self, found: str) -> None:
+        topology = self._topology
+        self._raise_or_warn(
+            f"{self._when} rank {topology.rank} (node {topology.node}) has values that are NaN or infinite: {found}",
+            "The others continue without them",
         )
+        self._state.nonfinite += 1
+
+    def _raise_or_warn(self, problem: str, consequence: str, warns: bool = True) -> None:
         if self.policy.on_nonfinite == "raise":
-            raise NonfiniteError(f"{message}. {self._advice}")
-        log.warning("%s. The others go on without them (on_nonfinite='skip')", message)
-        self.nonfinite += 1
-        return True
+            raise NonfiniteError(f"{problem}. {self._advice}")
+        if warns:
+            log.warning("%s. %s (on_nonfinite='skip')", problem, consequence)
+
+    @property
+    def _when(self) -> str:
+        return f"after {self._state.steps} optimizer steps"
+
+    # ---- repairs -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def repair(
         self,
-        spoilt: Reducer,
+        flagged: Reducer,
         indexes: Sequence[int],
-        step: int,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
         update_reference: UpdateReference | None = None,
     ) -> bool:
-        """Average the buckets of a flagged exchange without the ranks that are not finite. Collective.
+        """Average the buckets of a flagged exchange without the ranks that are non-finite. Collective.
 
-        Finite ranks average their current values unencoded, and non-finite ranks receive the mean. It blocks. With H
+        Finite ranks average their current values unencoded, and non-finite ranks receive the mean. It blocks. With F
         the finite ranks::
 
-            mean := sum over H of w_r x_r / sum over H of w_r
+            mean := sum over F of w_r x_r / sum over F of w_r
 
         Args:
-            spoilt: The reducer of the flagged exchange, which holds the reference parameters.
+            flagged: The reducer of the flagged exchange, which holds the reference parameters.
             indexes: Its buckets.
-            step: Optimizer steps that were taken.
             take: Receives every bucket and the values to merge instead of the mean.
-            update_reference: Updates the reference parameters with the mean, as for ``spoilt``.
+            update_reference: Updates the reference parameters with the mean, as for ``flagged``.
 
         Returns:
             Whether this rank was non-finite and received the others' mean. If it continues training from that, its
@@ -333,92 +328,84 @@ class NonFiniteGuard:
         Raises:
             NonfiniteError: On all ranks, if that is the policy, or all ranks are non-finite.
         """
-        looks = self.policy.on_nonfinite != "ignore"
-        own = describe(self.replica) if looks else None, self.replica.replaced_buffers
-        found: list[tuple[str | None, list[int]]] = self._topology.world.all_gather_object(own)
-        self._healthy = None
-        replaced = set[int]().union(*(places for _, places in found))
+        nonfinite = None if self.policy.on_nonfinite == "ignore" else describe(self.replica)
+        found: list[tuple[str | None, list[int]]] = self._topology.world.all_gather_object(
+            (nonfinite, self.replica.replaced_buffers)
+        )
+        self._finite_ranks = None
+        replaced = {place for _, places in found for place in places}
         if replaced:  # a rank's module has replaced them by another shape, so each rank keeps its own from now on
             self.replica.give_up_buffers(replaced)
             if not any(what for what, _ in found):
-                again = spoilt(step, spoilt.turn, indexes, take)
-                return again.is_flagged() and self.repair(spoilt, indexes, step, take, update_reference)
-        self._healthy = healthy = self._healthy_of([what for what, _ in found], step, spoilt.wire)
-        is_nonfinite = self._topology.rank not in healthy
-        buckets = [spoilt.buckets[index] for index in indexes]
+                again = flagged(self._state.steps, flagged.turn, indexes, take)
+                return again.is_flagged() and self.repair(flagged, indexes, take, update_reference)
+        self._finite_ranks = finite = self._find_finite_ranks([what for what, _ in found], flagged.wire)
+        is_excluded = self._topology.rank not in finite
+        buckets = [flagged.buckets[index] for index in indexes]
         for index, bucket in zip(indexes, buckets, strict=True):
-            known = None if update_reference is None else spoilt.whole(index, spoilt.references[index])
-            if is_nonfinite:  # weighs nothing; a difference from the reference is zero
-                bucket.unpack(bucket.empty().zero_() if known is None else known[: bucket.numel])
+            reference = None if update_reference is None else flagged.whole(index, flagged.references[index])
+            if is_excluded:  # its weight is 0, and its difference from the reference must be finite, too
+                bucket.unpack(bucket.empty().zero_() if reference is None else reference[: bucket.numel])
 
-        def update_of_healthy(index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-            return agreed if update_reference is None else update_reference(indexes[index], agreed, difference)
+        def update(index: int, reference: Tensor, difference: Tensor) -> Tensor:
+            return reference if update_reference is None else update_reference(indexes[index], reference, difference)
 
-        def weights_of_healthy(index: int) -> list[float]:
-            return among(healthy, spoilt.weights(indexes[index]))
+        index_of = {id(bucket): index for index, bucket in zip(indexes, buckets, strict=True)}
 
-        places = {id(bucket): index for index, bucket in zip(indexes, buckets, strict=True)}
-
-        def take_agreed(bucket: Bucket, agreed: Tensor) -> None:
+        def take_mean(bucket: Bucket, mean: Tensor) -> None:
             own = bucket.pack()
-            bucket.unpack(agreed)
-            spoilt.restart([places[id(bucket)]])  # from the average, not from each node's merged values
-            if not is_nonfinite:  # a non-finite rank has no values to keep
+            bucket.unpack(mean)
+            flagged.restart([index_of[id(bucket)]])  # from the average, not from each node's merged values
+            if not is_excluded:  # an excluded rank has no values to merge
                 bucket.unpack(own)
-                take(bucket, agreed)
+                take(bucket, mean)
 
-        mean = ShardedAllReduce(
+        repaired = ShardedAllReduce(
             self.replica,
             self._topology,
             buckets=buckets,
-            update_reference=None if update_reference is None else update_of_healthy,
-            weights=weights_of_healthy,
+            update_reference=None if update_reference is None else update,
+            weights=lambda index: among(finite, flagged.weights(indexes[index])),
         )
         if update_reference is not None:
-            mean.references = [spoilt.references[index] for index in indexes]
-        mean(step, take=take_agreed)
-        self.nonfinite += 1
-        return is_nonfinite
+            repaired.references = [flagged.references[index] for index in indexes]
+        repaired(self._state.steps, take=take_mean)
+        self._state.nonfinite += 1
+        return is_excluded
 
-    def _healthy_of(self, found: Sequence[str | None], step: int, wire: Wire) -> frozenset[int]:
-        """The ranks whose values are finite.
-
-        Ranks of a node that hold the same parameters are excluded together.
+    def _find_finite_ranks(self, found: Sequence[str | None], wire: Wire) -> frozenset[int]:
+        """Return the ranks whose values are finite; ranks of a node that hold the same are excluded together.
 
         Args:
             found: The name of each rank's non-finite values, or None.
-            step: Optimizer steps that were taken, for people.
-            wire: Of the flagged exchange.
+            wire: The encoding of the flagged exchange.
 
         Raises:
             NonfiniteError: On all ranks, if that is the policy, or all ranks are non-finite.
         """
         topology = self._topology
-        sick = {rank for rank, what in enumerate(found) if what is not None}
-        where = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
-        said = "; ".join(f"rank {rank} (node {where[rank]}): {found[rank]}" for rank in sorted(sick)[:8])
-        trouble = (
-            f"after {step} optimizer steps these are NaN or infinite: {said}"
-            if sick
-            else f"after {step} optimizer steps all parameters are finite, but some may be too large for {wire.codec}"
-        )
+        nonfinite = {rank for rank, what in enumerate(found) if what is not None}
+        node_of = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
+        listed = "; ".join(f"rank {rank} (node {node_of[rank]}): {found[rank]}" for rank in sorted(nonfinite)[:8])
         if self.replica.equal_in_node:
-            sick = {rank for ranks in topology.nodes if sick & set(ranks) for rank in ranks}
-        healthy = frozenset(range(topology.world_size)) - sick
-        if not sick and not wire.is_lossy:  # they have become finite since it was sent
-            return healthy
-        if not healthy:
-            raise NonfiniteError(f"{trouble}. No node is left whose parameters are finite: go back to a checkpoint.")
-        if self.policy.on_nonfinite == "raise":
-            raise NonfiniteError(f"{trouble}. {self._advice}")
-        if topology.rank == 0:
-            left_out = "The synchronization excludes them" if sick else "The synchronization is repeated unencoded"
-            log.warning("%s. %s (on_nonfinite='skip')", trouble, left_out)
-        return healthy
+            nonfinite = {rank for ranks in topology.nodes if nonfinite & set(ranks) for rank in ranks}
+        finite = frozenset(range(topology.world_size)) - nonfinite
+        if nonfinite:
+            problem = f"{self._when} these are NaN or infinite: {listed}"
+            consequence = "The synchronization excludes them"
+        elif wire.is_lossy:
+            problem = f"{self._when} all parameters are finite, but some may be too large for {wire.codec}"
+            consequence = "The synchronization is repeated unencoded"
+        else:
+            return finite  # they have become finite since the exchange was started
+        if not finite:
+            raise NonfiniteError(f"{problem}. No node is left whose parameters are finite: go back to a checkpoint.")
+        self._raise_or_warn(problem, consequence, warns=topology.rank == 0)
+        return finite
 
-    def begin_optimizer_anew(self) -> None:
+    def reset_optimizer_state(self) -> None:
         """Reset non-finite optimizer state, because this rank continues from finite parameters."""
         if self.policy.on_nonfinite == "skip":
             self.has_healed = True
             if self._optimizer is not None:
-                begin_state_anew(self._optimizer)
+                reset_nonfinite_state(self._optimizer)

@@ -1,4 +1,4 @@
-"""Synchronize parameters every now and then: a schedule, fragments, a reducer, a codec and a merge."""
+"""Periodic parameter synchronization, composed of a schedule, fragments, a reducer, a codec and a merge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, Gradients, RunningScheme, Scheme
 from lightning_hiercomm.schemes.components.merges import MERGES, Merge
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule
-from lightning_hiercomm.schemes.exchange import Exchanger
+from lightning_hiercomm.schemes.exchange import ALL_REDUCERS, Exchanger
 from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.reducers.graphs import Graph
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange, PendingExchanges
@@ -35,7 +35,7 @@ MergeName = Literal["replace", "eq1", "delta"]
 
 
 class ParameterSync(Scheme):
-    """Train nodes independently and synchronize their parameters every now and then, by five components.
+    """Train nodes independently and synchronize their parameters periodically, by five components.
 
     Streaming fragments, each sent 5 steps before it is merged::
 
@@ -50,20 +50,19 @@ class ParameterSync(Scheme):
     component  question                                             argument
     =========  ===================================================  =============================
     schedule   which fragments are sent, and merged, after a step?  ``schedule``, ``staleness``
-    fragments  into which parts is the model cut?                   ``fragments``
+    fragments  how is the model divided?                            ``fragments``
     reducer    between which ranks are they averaged?               ``reducer``
-    codec      in which form do they travel?                        the strategy's ``wire_dtype``
+    codec      how are they encoded?                                the strategy's ``wire_dtype``
     merge      what does a node do with the average?                ``merge``
     =========  ===================================================  =============================
 
-    ``PeriodicAveraging``, ``DASO`` and ``DiLoCo`` are such compositions under the names of their papers. With x the
-    parameters of a fragment that is due after step t, and y the average of those sent after step t - staleness::
+    ``PeriodicAveraging``, ``DASO`` and ``DiLoCo`` are such compositions. With x the parameters of a fragment that is
+    due after step t, and y the average of those sent after step t - staleness::
 
         x := merge(x, y)
 
-    **The averaged model** is the mean of the nodes' present parameters, whatever the merge. An outer optimizer keeps
-    reference parameters in addition: a plain checkpoint holds the former as its model, and the latter for the run that
-    resumes from it.
+    **The averaged model** is the mean of the nodes' current parameters, with any merge. A plain checkpoint holds it as
+    its model. With an outer optimizer the checkpoint also holds the reference parameters, from which a run resumes.
 
     Float buffers (BatchNorm statistics) are averaged when all fragments are due at once and training waits for them.
 
@@ -71,23 +70,23 @@ class ParameterSync(Scheme):
         schedule: When fragments are merged, or a number of optimizer steps between two merges.
         fragments: Number of equal fragments of the model, or a list of module names: the parameters of each are one
             fragment, and all others the last one. Fragments that are due together are exchanged together.
-        reducer: ``"sharded"``: over all nodes, each rank of a node sends its shard. ``"leader"``: the same mean, but
-            one rank of each node sends everything, the next rank the next time. A ``Graph``: the mean with those nodes
-            that the graph names.
+        reducer: ``"sharded"``: average over all nodes, where each rank of a node sends its shard. ``"leader"``: the
+            same mean, but one rank of each node sends everything, in turns. A ``Graph``: average with the nodes that
+            the graph selects.
         merge: ``"replace"`` by the average, ``"eq1"`` (DASO's), ``"delta"`` (keeps local progress), an
             ``OuterOptimizer``, or another ``Merge``.
-        staleness: Optimizer steps between sending and merging, in which training goes on. 0 waits.
+        staleness: Optimizer steps between sending and merging, while training continues. Default: 0, wait.
         gradients: ``"node"``: gradients are averaged inside the node at every step. ``"none"``: every rank trains
             alone between synchronizations, which then average inside the node as well.
 
     Attributes:
-        merging: The merge itself, also if it was given by its name.
-        is_exact_overlapped: Whether exchanges that overlap with training are exact, whatever the wire.
-        first_phase: Optimizer steps, or the share of the run, in which gradients are averaged over all nodes and
+        merging: The merge, also if it was given by its name.
+        is_exact_overlapped: Whether exchanges that overlap with training are sent unencoded.
+        first_phase: Optimizer steps, or the fraction of the run, in which gradients are averaged over all nodes and
             parameters are not exchanged.
 
     Raises:
-        ValueError: For arguments out of range, or that contradict each other.
+        ValueError: If an argument is out of range, or arguments contradict each other.
     """
 
     is_exact_overlapped = False
@@ -108,9 +107,9 @@ class ParameterSync(Scheme):
             )
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
-        if not isinstance(reducer, Graph) and reducer not in ("sharded", "leader"):
+        if isinstance(reducer, str) and reducer not in ALL_REDUCERS:
             raise ValueError(f"reducer={reducer!r} must be 'sharded', 'leader' or a Graph such as RandomPermutation()")
-        if not isinstance(merge, Merge) and merge not in MERGES:
+        if isinstance(merge, str) and merge not in MERGES:
             raise ValueError(f"merge={merge!r} must be one of {', '.join(map(repr, MERGES))}, or a Merge")
         if staleness < 0:
             raise ValueError(f"staleness={staleness} must not be negative; 0 waits for the exchange")
@@ -121,12 +120,12 @@ class ParameterSync(Scheme):
         self.fragments = fragments
         self.reducer = reducer
         self.merge = merge
-        self.merging = merge if isinstance(merge, Merge) else MERGES[merge]()
+        self.merging = MERGES[merge]() if isinstance(merge, str) else merge
         self.staleness = staleness
         if self.merging.keeps_reference and reducer == "leader":
             raise ValueError(
-                f"reducer='leader' does not go with {type(self.merging).__name__}, whose state lies with the rank"
-                " that sends a shard: use reducer='sharded'"
+                f"reducer='leader' does not support {type(self.merging).__name__}, whose state is sharded over the"
+                " ranks of a node: use reducer='sharded'"
             )
 
     def build(self, context: Context) -> RunningParameterSync[ParameterSync]:
@@ -147,12 +146,13 @@ class ParameterSync(Scheme):
     @property
     def averages_all_nodes(self) -> bool:
         """Whether all nodes take part in every exchange."""
-        return not isinstance(self.reducer, Graph)
+        return isinstance(self.reducer, str)
 
     def next_period(self, state: SyncState, optimizer: Optimizer | None) -> int | None:
-        """Return the length of a round that begins now, in optimizer steps; None leaves it to the schedule.
+        """Return the optimizer steps until the next synchronization of all fragments; None: use the schedule.
 
-        A scheme whose period changes during a run overrides this. The answer must be the same on all ranks.
+        A scheme whose period changes during a run overrides this. It is called when a round begins, and must return the
+        same number on all ranks.
 
         Args:
             state: The counters of the run.
@@ -161,7 +161,7 @@ class ParameterSync(Scheme):
         return None
 
     _synchronizes_at_epoch_end = False
-    """Whether nothing is in flight, and all nodes are equal, when an epoch ends."""
+    """Whether no exchange is pending, and all nodes are equal, when an epoch ends."""
 
     @property
     def requirements(self) -> Requirements:
@@ -174,20 +174,20 @@ class ParameterSync(Scheme):
             )
             whole = f"warmup_steps={self.first_phase} needs HierarchicalStrategy: leave it out here"
         elif self.reducer == "leader":
-            fixed = f"{kind} lets ranks of a node carry the model in turn: take reducer='sharded'"
+            fixed = f"{kind} with reducer='leader' sends from the ranks of a node in turn: use reducer='sharded'"
             whole = (
-                f"{kind} lets one rank of a node carry the whole model in turn, but every rank holds a part of it: use"
-                " reducer='sharded'"
+                f"{kind} with reducer='leader' sends the whole model from one rank, but every rank holds a shard of it:"
+                " use reducer='sharded'"
             )
         elif self.staleness and self.staleness == self.period and not self._synchronizes_at_epoch_end:
             fixed = (
-                f"staleness={self.staleness} lets the next exchange leave with the step that merges the last, so a node"
-                " that comes would always find one in flight: take less than the period"
+                f"staleness={self.staleness} starts an exchange whenever one ends, so no node could join between them:"
+                " use less than the period"
             )
         elif self.gradients == "none":
-            fixed = "ranks of a node that train alone cannot be healed from one state: take gradients='node'"
+            fixed = "gradients='none' gives every rank of a node other parameters, so none can be healed: use 'node'"
         elif self.schedule.auto is not None:
-            fixed = "sync_every='auto' times exchanges while nodes come and go: give sync_every a number"
+            fixed = "sync_every='auto' cannot time exchanges while nodes leave and join: set sync_every to a number"
         return Requirements(
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_fixed_nodes=fixed,
@@ -200,7 +200,7 @@ class ParameterSync(Scheme):
 
     @property
     def begins_with_copy(self) -> bool:
-        """Whether nodes are never equal, so that one that comes begins with what another has become by itself."""
+        """Whether a joining node copies another node's parameters, because nodes are never equal."""
         makes_equal = self.merging.makes_equal and self.averages_all_nodes
         return self.fragments != 1 or self.staleness > 0 or not makes_equal
 
@@ -222,28 +222,28 @@ class ParameterSync(Scheme):
             )
 
     def _check_epoch(self, nodes: int, steps: float) -> None:
-        """Refuse to choose a period that is counted from the start of each epoch, where no exchange fits into one."""
+        """Raise an error if no exchange that ``sync_every="auto"`` could time fits into an epoch."""
         auto = self.schedule.auto
         if nodes > 1 and self.schedule.counts_in_epoch and auto is not None and steps < auto.provisional_period:
             raise ValueError(
                 f"sync_every='auto' times exchanges that are {auto.provisional_period} optimizer steps apart, but"
-                f" an epoch has {math.ceil(steps)}: give sync_every a number"
+                f" an epoch has {math.ceil(steps)}: set sync_every to a number"
             )
 
 
 @dataclass
 class SyncState(SchemeState):
-    """What changes while parameters are synchronized.
+    """The state of a parameter synchronization.
 
     Attributes:
-        exchanges_started: How often something was sent to other nodes.
-        fragments_sent: How many fragments that was.
+        exchanges_started: The number of exchanges that were started.
+        fragments_sent: The number of fragments that were sent in them.
         tuned_period: The period that ``sync_every="auto"`` has chosen; None before, and without it.
-        round_begins: The steps before the present round, where :meth:`ParameterSync.next_period` sets its length.
-        round_period: Its length.
-        begins_at: Optimizer steps before the schedule begins; None: not known yet.
+        round_begins: Optimizer steps before the current round, whose length :meth:`ParameterSync.next_period` returns.
+        round_period: The length of the current round.
+        begins_at: Optimizer steps before the schedule begins; None if that is not known yet.
         pending: The exchanges that were started and not merged.
-        was_nonfinite: Whether this rank was excluded from the last exchange, and got the others' mean.
+        reference: The reference parameters, with the outer optimizer.
     """
 
     exchanges_started: int = 0
@@ -253,7 +253,7 @@ class SyncState(SchemeState):
     round_period: int | None = None
     begins_at: int | None = field(default=0, metadata=TRANSIENT)
     pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
-    was_nonfinite: bool = field(default=False, metadata=TRANSIENT)
+    reference: ReferenceParameters | None = field(default=None, metadata=TRANSIENT)
 
     @property
     def is_settled(self) -> bool:
@@ -262,13 +262,29 @@ class SyncState(SchemeState):
     def settle(self) -> None:
         self.pending.settle()
 
+    def undo_point(self) -> Callable[[], None]:
+        assert self.reference is not None, "the scheme is complete"
+        # a pending exchange updates the reference parameters asynchronously, and undoes that itself
+        is_pending = any(not exchange.is_lost for exchange in self.pending.exchanges)
+        undo_reference = None if is_pending else self.reference.undo_point()
+        undo_pending, undo_fields = self.pending.undo_point(), super().undo_point()
+
+        def undo() -> None:
+            self.pending.settle()
+            undo_fields()
+            undo_pending()
+            if undo_reference is not None:
+                undo_reference()
+
+        return undo
+
 
 class RunningParameterSync(RunningScheme[A]):
-    """A parameter synchronization at work: decides what is sent and merged after each step.
+    """Runs a parameter synchronization: decides which fragments are sent and merged after each step.
 
     Attributes:
-        tuner: Chooses the period of a scheme with ``sync_every="auto"``; None once that is done, and without it.
-        exchanger: Sends fragments, and merges the averages.
+        tuner: Chooses the period with ``sync_every="auto"``; None afterwards, and without it.
+        exchanger: Sends fragments and merges the averages.
         reference: The reference parameters, with the outer optimizer.
     """
 
@@ -282,6 +298,7 @@ class RunningParameterSync(RunningScheme[A]):
         self._average_gradients_over(self.gradients)
         is_copied = self.topology.may_grow and config.begins_with_copy
         self.reference = ReferenceParameters(config.merging, config.averages_all_nodes, self.is_alone, is_copied)
+        self.state.reference = self.reference
         background = self._new_background()
         outbound = None if config.gradients == "node" else self._new_background(waits_for_nodes=False)
         self.exchanger = Exchanger(
@@ -291,18 +308,18 @@ class RunningParameterSync(RunningScheme[A]):
 
     @property
     def schedule(self) -> Schedule:
-        """The present schedule of the merges."""
+        """The current schedule of the merges."""
         schedule, period = self.config.schedule, self.state.tuned_period
         return schedule if period is None else schedule.with_period(period)
 
     @property
     def period(self) -> int | None:
-        """Optimizer steps between two merges of the same fragment by now; None if the schedule has no such number."""
+        """Current optimizer steps between two merges of a fragment; None if the schedule has no such number."""
         return self.schedule.period if self.state.round_period is None else self.state.round_period
 
     @property
     def staleness(self) -> int:
-        """Optimizer steps between sending and merging by now."""
+        """Current optimizer steps between sending and merging."""
         return self.config.staleness
 
     # ---- a run ---------------------------------------------------------------------------------------------------
@@ -317,21 +334,21 @@ class RunningParameterSync(RunningScheme[A]):
         fragments = self.exchanger.fragments
         if fragments and self.staleness > (longest := self.schedule.longest_staleness(len(fragments))):
             raise ValueError(
-                f"staleness={self.staleness} is too long for {self.schedule} with {len(fragments)} fragments: one"
-                f" exchange is in flight at a time, so at most {longest} steps"
+                f"staleness={self.staleness} must be at most {longest} for {self.schedule} with {len(fragments)}"
+                " fragments, because one exchange is pending at a time"
             )
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
         given, state = self.config.first_phase, self.state
-        if self.in_first_phase:
+        if self._in_first_phase:
             if state.begins_at is None:
                 state.begins_at = steps_of_phase("warmup_steps", given, steps)
             if state.steps >= state.begins_at:
                 self._end_first_phase()
         elif given and self.topology.rank == 0 and _is_skipped(given, steps, state.steps):
             log.warning(
-                "%s: the run goes on without warmup_steps=%s, because nodes have trained alone before",
+                "%s: the resumed run skips warmup_steps=%s, because its nodes have already trained independently",
                 type(self.config).__name__,
                 given,
             )
@@ -344,10 +361,10 @@ class RunningParameterSync(RunningScheme[A]):
             self.tuner.begin_epoch(self.replica.device)
 
     def step(self, run: Callable[[], T], last: bool = False) -> T:
-        if not self.in_first_phase:
+        if not self._in_first_phase:
             self._begin_round()
         result = super().step(run, last)
-        if self.tuner is not None and not self.is_alone and not self.in_first_phase and self.tuner.end_step():
+        if self.tuner is not None and not self.is_alone and not self._in_first_phase and self.tuner.end_step():
             choice = self.tuner.choose(self.topology.world)
             self.state.tuned_period, self.tuner = choice.period, None
             if self.topology.rank == 0:
@@ -355,7 +372,6 @@ class RunningParameterSync(RunningScheme[A]):
         return result
 
     def _begin_round(self) -> None:
-        """Ask the configuration for the length of a round that begins with this step."""
         state = self.state
         if state.round_period is None or state.steps == state.round_begins + state.round_period:
             state.round_begins = state.steps
@@ -364,22 +380,26 @@ class RunningParameterSync(RunningScheme[A]):
     def after_step(self, last: bool) -> None:
         if self.is_alone:
             return
-        state, ahead, fragments = self.state, self.staleness, len(self.exchanger.fragments)
-        if state.round_period is not None:
-            ends = state.steps + ahead == state.round_begins + state.round_period
-            leaving = self.exchanger.all_fragments if ends else ()
-        else:
-            step = state.steps - (state.begins_at or 0) + ahead
-            leaving = self.schedule.due(step, state.step_in_epoch + ahead, fragments)
-        if not ahead:
+        leaving = self._due_after(self.staleness)
+        if not self.staleness:
             if leaving:
                 self._synchronize_now(leaving)
             return
-        arrived = state.pending.take(state.steps)
-        if leaving and arrived is None:  # the last epoch ended with one in flight; one is in flight at a time
-            arrived = state.pending.take_first(state.steps)
+        steps, pending = self.state.steps, self.state.pending
+        arrived = pending.take(steps)
+        if leaving and arrived is None:  # the last epoch ended with a pending exchange, and there is one at a time
+            arrived = pending.take_first(steps)
         if arrived is not None or leaving:
             self._overlap(arrived, leaving)
+
+    def _due_after(self, staleness: int) -> Sequence[int]:
+        """Return the fragments that are due ``staleness`` steps after the present one."""
+        state = self.state
+        if state.round_period is not None:
+            ends_round = state.steps + staleness == state.round_begins + state.round_period
+            return self.exchanger.all_fragments if ends_round else ()
+        step = state.steps - (state.begins_at or 0) + staleness
+        return self.schedule.due(step, state.step_in_epoch + staleness, len(self.exchanger.fragments))
 
     def finish(self) -> None:
         super().finish()
@@ -394,25 +414,38 @@ class RunningParameterSync(RunningScheme[A]):
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
-    def average(self) -> None:
-        """Average everything over the nodes and wait for it; pending exchanges are dropped."""
+    def average(self) -> bool:
+        """Synchronize all fragments and wait for them; pending exchanges are dropped.
+
+        Returns:
+            Whether this rank was non-finite, so that it was excluded and received the others' mean.
+        """
         if self.tuner is not None:
             self.tuner.drop()
-        if self.is_alone:
-            super().average()
-        else:
-            self._synchronize_now(self.exchanger.all_fragments)
+        if not self.is_alone:
+            return self._synchronize_now(self.exchanger.all_fragments)
+        self.guard.average_optimizer_state()
+        self.state.unsynchronized_steps = 0
+        self.state.synchronizations += 1
+        return False
 
-    def _synchronize_now(self, fragments: Sequence[int]) -> None:
-        """Synchronize fragments and wait for it; float buffers, too, if those are all."""
-        self.guard.verify(self.state.steps)
+    def _synchronize_now(self, fragments: Sequence[int]) -> bool:
+        """Synchronize fragments, and float buffers if these are all fragments; return as :meth:`average` does."""
+        self.guard.verify()
         waits = not self.staleness
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
+        was_excluded = False
+
+        def exchange() -> None:
+            nonlocal was_excluded
+            was_excluded = self.exchanger.run(fragments)
+
         with _timed(self.tuner, starts=waits, ends=waits):
-            self.topology.synchronize(lambda: self.exchanger.run(fragments), admits)
+            self.topology.synchronize(exchange, admits)
+        return was_excluded
 
     def _overlap(self, arrived: PendingExchange | None, leaving: Sequence[int]) -> None:
-        """Merge what was sent a while ago, and send the next, which overlaps with training."""
+        """Merge an exchange that is due, and start the next, which overlaps with training."""
         with _timed(self.tuner, starts=bool(leaving), ends=arrived is not None):
             if self.topology.may_grow:
                 is_last_to_leave = self.staleness < (self.period or math.inf)
@@ -428,13 +461,12 @@ class RunningParameterSync(RunningScheme[A]):
             self._end_first_phase()
 
     def _average_gradients_over(self, gradients: Gradients) -> None:
-        """Begin a phase, by the ranks over which it averages gradients."""
         self.gradients = gradients
         if self.config.first_phase:
-            self.phase = "warm-up" if self.in_first_phase else "training"
+            self.phase = "warm-up" if self._in_first_phase else "training"
 
     def _end_first_phase(self) -> None:
-        """Let nodes, whose parameters are equal, train by the schedule from now on; collective."""
+        """Start the schedule from the nodes' parameters, which are equal. Collective."""
         self._average_gradients_over(self.config.gradients)
         self.state.begins_at = self.state.steps
         self.exchanger.average_buffers()
@@ -449,13 +481,13 @@ class RunningParameterSync(RunningScheme[A]):
         """``sync_every``, ``staleness``, ``outer_lr`` with an outer optimizer, and ``disagreement``.
 
         With a synchronous first phase also ``phase``: 0 in it, 1 after it. The disagreement is this node's distance
-        from the mean of all when they last synchronized, relative to the mean: before the merge, and estimated, for
-        free, on up to 4096 elements of every bucket that this rank reduces.
+        from the mean over all nodes before the last merge, relative to the mean. It is estimated on up to 4096 elements
+        of every bucket that this rank reduces, without further communication.
         """
         values = {"sync_every": float(self.period or 0), "staleness": float(self.staleness)}
         if self.config.first_phase:
-            values["phase"] = float(not self.in_first_phase)
-            if self.in_first_phase:
+            values["phase"] = float(not self._in_first_phase)
+            if self._in_first_phase:
                 values |= {"sync_every": 1.0, "staleness": 0.0}
         relative = self.exchanger.reducer.disagreement.relative()
         return values | self.reference.scalars() | ({} if relative is None else {"disagreement": relative})
@@ -463,23 +495,23 @@ class RunningParameterSync(RunningScheme[A]):
     def shared_state(self, can_communicate: bool = True) -> dict[str, Any]:
         state = super().shared_state(can_communicate)
         if self.config.first_phase:
-            state["first_phase"] = [self.config.first_phase, self.state.begins_at, self.in_first_phase]
-        if self.in_first_phase:  # the reference parameters of a run that resumes without this phase
+            state["first_phase"] = [self.config.first_phase, self.state.begins_at, self._in_first_phase]
+        if self._in_first_phase:  # the reference parameters of a run that resumes without this phase
             self.reference.restart()
         if not can_communicate:
             return state
         if self.reference.merge.keeps_reference:
-            self.settle()
+            self.state.settle()
             state["outer"] = self.reference.by_parameter(self.replica.parameters)
             # a run that resumes from this file drops pending exchanges, but keeps their outer steps
-            state["rounds_in_flight"] = self.exchanger.pending_rounds()
+            state["pending_rounds"] = self.exchanger.pending_rounds()
         elif self.reference.is_copied:
-            self.settle()
-            state["last_agreed"] = self.reference.by_tensor(self.replica)
+            self.state.settle()
+            state["reference"] = self.reference.by_tensor(self.replica)
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state. Pending exchanges are not in it: call :meth:`settle` first."""
+        """Return all state. Collective; call ``state.settle()`` first."""
         return {**super().state_dict(), **self.reference.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -500,7 +532,7 @@ class RunningParameterSync(RunningScheme[A]):
             self.reference.load_state_dict(state, self.replica)
 
     def _load_first_phase(self, state: Mapping[str, Any]) -> None:
-        """Resume the phase in which a state was saved: nodes that have trained alone do not begin a first phase."""
+        """Resume the phase in which a state was saved. Nodes that have trained independently skip a first phase."""
         given, begins_at, is_first = state.get("first_phase", [0, 0, not state["steps"]])
         first_gradients = self.config.first_gradients if is_first else None
         is_first = first_gradients is not None
@@ -511,21 +543,6 @@ class RunningParameterSync(RunningScheme[A]):
             self.state.begins_at = begins_at
         else:
             self.state.begins_at = None  # the length of the phase has changed
-
-    def undo_point(self) -> Callable[[], None]:
-        undo_values, pending = super().undo_point(), self.state.pending
-        updates_reference = any(not exchange.is_lost for exchange in pending.exchanges)
-        undo_pending = pending.undo_point()
-        undo_reference = None if updates_reference else self.reference.undo_point()
-
-        def undo() -> None:
-            pending.settle()
-            undo_values()
-            undo_pending()
-            if undo_reference is not None:
-                undo_reference()
-
-        return undo
 
     def before_nodes_change(self) -> Callable[[], None]:
         pending = self.state.pending
@@ -544,11 +561,11 @@ class RunningParameterSync(RunningScheme[A]):
 
 
 def _timed(tuner: PeriodTuner | None, starts: bool, ends: bool) -> AbstractContextManager[None]:
-    """Let a tuner time an exchange of the schedule, for which training waits inside."""
+    """Return a context in which the tuner, if there is one, times how long training waits for an exchange."""
     return nullcontext() if tuner is None else tuner.exchanging(starts, ends)
 
 
 def _is_skipped(given: int | float, steps: int | None, steps_taken: int) -> bool:
-    """Return whether a run resumes in its first phase, which it cannot: nodes have trained alone before."""
+    """Return whether a resumed run skips steps of its first phase."""
     is_known = steps is not None or not isinstance(given, float)
     return is_known and steps_taken < steps_of_phase("warmup_steps", given, steps)

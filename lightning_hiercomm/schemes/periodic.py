@@ -119,7 +119,7 @@ class PeriodicAveraging(ParameterSync):
     def requirements(self) -> Requirements:
         if self.order == "after_step":
             return super().requirements
-        unequal = "order='before_step' leaves the nodes unequal after a synchronization: take order='after_step'"
+        unequal = "order='before_step' leaves the nodes unequal after a synchronization: use order='after_step'"
         return replace(super().requirements, needs_fixed_nodes=unequal)
 
 
@@ -152,19 +152,19 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
         return self._average_and_step if is_due else None
 
     def _average_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
-        self.average()
-        if optimizer_step is not None and not self.state.was_nonfinite:  # a repaired node's gradients are stale
+        was_excluded = self.average()
+        if optimizer_step is not None and not was_excluded:  # an excluded rank's gradients belong to other parameters
             optimizer_step()
 
     def after_step(self, last: bool) -> None:
         if self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
             self.average()
         elif (every := self.config.node_sync_every) is not None and self.state.step_in_epoch % every == 0:
-            self.guard.average_in_node(self.replica.buckets_of_parameters, self.state.steps)
+            self.guard.average_in_node(self.replica.buckets_of_parameters)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         super().end_epoch(loss)
-        if self.in_first_phase:
+        if self._in_first_phase:
             return
         if self.config.at_epoch_end and self.state.unsynchronized_steps and not self.state.averaged_before_last:
             self.average()

@@ -118,7 +118,7 @@ class ReferenceParameters:
         return [tensor for tensor in replica.tensors if id(tensor) in held]
 
     def by_parameter(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the outer optimizer's state for each parameter, and its value as ``"agreed"`` where it is common.
+        """Return the outer optimizer's state for each parameter, and its value as ``"reference"`` where it is common.
 
         Collective over the node.
         """
@@ -126,15 +126,15 @@ class ReferenceParameters:
         if self._keeps_common_values:
             values = self.values()
             for of_parameter, parameter in zip(state["state"], parameters, strict=True):
-                of_parameter["agreed"] = values[id(parameter)]
+                of_parameter["reference"] = values[id(parameter)]
         return state
 
     def _load_by_parameter(self, saved: Mapping[str, Any], parameters: Sequence[Tensor], with_values: bool) -> None:
         if self.outer is not None:
-            state = [{name: v for name, v in own.items() if name != "agreed"} for own in saved["state"]]
+            state = [{name: v for name, v in own.items() if name != "reference"} for own in saved["state"]]
             self.outer.load_state_dict({**saved, "state": state}, parameters)
-        if with_values and self._keeps_common_values and all("agreed" in own for own in saved["state"]):
-            values = (own["agreed"] for own in saved["state"])
+        if with_values and self._keeps_common_values and all("reference" in own for own in saved["state"]):
+            values = (own["reference"] for own in saved["state"])
             self.set_values(dict(zip(map(id, parameters), values, strict=True)))
 
     @property
@@ -165,12 +165,12 @@ class ReferenceParameters:
         else:
             self._held.set_references()
             self.outer = self._built(self.outer)
-            if "last_agreed" in state and self.is_copied:
-                self.set_values(dict(zip(map(id, self._tensors(replica)), state["last_agreed"], strict=True)))
+            if "reference" in state and self.is_copied:
+                self.set_values(dict(zip(map(id, self._tensors(replica)), state["reference"], strict=True)))
         if "outer" in state:
             self._load_by_parameter(state["outer"], replica.parameters, with_values=not is_complete)
             if not is_complete:
-                for _ in range(state["rounds_in_flight"]):
+                for _ in range(state["pending_rounds"]):
                     self.end_round()
         if self.outer is not None and "outer_parts" in state:
             self.outer.load_part_states(state["outer_parts"])

@@ -1,4 +1,4 @@
-"""Everything that changes while a scheme runs, as one dataclass: saved, restored and rolled back field by field."""
+"""The state of a running scheme: one dataclass whose fields are saved, restored and rolled back."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ class SchemeState:
     """The counters that every scheme has.
 
     A scheme with more state derives a dataclass from this one. A field holds primitives, lists of them, or a
-    :class:`Stateful`; ``field(metadata=LOCAL)`` or ``TRANSIENT`` says where it is saved, if not everywhere.
+    :class:`Stateful`. A field is in every checkpoint, unless it has ``field(metadata=LOCAL)`` or ``TRANSIENT``.
 
     Attributes:
         steps: Optimizer-step attempts in this run, resumed runs included.
-        step_in_epoch: The same since the epoch began.
-        epoch: Epochs that began before this one.
+        step_in_epoch: Optimizer-step attempts in this epoch.
+        epoch: The number of the epoch, from 0.
         synchronizations: How often the nodes have synchronized.
         unsynchronized_steps: Steps since the nodes last held the same parameters.
+        nonfinite: The number of synchronizations or steps from which a rank was excluded, in this process.
     """
 
     steps: int = 0
@@ -50,6 +51,12 @@ class SchemeState:
     epoch: int = 0
     synchronizations: int = 0
     unsynchronized_steps: int = field(default=0, metadata=LOCAL)
+    nonfinite: int = field(default=0, metadata=TRANSIENT)
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether the replica already holds the averaged parameters."""
+        return self.unsynchronized_steps == 0
 
     @property
     def is_settled(self) -> bool:
@@ -57,11 +64,15 @@ class SchemeState:
         return True
 
     def settle(self) -> None:
-        """Wait for pending exchanges."""
+        """Wait for pending exchanges, and keep the received values for their scheduled merge."""
 
     def saved(self, scope: Scope) -> dict[str, Any]:
         """Return the fields of one scope, as primitives and tensors."""
-        return {name: _to_file(value) for name, value, found in self._fields() if found is scope}
+        return {
+            name: value.state_dict() if isinstance(value, Stateful) else copy.deepcopy(value)
+            for name, value, found in self._fields()
+            if found is scope
+        }
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Restore :meth:`saved`. A local field that is missing gets its default: all ranks resume from equal values."""
@@ -76,7 +87,7 @@ class SchemeState:
                 setattr(self, name, getattr(initial, name))
 
     def undo_point(self) -> Callable[[], None]:
-        """Remember the fields that are no :class:`Stateful`; return a callback that restores them."""
+        """Store all fields except :class:`Stateful` ones; return a callback that restores them."""
         before = {name: copy.deepcopy(value) for name, value, _ in self._fields() if not isinstance(value, Stateful)}
 
         def undo() -> None:
@@ -88,7 +99,3 @@ class SchemeState:
     def _fields(self) -> Iterator[tuple[str, Any, Scope]]:
         for each in fields(self):
             yield each.name, getattr(self, each.name), each.metadata.get("scope", Scope.SHARED)
-
-
-def _to_file(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) else copy.deepcopy(value)

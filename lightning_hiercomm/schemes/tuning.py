@@ -87,7 +87,7 @@ class AutoPeriod:
         if left < self.steps:
             raise ValueError(
                 f"sync_every='auto' times exchanges for the first {self.steps} optimizer steps, but the run ends"
-                f" after {left}: give sync_every a number, or train for longer"
+                f" after {left}: set sync_every to a number, or train for longer"
             )
 
     @property

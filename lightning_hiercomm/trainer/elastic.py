@@ -98,11 +98,13 @@ class ElasticNode:
         broadcast_values(tensors_without(replicas.module, replicas.per_rank), world)
 
     def _undo_point(self) -> Callable[[], None]:
-        return _in_turn([*(scheme.undo_point() for scheme in self._run.schemes), self._run.replicas.have_written])
+        run = self._run
+        of_schemes = [undo for each in run.schemes for undo in (each.state.undo_point(), each.replica.undo_point())]
+        return _in_turn([*of_schemes, run.replicas.have_written])
 
     def _settle(self) -> None:
         for scheme in self._run.schemes:
-            scheme.settle()
+            scheme.state.settle()
 
     def _position(self) -> str:
         """Describe where training is; nodes that train other parameters would exchange tensors of other sizes."""
@@ -129,7 +131,7 @@ class ElasticNode:
 
     def _state(self, moment: str) -> dict[str, Any] | None:
         run = self._run
-        if not all(scheme.is_synchronized or scheme.config.requirements.begins_with_copy for scheme in run.schemes):
+        if not all(each.state.is_synchronized or each.config.requirements.begins_with_copy for each in run.schemes):
             return None  # a step was taken since: this node's parameters are its own
         with run.averaged_model.nobody_asked():
             whole = state_of(self._trainer, moment)

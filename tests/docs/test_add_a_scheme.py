@@ -288,7 +288,7 @@ def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
 def centre(rank: Rank) -> float:
     rank.train()
     rank.train()
-    return rank.scheme.shared_state()["outer"]["state"][0]["agreed"].item()
+    return rank.scheme.shared_state()["outer"]["state"][0]["reference"].item()
 
 
 def test_elastic_averaging_ends_on_the_mean_and_keeps_the_centre(page, fit):

@@ -75,17 +75,17 @@ def test_elastic_accepts_schemes_with_periodic_synchronization(scheme, wire):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (AllReduce, "AllReduce lets all nodes wait for each other at every step.*take PeriodicAveraging or DiLoCo"),
-        (StepsDelay, "StepsDelay is not made for nodes that come and go"),
+        (AllReduce, "AllReduce waits for all nodes at every step.*use PeriodicAveraging or DiLoCo"),
+        (StepsDelay, "StepsDelay does not support nodes that leave and join"),
         (partial(Gossip, hierarchical=False), "take hierarchical=True"),
         (partial(Gossip, overlap=True), "take overlap=False"),
-        (DASO, "DASO lets ranks of a node carry the model in turn: take reducer='sharded'"),
+        (DASO, "DASO with reducer='leader' sends from the ranks of a node in turn: use reducer='sharded'"),
         (partial(DASO, monitor="val_loss", reducer="sharded"), "monitor='val_loss'.*leave it out"),
-        (partial(ParameterSync, schedule=4, staleness=4), "staleness=4.*take less than the period"),
-        (partial(ParameterSync, reducer="leader"), "take reducer='sharded'"),
-        (partial(DiLoCo, gradients="none"), "take gradients='node'"),
-        (partial(DiLoCo, sync_every="auto"), "give sync_every a number"),
-        (partial(PeriodicAveraging, order="before_step"), "take order='after_step'"),
+        (partial(ParameterSync, schedule=4, staleness=4), "staleness=4.*use less than the period"),
+        (partial(ParameterSync, reducer="leader"), "use reducer='sharded'"),
+        (partial(DiLoCo, gradients="none"), "can be healed: use 'node'"),
+        (partial(DiLoCo, sync_every="auto"), "set sync_every to a number"),
+        (partial(PeriodicAveraging, order="before_step"), "use order='after_step'"),
     ],
 )
 def test_schemes_that_cannot_lose_a_node_are_refused_with_what_to_take(make, said):

@@ -23,7 +23,7 @@ from elastic_cases import (
     train_stay,
     undisturbed,
 )
-from elastic_threads import ElasticRank, Failing, Threads, play, wait_until
+from elastic_threads import ElasticRank, Failing, Threads, play, undo_point, wait_until
 from harness import on_nodes
 
 from lightning_hiercomm import PeriodicAveraging
@@ -108,14 +108,14 @@ def test_rollback_restores_all_that_a_synchronization_changes(name, sizes, wire)
             "values": own.rank.values,
             "scheme": {key: value for key, value in scheme.state_dict().items() if key != "outer"},
             "outer": scheme.shared_state().get("outer"),
-            "nonfinite": scheme.guard.nonfinite,
+            "nonfinite": scheme.state.nonfinite,
         }
 
     def work(own: ElasticRank):
         own.join()
         for _ in range(4):
             own.step()
-        undo = own.scheme.undo_point()
+        undo = undo_point(own.scheme)
         before = state(own)
         own.transaction(lambda: own.scheme.exchanger.run(own.scheme.exchanger.all_fragments))
         between = state(own)
@@ -156,7 +156,7 @@ def test_node_that_dies_leaves_the_others_equal(name, sync, sizes, lost, moment)
         shared = []
         while own.scheme.state.steps < 14:
             own.step()
-            own.scheme.settle()
+            own.scheme.state.settle()
             state = own.scheme.shared_state()
             shared.append(repr({**state, "outer": None if "noloco" in name else state.get("outer")}))
         own.scheme.finish()

@@ -38,7 +38,7 @@ from lightning_hiercomm.nodes.topology import Topology
         ({"scheme": Gossip(hierarchical=False)}, "every rank train a whole model .* use hierarchical=True"),
         ({"scheme": PeriodicAveraging(gradients="none")}, "use gradients='node'"),
         ({"scheme": DiLoCo(gradients="none")}, "use gradients='node'"),
-        ({"scheme": DASO()}, "one rank of a node carry the whole model in turn.* use reducer='sharded'"),
+        ({"scheme": DASO()}, "sends the whole model from one rank.* use reducer='sharded'"),
         ({"scheme": ParameterSync(reducer="leader")}, "use reducer='sharded'"),
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
         ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),

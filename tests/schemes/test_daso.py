@@ -602,7 +602,7 @@ def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
         scheme = rank.scheme
         scheme.begin_epoch(0, {})
         rank.train()
-        scheme.settle()
+        scheme.state.settle()
         return scheme.state_dict()
 
     state = on_four_ranks(work, cycling(merge="delta")(), wire="bfloat16")[0]
@@ -646,7 +646,7 @@ def test_how_far_nodes_are_apart_is_seen_in_every_phase(narrow_phases):
             rank.scheme.begin_epoch(epoch, {})
             for step in range(6):
                 rank.train(float(rank.rank + 1) * (epoch + 1), last=step == 5)
-            rank.scheme.settle()
+            rank.scheme.state.settle()
             seen.append(rank.scheme.scalars()["disagreement"])
             rank.scheme.end_epoch(torch.tensor(1.0))
         return seen

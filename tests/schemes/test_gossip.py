@@ -61,7 +61,7 @@ def mixed(steps):
         seen = [rank.values]
         for _ in range(steps):
             rank.train(0.0)
-            rank.scheme.settle()
+            rank.scheme.state.settle()
             seen.append(rank.values)
         return torch.stack(seen)
 
@@ -377,7 +377,7 @@ def test_a_state_saved_while_everything_is_frozen_loads(nodes):
 def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
     def save(rank):
         rank.train(0.0)
-        rank.scheme.settle()
+        rank.scheme.state.settle()
         return rank.scheme.state_dict()
 
     torch.save(simulate(save, Gossip(overlap=True), [0, 1, 2])[0], tmp_path / "state")
@@ -391,7 +391,7 @@ def test_plain_checkpoint_restarts_gossip_from_the_average():
         for _ in range(3):
             rank.train(0.0)
         counts = {name: value for name, value in rank.scheme.shared_state().items() if isinstance(value, int)}
-        rank.scheme.settle()
+        rank.scheme.state.settle()
         rank.scheme.synchronize()
         rank.scheme.load_state_dict({**counts, "unsynchronized_steps": 0})
         rank.train(0.0)

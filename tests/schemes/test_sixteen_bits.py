@@ -171,7 +171,7 @@ def test_sixteen_bit_mean_sends_as_many_bytes_as_an_all_reduce(count, beside):
     def work(rank):
         for _ in range(2):
             rank.train(0.0)
-        rank.scheme.settle()
+        rank.scheme.state.settle()
         return rank.meter.snapshot()["inter_bytes"]
 
     exchanges, scheme = (1, ParameterSync(2, staleness=1)) if beside else (2, ParameterSync(1))

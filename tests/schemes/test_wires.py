@@ -160,7 +160,7 @@ def test_a_step_costs_the_bytes_of_the_formula(on_nodes, scheme, models_per_step
             before = rank.meter.snapshot()["inter_bytes"]
             for _ in range(steps):
                 rank.train(torch.ones_like)
-            rank.scheme.settle()
+            rank.scheme.state.settle()
             if measured:
                 sent = torch.tensor(rank.meter.snapshot()["inter_bytes"] - before)
                 rank.topology.intra.all_reduce(sent).wait()

@@ -48,28 +48,28 @@ def values_of(buckets: Iterable[Bucket]) -> Iterator[Tensor]:
 
 
 def describe(replica: Replica, gradients: bool = False) -> str | None:
-    """The first tensor of a replica that is not finite, or whose gradient is not, for people; None if all are."""
+    """Describe the first tensor (or gradient) of a replica that is non-finite; return None if all are finite."""
     for index, tensor in enumerate(replica.tensors):
-        looked_at = tensor.grad if gradients else tensor.detach()
-        if looked_at is None:
+        checked = tensor.grad if gradients else tensor.detach()
+        if checked is None:
             continue
-        bad = int(looked_at.numel() - looked_at.isfinite().sum().item())
+        bad = int(checked.numel() - checked.isfinite().sum().item())
         if bad:
             kind = "parameter" if index < len(replica.parameters) else "buffer"
             name = replica.names.get(id(tensor), f"number {index} of shape {tuple(tensor.shape)}")
             whose = "the gradient of " if gradients else ""
-            return f"{whose}{kind} {name} ({bad} of {looked_at.numel()} elements)"
+            return f"{whose}{kind} {name} ({bad} of {checked.numel()} elements)"
     return None
 
 
 @torch.no_grad()
-def begin_state_anew(optimizer: Optimizer) -> None:
-    """Set the state of every parameter for which it is not finite to zero, as it was at the beginning."""
+def reset_nonfinite_state(optimizer: Optimizer) -> None:
+    """Set an optimizer's state to zero, as at the beginning, for every parameter whose state is non-finite."""
     for state in optimizer.state.values():
         held = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
         tensors = [value for value in held.values() if is_of_numbers(value)]
         if any(not bool(value.isfinite().all()) for value in tensors):
-            for value in tensors:  # the number of steps among them, or Adam's next ones would be six times too long
+            for value in tensors:  # also the number of steps: Adam's next updates would be too large otherwise
                 value.zero_()
             if isinstance(state.get("step"), int):
                 state["step"] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.requirements import Requirements
+from lightning_hiercomm.schemes.state import TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket
 from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
 from lightning_hiercomm.schemes.steps_delay.rules import (
@@ -165,8 +166,28 @@ class StepsDelay(Scheme):
         return 0.25 if self.rule is sgd else 1.0
 
 
+@dataclass
+class StepsDelayState(SchemeState):
+    """The state of StepsDelay.
+
+    Attributes:
+        server: The server, of which this rank owns a shard; None on one node.
+        has_pulled: Whether weights were pulled that the next iteration uses.
+    """
+
+    server: ShardedServer | None = field(default=None, metadata=TRANSIENT)
+    has_pulled: bool = field(default=False, metadata=TRANSIENT)
+
+    def settle(self) -> None:
+        if self.server is not None:
+            self.server.settle(self.has_pulled)
+
+
 class RunningStepsDelay(RunningScheme[StepsDelay]):
     """The running scheme: the server, of which this rank owns a shard, and the weights pulled from it."""
+
+    state: StepsDelayState
+    state_type = StepsDelayState
 
     def __init__(self, config: StepsDelay, context: Context) -> None:
         super().__init__(config, context)
@@ -177,10 +198,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         check_optimizer(self._required_optimizer, self.replica.parameters, config.local_update)
         self._pull_topology = self.topology.duplicate() if self.topology.num_nodes > 1 else self.topology
         self._background = self._new_background()
-        self.server = self._new_server({})  # none on one node
+        self.state.server = self._new_server({})  # none on one node
         self._disagreement = Disagreement()
         self._delayed_steps = 0  # u
-        self._has_pulled = False  # weights that the next iteration uses
         # one per bucket of the server
         self._pulled: list[Tensor] = []  # pre
         self._parts: list[list[Bucket]] = []  # the local rule's arguments
@@ -191,12 +211,17 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self._has_warned_of_sparse = False
         self._start_from_replica()
 
+    @property
+    def server(self) -> ShardedServer | None:
+        """The server, of which this rank owns a shard; None on one node."""
+        return self.state.server
+
     # ---- life of a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
         state = {} if self.server is None else self._whole_optimizer_state(self.server)
         super().follow(replica)
-        self.server = self._new_server(state)
+        self.state.server = self._new_server(state)
         self._start_from_replica()
 
     def _new_server(self, state: Mapping[Tensor, Mapping[str, Any]]) -> ShardedServer | None:
@@ -241,9 +266,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self._was_warming_up = self.phase == "warm-up"
         server = self.server  # not before: a hook that saves may have begun another one
         assert server is not None
-        self._iterate(
-            server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients(self.state.steps)
-        )
+        self._iterate(server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients())
 
     def _make_dense(self) -> None:
         """Make sparse gradients dense: their rows do not divide into the server's shards."""
@@ -261,7 +284,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 )
 
     def after_step(self, last: bool) -> None:
-        if self.server is not None and self._was_warming_up:
+        is_exact = self._was_warming_up and not self.replica.buffers and not self.wire.is_lossy
+        if self.server is None or is_exact:
             self.state.unsynchronized_steps = 0
 
     def finish(self) -> None:
@@ -297,13 +321,13 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         for index, weights in enumerate(server.pulled(self._pulled)):
             server.buckets[index].bucket.unpack(weights)
             self._replace_pulled(server, index, weights)
-        self._has_pulled = False
+        self.state.has_pulled = False
         self.state.synchronizations += 1
 
     def _step_delayed(
         self, server: ShardedServer, hyperparameters: Hyperparameters, has_gradient: bool, pulls: bool
     ) -> None:
-        has_arrived = self._has_pulled
+        has_arrived = self.state.has_pulled
         pulled: Iterator[Tensor | None] = server.pulled(self._pulled) if has_arrived else repeat(None)
         for index, bucket in enumerate(server.buckets):
             arrived = next(pulled)
@@ -313,7 +337,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 self._replace_pulled(server, index, arrived)
         if pulls:
             server.wait_for_pulls()
-        self._has_pulled = pulls
+        self.state.has_pulled = pulls
         self._delayed_steps += 1
         if self._writes is None:
             self._writes = WriteDetector(self.replica.parameters)
@@ -340,13 +364,13 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         Raises:
             RuntimeError: If a program wrote to the weights after the warm-up.
         """
-        if self._writes is None and not self._delayed_steps and not self._has_pulled:
+        if self._writes is None and not self._delayed_steps and not self.state.has_pulled:
             server.take_writes(self._pulled)
         if self._writes is not None:
             self._writes.compare(all_parameters=verify)
         if not verify:
             return
-        self.guard.verify(self.state.steps)  # first, because a rank that differs has another cause
+        self.guard.verify()  # first, because a rank that differs has another cause
         if self._writes is not None and self._writes.has_found_any and not self.guard.has_warned_of_difference:
             raise RuntimeError(
                 "parameters were changed outside of the optimizer's step (clamping, a mask, a new head). StepsDelay"
@@ -416,7 +440,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if self.server is None:
             return
         self._delayed_steps = 0
-        self._has_pulled = False
+        self.state.has_pulled = False
         self._writes = None
         self._pulled = [bucket.pack() for bucket in self.server.buckets]
         self._parts = [bucket.bucket.in_cache_sized() for bucket in self.server.buckets]
@@ -425,29 +449,19 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     # ---- the averaged model ---------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        if self.server is not None:
-            self.server.settle(self._has_pulled)
-
     @torch.no_grad()
     def synchronize(self) -> None:
         """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
-        self.settle()
+        self.state.settle()
         server = self.server
         if server is None or self._holds_final_weights:
             return
         self._handle_writes(server, verify=self._writes is not None)
         for bucket, weights in zip(server.buckets, server.weights(), strict=True):
             bucket.bucket.unpack(weights)
-        self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
+        self.guard.average(self.replica.buckets_of_buffers)
         if self._writes is not None:
             self._writes.remember_shown()
-
-    @property
-    def is_synchronized(self) -> bool:
-        if self.server is None or self._holds_final_weights:
-            return True
-        return self.state.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
 
     # ---- state and scalars ---------------------------------------------------------------------------------------
 
@@ -484,7 +498,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if self.server is not None:
             state["exchange"] = {
                 "delayed_steps": self._delayed_steps,
-                "has_pulled": self._has_pulled,
+                "has_pulled": self.state.has_pulled,
                 "pulled": [tensor.clone() for tensor in self._pulled],
                 "rule": [_joined(states) for states in self._rule_state],
                 "server": self.server.state_dict(),
@@ -501,7 +515,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if exchange is None:
             return
         self._delayed_steps = exchange["delayed_steps"]
-        self._has_pulled = exchange["has_pulled"]
+        self.state.has_pulled = exchange["has_pulled"]
         for tensor, values in zip(self._pulled, exchange["pulled"], strict=True):
             tensor.copy_(values)
         self._rule_state = [
@@ -511,7 +525,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         self.server.load_state_dict(exchange["server"])
 
     def _whole_optimizer_state(self, server: ShardedServer, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
-        self.settle()
+        self.state.settle()
         return server.optimizer_state(only_on)
 
 

@@ -107,7 +107,7 @@ def metered(scheme, nodes, ranks_per_node, steps, wire):
         for step in range(1, max(steps) + 1):
             rank.train()
             if step in steps:
-                rank.scheme.settle()
+                rank.scheme.state.settle()
                 seen.append((rank.meter.bytes["inter"], rank.meter.bytes["intra"]))
         return seen
 

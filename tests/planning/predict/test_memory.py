@@ -79,7 +79,7 @@ def most_held(scheme, wire) -> float:
             users = [*rank.parameters, *(p.grad for p in rank.parameters), *tensors_of(dict(rank.optimizer.state))]
             own = storages(tensors_of(rank.scheme))
             most = max(most, sum(own[where] for where in own.keys() - storages(users).keys()))
-        rank.scheme.settle()
+        rank.scheme.state.settle()
         return most / MODEL
 
     inner = partial(torch.optim.SGD, lr=0.01, momentum=0.9)

@@ -30,9 +30,9 @@ from lightning_hiercomm.schemes import (
 )
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
-    begin_state_anew,
     describe,
     is_unfit,
+    reset_nonfinite_state,
 )
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -98,7 +98,7 @@ def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
         assert rank.values.min() > 0.0  # all have learned since
         assert rank.values.max() <= 10.0
     sick_node = next(ranks_ for ranks_ in nodes if 2 in ranks_)
-    assert all(ranks[rank].scheme.guard.nonfinite >= (rank == 2) for rank in sick_node)
+    assert all(ranks[rank].scheme.state.nonfinite >= (rank == 2) for rank in sick_node)
 
 
 BY_NIGHT = pytest.mark.nightly
@@ -162,7 +162,7 @@ def test_healed_node_gets_the_exact_mean_and_a_fresh_optimizer():
                 before = rank.values
         moments = [state["exp_avg"].isfinite().all() for state in rank.optimizer.state.values()]
         counts = {int(state["step"]) for state in rank.optimizer.state.values()}
-        return before, rank.values, all(moments), counts, rank.scheme.guard.nonfinite
+        return before, rank.values, all(moments), counts, rank.scheme.state.nonfinite
 
     scheme = with_policy(PeriodicAveraging(4), "skip")
     inner = partial(Adam, lr=0.1)
@@ -472,7 +472,7 @@ def test_only_the_state_of_parameters_that_were_sick_begins_anew():
     counts = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     for parameter, mean in zip(counts, (math.inf, 1.0), strict=True):  # in a number of Python's, as some optimizers do
         optimizer.state[parameter] = {"step": 3, "mean": torch.tensor([mean, 1.0])}
-    begin_state_anew(optimizer)
+    reset_nonfinite_state(optimizer)
     assert [optimizer.state[parameter]["step"] for parameter in counts] == [0, 3]
     assert optimizer.state[sick]["step"] == 0
     assert torch.equal(optimizer.state[sick]["exp_avg_sq"], torch.zeros(2))

@@ -28,7 +28,7 @@ def test_optimizer_state_is_shared_out_among_the_ranks(nodes):
 
     def work(run: Rank) -> None:
         steps(3)(run)
-        run.scheme.settle()
+        run.scheme.state.settle()
         shards = run.scheme.state_dict()["exchange"]["server"]
         momenta = [owned["momentum_buffer"] for shard in shards for owned in shard["optimizer"]]
         held.append((run.rank, sum(momentum.numel() for momentum in momenta)))
@@ -263,7 +263,7 @@ def test_a_run_resumed_from_its_state_goes_on_to_the_bit(rule, wire):
     def first(run: Rank) -> Rank:
         for at in range(1, 6):
             run.train()
-            run.scheme.settle()
+            run.scheme.state.settle()
             file = io.BytesIO()
             torch.save({"values": run.scheme.replica.snapshot(), "scheme": run.scheme.state_dict()}, file)
             saved[run.rank, at] = file.getvalue()
@@ -289,7 +289,7 @@ def test_a_resume_with_another_delay_goes_on_from_weights_not_gradients():
 
     def first(run: Rank) -> None:
         steps(6)(run)  # between two pulls, but at one if the delay were 3
-        run.scheme.settle()
+        run.scheme.state.settle()
         saved[run.rank] = reloaded({"values": run.scheme.replica.snapshot(), "scheme": run.scheme.state_dict()})
 
     def resumed(run: Rank) -> Rank:

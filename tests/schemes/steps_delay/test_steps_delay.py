@@ -374,11 +374,11 @@ def test_a_node_sends_half_of_an_all_reduce_and_a_kth_of_that_for_pulls(delay):
     sent = []
 
     def work(run: Rank) -> None:
-        run.scheme.settle()
+        run.scheme.state.settle()
         before = run.meter.bytes["inter"]
         for _ in range(8):
             run.train()
-        run.scheme.settle()
+        run.scheme.state.settle()
         sent.append((run.topology.node, run.meter.bytes["inter"] - before))
 
     train(work, StepsDelay(delay, 0), nodes=nodes, shapes=shapes)
