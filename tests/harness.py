@@ -24,7 +24,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
+from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 
 T = TypeVar("T")
@@ -357,7 +357,7 @@ def attached(
     else:
         target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
     gradients = gradient_path(
-        scheme.gradients, topology, place.device, wire, piece_bytes=bucket_bytes, first=scheme.first_gradients
+        scheme.gradients, topology, place.device, wire, chunk_bytes=bucket_bytes, first=scheme.first_gradients
     )
     replicas = Replicas(module, [optimizer], bucket_bytes)
     policy = vars(scheme).get("policy_of_test", Policy())
@@ -365,7 +365,7 @@ def attached(
         closing.callback(gradients.close, timeout=1.0)
         own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy))
         closing.callback(own.close, timeout=1.0)
-        if isinstance(gradients, InPhases):
+        if isinstance(gradients, PhasedGradients):
             gradients.is_first = lambda: own.gradients != own.config.gradients
         own.begin_run(epochs, steps)
         if begins_epoch:

@@ -17,7 +17,7 @@ from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import placed_as, shares_of
-from lightning_hiercomm.schemes.gradients import NodesMean
+from lightning_hiercomm.schemes.gradients import InterNodeMean
 
 
 class ShardedGradients:
@@ -39,7 +39,7 @@ class ShardedGradients:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        path: NodesMean,
+        path: InterNodeMean,
         topology: Topology,
         node: Mapping[str, int],
         bucket_bytes: int,
@@ -141,9 +141,9 @@ class ShardedGradients:
             else:
                 parameter.grad = placed_as(parameter.grad, parameter)
                 values.copy_(local(parameter.grad).reshape(-1)[piece.start : piece.start + piece.length])
-        if self.path.keeps_back:
+        if self.path.has_residuals:
             owners = zip(self._owners[index], bucket.slices, strict=True)
-            self.path.note_contents(index, ((parameter, piece.start) for parameter, piece in owners))
+            self.path.set_contents(index, ((parameter, piece.start) for parameter, piece in owners))
         handle = self.path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
         self._in_flight.append((index, flat, handle))
         if len(self._in_flight) == BUCKETS_IN_FLIGHT:

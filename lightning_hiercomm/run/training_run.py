@@ -29,7 +29,7 @@ from lightning_hiercomm.run.uncounted import UncountedChanges
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
-from lightning_hiercomm.schemes.gradients import GradientPath, InPhases, gradient_path
+from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
@@ -91,7 +91,7 @@ class TrainingRun:
             topology,
             replicas.device,
             self.wire,
-            piece_bytes=replicas.bucket_bytes,
+            chunk_bytes=replicas.bucket_bytes,
             parameters=replicas.module.parameters(),
             first=scheme.first_gradients,
         )
@@ -103,7 +103,7 @@ class TrainingRun:
         contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))
         self.schemes = [scheme.build(context) for context in contexts]
         self._scheme = scheme
-        if isinstance(self.gradients, InPhases):
+        if isinstance(self.gradients, PhasedGradients):
             self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
         self.averaged_model = AveragedModel(self.schemes, replicas, topology)
         self._loss_sum: Tensor | None = None
@@ -419,8 +419,8 @@ class TrainingRun:
     def note_loss_scale(self, precision: object) -> None:
         """Store the loss scale of the precision's gradient scaler, if it has one, before a backward pass."""
         scaler = getattr(precision, "scaler", None)
-        if scaler is not None and self.gradients.keeps_back:  # reading the scale makes the host wait
-            self.gradients.note_scale(float(scaler.get_scale()))
+        if scaler is not None and self.gradients.has_residuals:  # reading the scale makes the host wait
+            self.gradients.set_scale(float(scaler.get_scale()))
 
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
         """Attempt an optimizer step.

@@ -2,12 +2,9 @@
 
 Units of data:
 
-- **Bucket**: consecutive tensors of one type that are sent together. Its slice of one tensor is a *piece*.
-- **Part**: the buckets that leave after the same step. Papers call it a *fragment* (Streaming DiLoCo) or a *segment*
-  (Crossover-SGD), and the arguments of these schemes are named so. A rank sends its part of a
-  bucket over its inter-node process group: the ranks with the same local rank on all nodes.
-- **Section**: a bucket of parameters of one param group, on the server of ``StepsDelay``.
-- **Shard**: of a section, what one node holds; of a tensor (FSDP2), what one rank of a node holds.
+- **Bucket**: consecutive tensors of one dtype that are sent together.
+- **Fragment**: the buckets that are sent after the same step. Crossover-SGD calls it a *segment*.
+- **Shard**: the part of a bucket, a tensor (FSDP2) or a server's bucket (``StepsDelay``) that one rank holds or sends.
 """
 
 from typing import Literal, TypeAlias

@@ -18,24 +18,14 @@ from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningPara
 from lightning_hiercomm.schemes.phases import Moment
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.requirements import Requirements
+from lightning_hiercomm.schemes.state import TRANSIENT
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
 log = logging.getLogger(__name__)
 
 _PHASES = ("warm-up", "cycling", "cool-down")
-_EPOCHS = 4
-_LARGEST_SHARE = 1 / 4  # of a short run, so that some steps remain for the cycling phase
-
-
-def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | None, steps: int | None) -> Moment:
-    """Return the length of the warm-up or cool-down, from the arguments or by default."""
-    if in_steps is not None:
-        return Moment(step=in_steps)
-    if in_epochs is not None:
-        return Moment(epoch=in_epochs)
-    if steps is not None and (epochs is None or epochs * _LARGEST_SHARE < 1):
-        return Moment(step=int(steps * _LARGEST_SHARE))
-    return Moment(epoch=_EPOCHS if epochs is None else min(_EPOCHS, int(epochs * _LARGEST_SHARE)))
+_DEFAULT_EPOCHS = 4  # of warm-up and of cool-down
+_LARGEST_FRACTION = 1 / 4  # of a short run, so that some steps remain for the cycling phase
 
 
 class DASO(ParameterSync):
@@ -126,7 +116,7 @@ class DASO(ParameterSync):
             raise ValueError(f"sync_every={period} must be a positive number of batches")
         if not 0 <= staleness <= period:
             raise ValueError(
-                f"staleness={staleness} must be from 0 to sync_every={period}: one exchange is in flight at a time"
+                f"staleness={staleness} must be from 0 to sync_every={period}: one exchange is pending at a time"
             )
         lengths = {
             "warmup_epochs": warmup_epochs,
@@ -137,12 +127,6 @@ class DASO(ParameterSync):
         for name, length in lengths.items():
             if length is not None and length < 0:
                 raise ValueError(f"{name}={length} must not be negative; 0 leaves the phase out")
-        if narrow_phases not in ("all", "blocking"):
-            raise ValueError(f"narrow_phases={narrow_phases!r} must be 'all' or 'blocking'")
-        if merge not in ("eq1", "delta"):
-            raise ValueError(f"merge={merge!r} must be 'eq1' or 'delta'")
-        if reducer not in ("leader", "sharded"):
-            raise ValueError(f"reducer={reducer!r} must be 'leader' or 'sharded'")
         every = Every(period, of="epoch")
         super().__init__(
             schedule=every if auto is None else Auto(every, auto),
@@ -170,15 +154,15 @@ class DASO(ParameterSync):
 
     @property
     def requirements(self) -> Requirements:
-        stay = super().requirements.needs_fixed_nodes
+        fixed = super().requirements.needs_fixed_nodes
         if self.adapt and self.monitor is not None:
-            stay = (
+            fixed = (
                 f"monitor={self.monitor!r} is evaluated between a synchronization and the next epoch, when no node can"
                 " join: leave it out to watch the training loss, or set adapt=False"
             )
         return replace(
             super().requirements,
-            needs_fixed_nodes=stay,
+            needs_fixed_nodes=fixed,
             can_average_optimizer_state=True,  # in the blocking phases
         )
 
@@ -194,10 +178,12 @@ class DASOState(SyncState):
     Attributes:
         given: ``sync_every`` and ``staleness`` as passed by the user.
         cycle: The current B and S; None: as given.
-        plateau: Whether the loss still falls.
+        plateau: Detects that the loss has stopped falling.
         awaits_metric: Whether the last epoch still waits for its metric to be logged.
         recorded_metric: The weighted sum of that metric and the sum of the weights, if it was logged before a
             checkpoint was saved.
+        last_metric: The metric as it was logged when the epoch began.
+        has_resumed: Whether the run has resumed in this epoch.
     """
 
     given: list[Any] = field(default_factory=list)
@@ -205,6 +191,8 @@ class DASOState(SyncState):
     plateau: Plateau = field(default_factory=Plateau)
     awaits_metric: bool = False
     recorded_metric: tuple[float, float] | None = None
+    last_metric: Tensor | None = field(default=None, metadata=TRANSIENT)
+    has_resumed: bool = field(default=False, metadata=TRANSIENT)
 
 
 class RunningDASO(RunningParameterSync[DASO]):
@@ -221,8 +209,6 @@ class RunningDASO(RunningParameterSync[DASO]):
         self.phase = ""
         self._warmup_ends = Moment(epoch=0)
         self._cooldown_begins: Moment | None = None
-        self._last_metric: Tensor | None = None  # as it was logged when the epoch began
-        self._has_resumed = False
         self._has_missed_a_loss = False
 
     def _new_state(self) -> DASOState:
@@ -236,9 +222,90 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     @property
     def staleness(self) -> int:
+        """S."""
         return self.config.staleness if self.state.cycle is None else self.state.cycle[1]
 
-    # ---- a run ---------------------------------------------------------------------------------------------------
+    @property
+    def _period(self) -> int:
+        """B as a number, also with ``sync_every="auto"``."""
+        return self.period or 1
+
+    # ---- the algorithm -------------------------------------------------------------------------------------------
+
+    def before_step(self, last: bool) -> None:
+        self._enter_phase()
+
+    def after_step(self, last: bool) -> None:
+        if self.phase != "cycling":
+            self.average()
+            return
+        if last or self.is_alone:
+            return  # the epoch's end averages
+        arrived = self.state.pending.take(self.state.steps)
+        starts = (self.state.step_in_epoch - 1) % self._period == 0  # after batch 0, B, 2B, ... of the epoch
+        if starts and self.staleness == 0:
+            self.average()
+        elif starts or arrived is not None:
+            self._overlap(arrived, self.exchanger.all_fragments if starts else ())
+
+    def end_epoch(self, loss: Tensor | None) -> None:
+        adapts, sums = self.phase == "cycling" and self.config.adapt, list[tuple[float, float]]()
+        watches_loss = adapts and self.config.monitor is None
+
+        def synchronize() -> None:
+            if self.state.unsynchronized_steps:
+                self.average()
+            if watches_loss:
+                sums.append(self._summed(loss))
+
+        if self.state.unsynchronized_steps or watches_loss:
+            self.topology.synchronize(synchronize, admits=True)
+        if watches_loss:
+            self._adapt(*sums[-1])  # the last attempt, where nodes have left
+        elif adapts:
+            self.state.awaits_metric = True  # the validation that follows logs it
+
+    def _adapt(self, weighted: float, total: float) -> None:
+        """Halve B and S if the loss has stopped falling; from 1 they return to their first values.
+
+        Args:
+            weighted: The weighted sum of all ranks' losses.
+            total: The sum of the weights.
+        """
+        state = self.state
+        if total == 0.0:
+            if not self._has_missed_a_loss:
+                self._has_missed_a_loss = True
+                self._log(
+                    logging.WARNING,
+                    f"epoch {state.epoch} had no training loss, so sync_every and staleness do not change. Return the"
+                    " loss from training_step, or set monitor to a metric that is logged in every epoch.",
+                )
+            return
+        if not state.plateau.reached(weighted / total):
+            return
+        before = self._period, self.staleness
+        least = min(1, self.config.staleness)  # a blocking scheme stays blocking
+        state.cycle = None if before == (1, least) else [max(1, before[0] // 2), max(least, before[1] // 2)]
+        if (self._period, self.staleness) != before:
+            watched = self.config.monitor or "the training loss"
+            self._log(logging.INFO, f"{watched} stopped falling: {self._cycle}")
+
+    def _summed(self, loss: Tensor | None) -> tuple[float, float]:
+        """Return the weighted sum of all ranks' losses and the sum of the weights of ranks with a loss. Collective.
+
+        With ``on_nonfinite="skip"``, ranks whose loss is not finite are excluded.
+        """
+        value = None if loss is None else float(loss)
+        if value is not None and self.guard.policy.on_nonfinite == "skip" and not math.isfinite(value):
+            value = None
+        weight, value = (0.0, 0.0) if value is None else (self.topology.rank_weight, value)
+        sums = torch.tensor([weight * value, weight], device=self.replica.device)
+        self.topology.world.all_reduce(sums).wait()
+        weighted, total = sums.tolist()
+        return weighted, total
+
+    # ---- phases --------------------------------------------------------------------------------------------------
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
@@ -260,8 +327,8 @@ class RunningDASO(RunningParameterSync[DASO]):
         self._warn_if_nothing_cycles(epochs, steps)
 
     def _warn_if_nothing_cycles(self, epochs: int | None, steps: int | None) -> None:
-        first = self._warmup_ends.share(epochs, steps)
-        end = 1.0 if self._cooldown_begins is None else self._cooldown_begins.share(epochs, steps)
+        first = self._warmup_ends.fraction(epochs, steps)
+        end = 1.0 if self._cooldown_begins is None else self._cooldown_begins.fraction(epochs, steps)
         if first is None or end is None or first < end:
             return
         config = self.config
@@ -273,139 +340,63 @@ class RunningDASO(RunningParameterSync[DASO]):
         }
         given = " and ".join(f"{name}={length}" for name, length in lengths.items() if length is not None)
         run = f"{epochs} epochs" if epochs is not None else f"{steps} steps"
-        self._announce(logging.WARNING, f"{given} leave nothing between them of a run of {run}: {_ALL_BLOCKING}")
+        self._log(
+            logging.WARNING,
+            f"{given} leave no step for asynchronous training in a run of {run}: every step will average all nodes and"
+            " wait. Shorten them, or leave them out.",
+        )
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
         super().begin_epoch(epoch, metrics)
-        self._enter(self._phase_of_next_step())
-        monitor = self.config.monitor
-        if self.state.awaits_metric and monitor is not None:
-            self.state.awaits_metric = False
+        self._enter_phase()
+        state, monitor = self.state, self.config.monitor
+        if state.awaits_metric and monitor is not None:
+            state.awaits_metric = False
             if (metric := self._new_metric(metrics)) is not None:
-                self._judge(*self._summed(metric))
-            elif self.state.recorded_metric is not None:  # Lightning forgets its metrics between runs
-                self._judge(*self.state.recorded_metric)
-            elif monitor not in metrics and not self._has_resumed:
+                self._adapt(*self._summed(metric))
+            elif state.recorded_metric is not None:  # Lightning forgets its metrics between runs
+                self._adapt(*state.recorded_metric)
+            elif monitor not in metrics and not state.has_resumed:
                 logged = ", ".join(metrics) or "nothing"
                 raise ValueError(
                     f"monitor={monitor!r} was not logged in epoch {epoch - 1}; logged: {logged}."
                     " Log it in every epoch with self.log, or leave monitor out to watch the training loss."
                 )
-        self._last_metric = metrics.get(monitor or "")
-        self.state.recorded_metric = None
-        self._has_resumed = False
+        state.last_metric = metrics.get(monitor or "")
+        state.recorded_metric = None
+        state.has_resumed = False
 
     def _new_metric(self, metrics: Mapping[str, Tensor]) -> Tensor | None:
         """Return the monitored metric if it was logged in this epoch; Lightning also keeps older values."""
         metric = metrics.get(self.config.monitor or "")
-        return None if metric is self._last_metric else metric
+        return None if metric is self.state.last_metric else metric
 
     def record_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         if self.state.awaits_metric:
             weighted, total = self._summed(self._new_metric(logged()))
             self.state.recorded_metric = (weighted, total) if total else None
 
-    def before_step(self, last: bool) -> None:
-        self._enter(self._phase_of_next_step())
-
-    def after_step(self, last: bool) -> None:
-        if self.phase != "cycling":
-            self.average()
-            return
-        if last or self.is_alone:
-            return
-        arrived = self.state.pending.take(self.state.steps)
-        leaves = (self.state.step_in_epoch - 1) % self._period == 0
-        if leaves and self.staleness == 0:
-            self.average()
-        elif leaves or arrived is not None:
-            self._overlap(arrived, self.exchanger.all_fragments if leaves else ())
-
-    def end_epoch(self, loss: Tensor | None) -> None:
-        adapts, losses = self.phase == "cycling" and self.config.adapt, list[tuple[float, float]]()
-        judges = adapts and self.config.monitor is None
-
-        def agree() -> None:
-            if self.state.unsynchronized_steps:
-                self.average()
-            if judges:
-                losses.append(self._summed(loss))
-
-        if self.state.unsynchronized_steps or judges:
-            self.topology.synchronize(agree, admits=True)
-        if judges:
-            self._judge(*losses[-1])
-        elif adapts:
-            self.state.awaits_metric = True  # it is logged by the validation that comes next
-
-    # ---- phases --------------------------------------------------------------------------------------------------
-
-    def _phase_of_next_step(self) -> str:
-        if not self._warmup_ends.has_come(self.state.epoch, self.state.steps):
-            return "warm-up"
-        if self._cooldown_begins is not None and self._cooldown_begins.has_come(self.state.epoch, self.state.steps):
-            return "cool-down"
-        return "cycling"
-
-    def _enter(self, phase: str) -> None:
-        if phase == self.phase:
-            return
-        self.phase = phase
-        how = self._cycle if phase == "cycling" else "nodes average after every step and wait for it"
-        self._announce(logging.INFO, f"{phase} from epoch {self.state.epoch}, step {self.state.steps}: {how}")
+    def _enter_phase(self) -> None:
+        """Set the phase of the next step."""
+        epoch, step = self.state.epoch, self.state.steps
+        if not self._warmup_ends.has_come(epoch, step):
+            phase = "warm-up"
+        elif self._cooldown_begins is not None and self._cooldown_begins.has_come(epoch, step):
+            phase = "cool-down"
+        else:
+            phase = "cycling"
+        if phase != self.phase:
+            self.phase = phase
+            how = self._cycle if phase == "cycling" else "nodes average after every step and wait for it"
+            self._log(logging.INFO, f"{phase} from epoch {epoch}, step {step}: {how}")
 
     @property
     def _cycle(self) -> str:
         return f"nodes exchange every {self._period} steps and merge {self.staleness} later"
 
-    @property
-    def _period(self) -> int:
-        """Return B as a number, also with ``sync_every="auto"``."""
-        return self.period or 1
-
-    def _announce(self, level: int, message: str) -> None:
+    def _log(self, level: int, message: str) -> None:
         if self.topology.rank == 0:
             log.log(level, "DASO: %s", message)
-
-    # ---- plateau -------------------------------------------------------------------------------------------------
-
-    def _summed(self, loss: Tensor | None) -> tuple[float, float]:
-        """Return the weighted sum of all ranks' losses and the sum of the weights of ranks with a loss. Collective.
-
-        With ``on_nonfinite="skip"``, non-finite ranks are excluded.
-        """
-        value = None if loss is None else float(loss)
-        if value is not None and self.guard.policy.on_nonfinite == "skip" and not math.isfinite(value):
-            value = None
-        weight, value = (0.0, 0.0) if value is None else (self.topology.rank_weight, value)
-        sums = torch.tensor([weight * value, weight], device=self.replica.device)
-        self.topology.world.all_reduce(sums).wait()
-        weighted, total = sums.tolist()
-        return weighted, total
-
-    def _judge(self, weighted: float, total: float) -> None:
-        """Halve B and S if the loss, averaged over all ranks, has stopped falling; from 1 they return to the start.
-
-        Args:
-            weighted: See :meth:`_summed`.
-            total: See :meth:`_summed`.
-        """
-        if total == 0.0:
-            if not self._has_missed_a_loss:
-                self._has_missed_a_loss = True
-                self._announce(logging.WARNING, f"epoch {self.state.epoch} had no training loss: {_NO_LOSS}")
-            return
-        if not self.state.plateau.reached(weighted / total):
-            return
-        before = self._period, self.staleness
-        least = min(1, self.config.staleness)  # a blocking scheme stays blocking
-        if before == (1, least):
-            self.state.cycle = None
-        else:
-            self.state.cycle = [max(1, self._period // 2), max(least, self.staleness // 2)]
-        if (self._period, self.staleness) != before:
-            watched = self.config.monitor or "the training loss"
-            self._announce(logging.INFO, f"{watched} stopped falling: {self._cycle}")
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -427,13 +418,15 @@ class RunningDASO(RunningParameterSync[DASO]):
         if self.state.given != given:
             self.state.given, self.state.cycle = given, None
         self.state.awaits_metric &= self.config.monitor is not None
-        self._has_resumed = True
+        self.state.has_resumed = True
 
 
-_NO_LOSS = (
-    "without one, sync_every and staleness stay as they are; return the loss from training_step, or set monitor to a"
-    " metric that is logged in every epoch"
-)
-_ALL_BLOCKING = (
-    "every step will average all nodes and wait for it; shorten them, or leave them out, to train asynchronously"
-)
+def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | None, steps: int | None) -> Moment:
+    """Return the length of the warm-up or cool-down, from the arguments or by default."""
+    if in_steps is not None:
+        return Moment(step=in_steps)
+    if in_epochs is not None:
+        return Moment(epoch=in_epochs)
+    if steps is not None and (epochs is None or epochs * _LARGEST_FRACTION < 1):
+        return Moment(step=int(steps * _LARGEST_FRACTION))
+    return Moment(epoch=_DEFAULT_EPOCHS if epochs is None else min(_DEFAULT_EPOCHS, int(epochs * _LARGEST_FRACTION)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,49 +20,41 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 
+Contents = tuple[tuple[int, int], ...]
+"""The contents of a bucket: the index of each parameter in the model, and its first element in the bucket."""
+
 
 class GradientPath(ABC):
-    """Averages the gradients of one model, whatever the number of its optimizers, while the backward pass goes on.
+    """Averages the gradients of one model, for all its optimizers, during the backward pass.
 
     Attributes:
-        tier: The level to which waits for gradients are counted: ``"intra"``, or ``"inter"`` between nodes.
-        keeps_back: Whether buckets have error-feedback residuals, which depend on the parameters in them.
+        tier: The level at which waits for gradients are measured: ``"intra"``, or ``"inter"`` between nodes.
+        residuals: The error-feedback residuals, if gradients are encoded with a lossy codec that has them.
     """
 
     tier = "intra"
-    keeps_back = False
+    residuals: Residuals | None = None
 
     @abstractmethod
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         """Average a bucket of gradients in place.
 
         Args:
-            bucket: 1-D, of any floating dtype; the same on every rank but for the values.
-            index: Its place among the model's buckets.
+            bucket: 1-D, of any floating dtype and equal length on every rank.
+            index: Its index among the model's buckets.
         """
-
-    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        """Set the parameters whose gradients a bucket holds from now on.
-
-        Args:
-            index: Of the bucket.
-            contents: The model's parameters in it, in their order, and with which element of each it begins.
-        """
-
-    def note_scale(self, scale: float) -> None:
-        """Set the scale of a gradient scaler from now on; no collective may be pending."""
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
-        """The average of a sparse gradient (``Embedding(sparse=True)``); blocks.
+        """Return the average of a sparse gradient (``Embedding(sparse=True)``); blocks.
 
         Args:
-            gradient: In COO layout, with other indices on every rank; not changed.
+            gradient: In COO layout, with any indices on every rank; not changed.
         """
         raise NotImplementedError(f"{type(self).__name__} averages dense gradients only")
 
     @outside_autocast()
     def reduce_bucket(self, bucket: Any) -> Future[Tensor]:
-        """Average a bucket of DDP's, whose gradients may be sparse.
+        """Average a bucket of DDP, whose gradients may be sparse.
 
         Args:
             bucket: A ``torch.distributed.GradBucket``.
@@ -69,26 +62,45 @@ class GradientPath(ABC):
         gradients = bucket.buffer()
         if gradients.is_sparse:
             return completed_future(self.reduce_sparse(gradients))
-        if self.keeps_back:
-            self.note_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
+        if self.has_residuals:
+            self.set_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
         return self.reduce(gradients, bucket.index()).future(gradients)
 
-    def forget(self) -> None:
-        """Drop the error-feedback residuals."""
+    @property
+    def has_residuals(self) -> bool:
+        """Whether buckets have error-feedback residuals, which depend on the parameters in them."""
+        return self.residuals is not None
+
+    def set_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
+        """Set the parameters whose gradients a bucket holds from now on.
+
+        Args:
+            index: The index of the bucket.
+            contents: The model's parameters in it, in their order, and the first element of each in the bucket.
+        """
+        if self.residuals is not None:
+            self.residuals.set_contents(index, contents)
+
+    def set_scale(self, scale: float) -> None:
+        """Set the scale of a gradient scaler from now on; no collective may be pending."""
+        if self.residuals is not None:
+            self.residuals.set_scale(scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must know for an exact resume."""
-        return {}
+        """Return this rank's state for an exact resume."""
+        return {} if self.residuals is None else self.residuals.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
+        if self.residuals is not None:
+            self.residuals.load_state_dict(state)
 
     def close(self, timeout: float = 10.0) -> None:
         """End background threads, also after an error."""
 
 
-class Untouched(GradientPath):
-    """Every rank trains with its own gradients."""
+class LocalGradients(GradientPath):
+    """No average: every rank trains with its own gradients."""
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         return finished
@@ -98,7 +110,7 @@ class Untouched(GradientPath):
 
 
 class NodeMean(GradientPath):
-    """The mean over the node, each rank contributing with its share ``w_r / W_m``.
+    """The weighted mean over the ranks of a node.
 
     Args:
         topology: The nodes and the ranks' weights.
@@ -114,108 +126,19 @@ class NodeMean(GradientPath):
         return sparse_sum(gradient * self._topology.weight_in_node, self._topology.intra)
 
 
-Contents = tuple[tuple[int, int], ...]
-"""The contents of a bucket: the index of each parameter in the model, and its first element in the bucket."""
+class WorldMean(GradientPath):
+    """The weighted mean over all ranks: shards are reduced inside a node, then between ranks of equal local rank.
 
-
-class _KeptBack:
-    """Error-feedback residuals of each piece of each bucket, as long as buckets have the same contents.
-
-    The contents are captured when a piece is launched, because pieces are encoded on another thread. Parameters that
-    are frozen during another optimizer's step have zeros in a bucket. Their residuals are kept until the bucket holds
-    them again.
-
-    Args:
-        lane_sum: Encodes the pieces.
-        parameters: Of the model, in its order.
-        device: Where gradients live.
-    """
-
-    def __init__(
-        self, lane_sum: InterNodeSum, parameters: Iterable[Tensor], device: torch.device | None = None
-    ) -> None:
-        self._lane_sum = lane_sum
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self._device = device
-        self._contents: dict[int, Contents] = {}
-        self._feedback: dict[tuple[int, int], dict[Contents | None, Feedback]] = {}
-        self._scale: float | None = None
-
-    def note(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        self._contents[index] = tuple(
-            (self._places.get(id(parameter), -1), start) for parameter, start in contents if parameter.requires_grad
-        )
-
-    @torch.no_grad()
-    def note_scale(self, scale: float) -> None:
-        """Rescale the residuals to the new scale of the gradients."""
-        if self._scale is not None and self._scale != scale:
-            for held in self._feedback.values():
-                for feedback in held.values():
-                    feedback.multiply(scale / self._scale)
-        self._scale = scale
-
-    def contents(self, index: int) -> Contents | None:
-        """Of a bucket, as noted last."""
-        return self._contents.get(index)
-
-    def of(self, part: Tensor, key: tuple[int, int], contents: Contents | None) -> Feedback | None:
-        """Return the residual of a bucket's piece; empty if the piece held other parameters before.
-
-        Args:
-            part: This rank's part of the piece.
-            key: The bucket's index, and the piece's.
-            contents: Of the bucket, when the piece left.
-        """
-        held = self._feedback.get(key, {})
-        known = held.get(contents)
-        if known is None or known.sender.numel() != part.numel():
-            known = self._lane_sum.feedback(part)
-            if known is None:
-                return None
-            self._forget_others(key[0], contents)
-        held[contents] = known
-        self._feedback[key] = held
-        return known
-
-    def forget(self) -> None:
-        """Drop all of it."""
-        self._feedback.clear()
-
-    def _forget_others(self, index: int, contents: Contents | None) -> None:
-        """Drop residuals of these parameters in other buckets, because buckets may have been rebuilt."""
-        for (other_index, _), held in self._feedback.items():
-            for other in list(held):
-                is_same = other_index == index and other == contents
-                if other and contents and not is_same and not set(other).isdisjoint(contents):
-                    del held[other]
-
-    def state_dict(self) -> dict[str, Any]:
-        feedback = [(*key, each.state_dict(), of) for key, held in self._feedback.items() for of, each in held.items()]
-        return {"feedback": feedback, "scale": self._scale}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._scale = state["scale"]
-        self._feedback.clear()
-        for index, piece, saved, contents in state["feedback"]:
-            kept_back = (saved[name].to(device=self._device, copy=True) for name in ("sender", "reducer"))
-            self._feedback.setdefault((index, piece), {})[contents] = Feedback(*kept_back)
-
-
-class WorldSum(GradientPath):
-    """Two-level mean over all ranks: shards are reduced inside a node, then between ranks of equal local rank.
-
-    Between nodes ``2 (M - 1) / M`` of the gradients travel per node, against ``2 (R - 1) / R`` in a ring over all
-    ranks. The three stages of successive pieces of a bucket overlap with each other and with the backward pass.
-
-    Sparse gradients are gathered from all ranks as they are, whatever the wire.
+    With M nodes and R ranks, a node sends ``2 (M - 1) / M`` of the gradients, against ``2 (R - 1) / R`` in a ring over
+    all ranks. A bucket is cut into chunks, so that their three stages overlap with each other and with the backward
+    pass. Sparse gradients are gathered from all ranks unencoded.
 
     Args:
         topology: The nodes and the ranks' weights.
-        device: Where the gradients live.
-        wire: What they look like between nodes.
-        piece_bytes: Upper bound of a piece's size: DDP's buckets are too large for their stages to overlap.
-        parameters: Of the model, in its order, by which buckets are told apart.
+        device: The device of the gradients.
+        wire: The encoding between nodes.
+        chunk_bytes: Upper bound of a chunk's size.
+        parameters: The model's parameters in their order, which identify the contents of buckets.
     """
 
     tier = "inter"
@@ -225,32 +148,53 @@ class WorldSum(GradientPath):
         topology: Topology,
         device: torch.device,
         wire: Wire,
-        piece_bytes: int,
+        chunk_bytes: int,
         parameters: Iterable[Tensor] = (),
     ) -> None:
         self._topology = topology
-        self._device = device
-        self._beside = topology.duplicate()
+        self._duplicate = topology.duplicate()
         second = None if wire.codec.adds else topology.duplicate().inter
-        self._lane_sum = InterNodeSum(wire.codec, self._beside.inter, second)
-        self.keeps_back = not wire.codec.adds
-        self._kept_back = _KeptBack(self._lane_sum, parameters, device)
-        self._piece_bytes = piece_bytes
+        self._sum = InterNodeSum(wire.codec, self._duplicate.inter, second)
+        self.residuals = None if wire.codec.adds else Residuals(self._sum, parameters, device)
+        self._chunk_bytes = chunk_bytes
         self._outbound = Background(device, topology.meter, "inter")
         self._inbound = Background(device, topology.meter, "inter", puts_off=topology.waits_on_host)
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
-        topology = self._topology
-        piece = max(1, self._piece_bytes // bucket.element_size())
-        piece += -piece % topology.num_shards
-        *_, last = [self._sum_over_world(part, (index, i)) for i, part in enumerate(bucket.split(piece))]
+        shards = self._topology.num_shards
+        length = max(1, self._chunk_bytes // bucket.element_size())
+        length += -length % shards
+        *_, last = [self._reduce_chunk(chunk, (index, i)) for i, chunk in enumerate(bucket.split(length))]
         return last
 
-    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        self._kept_back.note(index, contents)
+    def _reduce_chunk(self, chunk: Tensor, key: tuple[int, int]) -> Handle:
+        topology, duplicate, residuals = self._topology, self._duplicate, self.residuals
+        contents = None if residuals is None else residuals.contents_of(key[0])
+        flat = chunk if chunk.numel() % topology.num_shards == 0 else _padded(chunk, topology.num_shards)
+        shard = topology.own_shard(flat)
+        if topology.ranks_on_node == topology.num_shards:
+            reduced = topology.intra.reduce_scatter(shard, flat, weight=topology.rank_weight)
+        else:  # some ranks of the node are in no inter-node group
+            reduced = topology.intra.all_reduce(flat, weight=topology.rank_weight)
+        self._outbound.uses(flat)
+        self._inbound.uses(flat)
+        complete: list[Callable[[], None]] = []
 
-    def note_scale(self, scale: float) -> None:
-        self._kept_back.note_scale(scale)
+        def launch_between_nodes() -> None:  # without a wait, so that the next chunk follows immediately
+            reduced.wait()
+            feedback = None if residuals is None else residuals.of(shard, key, contents)
+            complete.append(self._sum.launch(shard, feedback))
+
+        launched = self._outbound.submit(launch_between_nodes)
+
+        def gather_in_node() -> None:
+            launched.wait()
+            complete.pop()()
+            duplicate.gather_shards(flat).wait()
+            if flat is not chunk:
+                chunk.copy_(flat[: chunk.numel()])
+
+        return self._inbound.submit(gather_in_node)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return sparse_sum(gradient * self._topology.rank_weight, self._topology.world)
@@ -259,51 +203,14 @@ class WorldSum(GradientPath):
         self._outbound.close(timeout)
         self._inbound.close(timeout)
 
-    def forget(self) -> None:
-        self._kept_back.forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._kept_back.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kept_back.load_state_dict(state)
-
-    def _sum_over_world(self, piece: Tensor, key: tuple[int, int]) -> Handle:
-        topology, beside, kept_back = self._topology, self._beside, self._kept_back
-        contents = kept_back.contents(key[0])
-        flat = piece if piece.numel() % topology.num_shards == 0 else _padded(piece, topology.num_shards)
-        part = topology.own_shard(flat)
-        if topology.ranks_on_node == topology.num_shards:
-            summed_in_node = topology.intra.reduce_scatter(part, flat, weight=topology.rank_weight)
-        else:  # a node with more ranks than inter-node groups: all ranks get the sum, the first ones send it
-            summed_in_node = topology.intra.all_reduce(flat, weight=topology.rank_weight)
-        self._outbound.uses(flat)
-        self._inbound.uses(flat)
-        on_the_wire: list[Callable[[], None]] = []
-
-        def between_nodes() -> None:  # launched, not waited for: the next piece follows it onto the link
-            summed_in_node.wait()
-            on_the_wire.append(self._lane_sum.launch(part, kept_back.of(part, key, contents)))
-
-        launched = self._outbound.submit(between_nodes)
-
-        def inside_nodes() -> None:
-            launched.wait()
-            on_the_wire.pop()()
-            beside.gather_shards(flat).wait()
-            if flat is not piece:
-                piece.copy_(flat[: piece.numel()])
-
-        return self._inbound.submit(inside_nodes)
-
-
-class NodesMean(GradientPath):
-    """The mean over the nodes of gradients that every rank holds for its part of the model.
+class InterNodeMean(GradientPath):
+    """The weighted mean over the nodes of gradients that are sharded inside a node (FSDP2).
 
     Args:
         topology: The nodes and their weights.
-        wire: What gradients look like between nodes.
-        parameters: Of the model, in its order, by which buckets are told apart.
+        wire: The encoding between nodes.
+        parameters: The model's parameters in their order, which identify the contents of buckets.
     """
 
     tier = "inter"
@@ -311,42 +218,27 @@ class NodesMean(GradientPath):
     def __init__(self, topology: Topology, wire: Wire, parameters: Iterable[Tensor] = ()) -> None:
         parameters = [*parameters]
         self._topology = topology
-        self._lane_sum = InterNodeSum(wire.codec, topology.inter)
-        self.keeps_back = not wire.codec.adds
-        self._kept_back = _KeptBack(self._lane_sum, parameters, parameters[0].device if parameters else None)
+        self._sum = InterNodeSum(wire.codec, topology.inter)
+        device = parameters[0].device if parameters else None
+        self.residuals = None if wire.codec.adds else Residuals(self._sum, parameters, device)
 
     @torch.no_grad()
     def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Handle:
         """Average a bucket in place.
 
         Args:
-            bucket: 1-D, as many equal parts as it has holders.
-            index: Its place among the model's buckets.
-            held_by: Which ranks of the node hold it.
+            bucket: 1-D, of as many equal shards as it has holders.
+            index: Its index among the model's buckets.
+            held_by: The group of ranks of the node that hold it.
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
         """
-        holders = self._topology.holders[held_by]
-        part = holders.shard(bucket.mul_(self._topology.node_weight))
-        feedback = self._kept_back.of(part, (index, 0), self._kept_back.contents(index))
-        return _Completed(self._lane_sum.launch(part, feedback, waiting), lambda: holders.gather(bucket).wait())
-
-    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        self._kept_back.note(index, contents)
-
-    def note_scale(self, scale: float) -> None:
-        self._kept_back.note_scale(scale)
-
-    def forget(self) -> None:
-        self._kept_back.forget()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._kept_back.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._kept_back.load_state_dict(state)
+        holders, residuals = self._topology.holders[held_by], self.residuals
+        shard = holders.shard(bucket.mul_(self._topology.node_weight))
+        feedback = None if residuals is None else residuals.of(shard, (index, 0), residuals.contents_of(index))
+        return _Completed(self._sum.launch(shard, feedback, waiting), lambda: holders.gather(bucket).wait())
 
 
-class InPhases(GradientPath):
+class PhasedGradients(GradientPath):
     """A gradient path for the first phase of a run, and another one after it.
 
     Args:
@@ -354,7 +246,7 @@ class InPhases(GradientPath):
         then: The path after it, which has no residuals.
 
     Attributes:
-        is_first: Whether the first phase lasts; set by the training run.
+        is_first: Returns whether the first phase lasts; set by the training run.
     """
 
     def __init__(self, first: GradientPath, then: GradientPath) -> None:
@@ -366,7 +258,8 @@ class InPhases(GradientPath):
         """The path that gradients take now."""
         if self.is_first():
             return self._first
-        self._first.forget()
+        if self._first.residuals is not None:
+            self._first.residuals.forget()
         return self._then
 
     @property
@@ -374,36 +267,118 @@ class InPhases(GradientPath):
         return self.present.tier
 
     @property
-    def keeps_back(self) -> bool:  # type: ignore[override]
-        return self.present.keeps_back
+    def residuals(self) -> Residuals | None:  # type: ignore[override]
+        return self.present.residuals
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         return self.present.reduce(bucket, index)
 
-    def note_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        self.present.note_contents(index, contents)
-
-    def note_scale(self, scale: float) -> None:
-        self.present.note_scale(scale)
-
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return self.present.reduce_sparse(gradient)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.present.state_dict()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
+        if state:  # saved in the first phase; which phase it is now is not known yet
             self._first.load_state_dict(state)
-        else:
-            self._first.forget()
+        elif self._first.residuals is not None:
+            self._first.residuals.forget()
 
     def close(self, timeout: float = 10.0) -> None:
         self._first.close(timeout)
         self._then.close(timeout)
 
 
+@dataclass
+class Residuals:
+    """Error-feedback residuals of each chunk of each bucket, as long as buckets have the same contents.
+
+    The contents are captured when a chunk is launched, because chunks are encoded on another thread. Parameters that
+    are frozen during another optimizer's step have zeros in a bucket. Their residuals are kept until the bucket holds
+    them again.
+
+    Attributes:
+        encoder: Encodes the chunks.
+        parameters: The model's parameters, in their order.
+        device: The device of the gradients.
+        contents: The current contents of each bucket.
+        feedback: The residuals by the index of the bucket and of the chunk, and by the contents of the bucket.
+        scale: The scale of the gradients; None if there is no gradient scaler.
+    """
+
+    encoder: InterNodeSum
+    parameters: Iterable[Tensor]
+    device: torch.device | None = None
+    contents: dict[int, Contents] = field(default_factory=dict)
+    feedback: dict[tuple[int, int], dict[Contents | None, Feedback]] = field(default_factory=dict)
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+    def set_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
+        """Set the parameters of a bucket, and the first element of each."""
+        self.contents[index] = tuple(
+            (self._places.get(id(parameter), -1), start) for parameter, start in contents if parameter.requires_grad
+        )
+
+    def contents_of(self, index: int) -> Contents | None:
+        """Return the contents of a bucket as set last."""
+        return self.contents.get(index)
+
+    @torch.no_grad()
+    def set_scale(self, scale: float) -> None:
+        """Rescale the residuals to the new scale of the gradients."""
+        if self.scale is not None and self.scale != scale:
+            for by_contents in self.feedback.values():
+                for feedback in by_contents.values():
+                    feedback.multiply(scale / self.scale)
+        self.scale = scale
+
+    def of(self, shard: Tensor, key: tuple[int, int], contents: Contents | None) -> Feedback | None:
+        """Return the residual of a chunk; zero if the chunk held other parameters before.
+
+        Args:
+            shard: This rank's shard of the chunk.
+            key: The index of the bucket, and of the chunk.
+            contents: The contents of the bucket when the chunk was launched.
+        """
+        by_contents = self.feedback.get(key, {})
+        known = by_contents.get(contents)
+        if known is None or known.sender.numel() != shard.numel():
+            known = self.encoder.feedback(shard)
+            if known is None:
+                return None
+            self._forget_others(key[0], contents)
+        by_contents[contents] = known
+        self.feedback[key] = by_contents
+        return known
+
+    def forget(self) -> None:
+        """Drop all residuals."""
+        self.feedback.clear()
+
+    def _forget_others(self, index: int, contents: Contents | None) -> None:
+        """Drop residuals of these parameters in other buckets, because buckets may have been rebuilt."""
+        for (other_index, _), by_contents in self.feedback.items():
+            for other in list(by_contents):
+                is_same = other_index == index and other == contents
+                if other and contents and not is_same and not set(other).isdisjoint(contents):
+                    del by_contents[other]
+
+    def state_dict(self) -> dict[str, Any]:
+        feedback = [(*key, each.state_dict(), of) for key, held in self.feedback.items() for of, each in held.items()]
+        return {"feedback": feedback, "scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale = state["scale"]
+        self.feedback.clear()
+        for index, chunk, saved, contents in state["feedback"]:
+            tensors = (saved[name].to(device=self.device, copy=True) for name in ("sender", "reducer"))
+            self.feedback.setdefault((index, chunk), {})[contents] = Feedback(*tensors)
+
+
 class _Completed(Handle):
+    """A handle whose wait runs functions, once."""
+
     def __init__(self, *steps: Callable[[], None]) -> None:
         self._steps = steps
 
@@ -417,11 +392,11 @@ class _Completed(Handle):
 
 
 def sparse_sum(gradient: Tensor, group: Communicator) -> Tensor:
-    """The sum of everyone's sparse tensors, whose indices and values are gathered; blocks.
+    """Return the sum of all ranks' sparse tensors, whose indices and values are gathered; blocks.
 
     Args:
         gradient: In COO layout, of the same shape on every rank, with any number of entries.
-        group: Whose.
+        group: The ranks.
 
     Returns:
         The sum, coalesced: an entry exists if any rank has it.
@@ -447,28 +422,28 @@ def gradient_path(
     topology: Topology,
     device: torch.device,
     wire: Wire,
-    piece_bytes: int,
+    chunk_bytes: int,
     parameters: Iterable[Tensor] = (),
     first: Gradients | None = None,
 ) -> GradientPath:
-    """The path that a scheme asks for. Collective, for it may open communicators.
+    """Return the gradient path of a scheme. Collective, because it may open communicators.
 
     Args:
         gradients: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.gradients`.
         topology: The nodes.
-        device: Where the gradients live.
-        wire: What they look like between nodes.
-        piece_bytes: Upper bound in bytes of what travels between nodes at once.
-        parameters: Of the model.
+        device: The device of the gradients.
+        wire: The encoding between nodes.
+        chunk_bytes: Upper bound in bytes of what is sent between nodes at once.
+        parameters: The model's parameters.
         first: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.first_gradients`.
     """
     if first is not None:
-        in_first_phase = gradient_path(first, topology, device, wire, piece_bytes, parameters)
-        return InPhases(in_first_phase, gradient_path(gradients, topology, device, wire, piece_bytes))
+        in_first_phase = gradient_path(first, topology, device, wire, chunk_bytes, parameters)
+        return PhasedGradients(in_first_phase, gradient_path(gradients, topology, device, wire, chunk_bytes))
     if gradients == "none":
-        return Untouched()
+        return LocalGradients()
     if gradients == "world" and topology.num_nodes > 1:
-        return WorldSum(topology, device, wire, piece_bytes, parameters)
+        return WorldMean(topology, device, wire, chunk_bytes, parameters)
     return NodeMean(topology)
 
 

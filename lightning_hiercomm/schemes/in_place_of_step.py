@@ -1,4 +1,4 @@
-"""Replace an optimizer's step by another function, without a change of the training loop."""
+"""Replacement of an optimizer's step by another function, for any training loop."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_hiercomm.comm.autocast import Autocast
 Update = Callable[[Callable[..., object] | None], object]
 """A function that is called instead of an optimizer's step, when gradients are ready.
 
-It gets the user's own step; or None where a gradient scaler skipped it, on this rank or on its node. The step takes a
-context manager for ``looking``: around whatever evaluates the loss again.
+Its argument is the user's own step, or None if a gradient scaler skipped it, on this rank or on its node. The step
+takes a function that returns a context manager, in which an optimizer such as SAM evaluates the loss again.
 """
 
 
 @contextmanager
 def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
-    """Call ``update`` whenever ``optimizer.step`` is called in the context, by Lightning or a precision plugin.
+    """Call ``update`` instead of ``optimizer.step`` in the context.
 
     Args:
         optimizer: The user's.
-        update: Called once, when the gradients are there, with the optimizer's own step; at the end, with None, if
-            ``step`` was not called.
+        update: Called when gradients are ready, with the optimizer's own step; or at the end of the context, with None,
+            if ``step`` was not called.
     """
     patched_by_others = vars(optimizer).get("step")  # a learning-rate scheduler counts calls this way
     original = optimizer.step
@@ -41,14 +41,14 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
                 loss = closure()
         autocast = Autocast()
 
-        def step_as_ever(looking: Callable[[], AbstractContextManager[object]] = nullcontext) -> Any:
+        def own_step(evaluating: Callable[[], AbstractContextManager[object]] = nullcontext) -> Any:
             with autocast.entered():
                 if closure is None:
                     return original(**arguments)
-                return original(_EvaluatedOnce(optimizer, closure, loss, looking), **arguments)
+                return original(_EvaluatedOnce(optimizer, closure, loss, evaluating), **arguments)
 
         with autocast.left():
-            update(step_as_ever)
+            update(own_step)
         return loss
 
     optimizer.step = step  # type: ignore[method-assign]
@@ -64,15 +64,15 @@ def in_place_of_step(optimizer: Optimizer, update: Update) -> Iterator[None]:
 
 
 class _EvaluatedOnce:
-    """A closure that has been called; it returns the same loss again while the gradients are unchanged.
+    """A closure that was called once, and returns its loss again while the gradients are unchanged.
 
-    SAM's kind of optimizer moves the weights, and evaluates the loss there: its second gradients take a closure.
+    An optimizer such as SAM changes the parameters, and then calls the closure for gradients at the new values.
 
     Args:
-        optimizer: Has the gradients.
-        closure: What was called.
-        loss: What it returned.
-        looking: Around every further call.
+        optimizer: The optimizer of the gradients.
+        closure: The user's closure.
+        loss: The loss that it returned.
+        evaluating: Makes the context of every further call.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class _EvaluatedOnce:
         optimizer: Optimizer,
         closure: Callable[[], Any],
         loss: Any,
-        looking: Callable[[], AbstractContextManager[object]],
+        evaluating: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._optimizer = optimizer
         self._closure = closure
         self._loss = loss
-        self._looking = looking
-        self._left: list[tuple[int, int] | None] | None = self._gradients()
+        self._evaluating = evaluating
+        self._unchanged: list[tuple[int, int] | None] | None = self._gradients()
 
     def __call__(self) -> Any:
-        left, self._left = self._left, None
-        if left is not None and left == self._gradients():
+        unchanged, self._unchanged = self._unchanged, None
+        if unchanged is not None and unchanged == self._gradients():
             return self._loss
-        with self._looking():
+        with self._evaluating():
             return self._closure()
 
     def _gradients(self) -> list[tuple[int, int] | None]:

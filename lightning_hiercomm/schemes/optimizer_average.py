@@ -1,4 +1,4 @@
-"""The mean of an optimizer's state over all ranks, in the form in which the wire carries it."""
+"""Average the state of an optimizer over all ranks, encoded as parameters are."""
 
 from __future__ import annotations
 
@@ -20,37 +20,35 @@ from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, among
 
-_LEAST_LEFT = 0.5
-"""Of a root, after one average. An element that rounds to zero would get steps of any size from Adam."""
+_LARGEST_DECREASE = 0.5
+"""The largest relative decrease of a root in one average: Adam divides by it, and it may round to zero."""
 
 _Key = tuple[int, str]
-"""Which parameter's, and the name of the tensor."""
+"""The index of a parameter, and the name of a tensor of its state."""
 
 
 class OptimizerStateMean:
-    """Replaces momentum and moments by their weighted mean over all ranks, and stores the last mean.
+    """Replaces momentum and moments by their weighted mean over all ranks.
 
-    What counts is every floating tensor of the optimizer's state with the shape of its parameter; step counts are equal
-    anyway. What a rank does not hold yet, for its gradient scaler has skipped the steps so far, or its data has given a
-    parameter no gradient, has no mean: the others keep their own until all hold it. So do they where one has a state
-    that is not finite (the square of a gradient of 1e20), unless that is ignored.
+    It averages every floating-point tensor of the optimizer's state with the shape of its parameter. A tensor that some
+    rank does not have is not averaged: the rank's gradient scaler may have skipped all steps so far, or a parameter had
+    no gradient. Neither is anything averaged while a rank's state is non-finite, unless the policy is to ignore that.
 
-    Through a codec that is not exact travel the differences from the last averaged state, with error feedback, as of
-    parameters. What has no last average yet travels as it is, once. Tensors without a negative element on any rank
-    (second moments) travel as their square roots, and no root falls below half of the last one in one average::
+    With a lossy codec C, ranks send differences from the last averaged state, with error feedback. The first average of
+    a tensor is sent unencoded. Tensors without a negative element on any rank (second moments) are sent as their square
+    roots, and one average at most halves a root::
 
         m := a + mean of C(m_r - a)                                   a: the last averaged m
         v := max(b + mean of C(sqrt(v_r) - b), b / 2) squared         b: the last averaged root of v
 
-    So second moments stay non-negative, and positive where they were so: an element that the codec rounds to zero would
-    make a step of Adam as large as you like.
+    So second moments that were positive stay positive, and Adam never divides by a moment that was rounded to zero.
 
     Args:
-        optimizer: Whose state.
+        optimizer: The optimizer whose state is averaged.
         topology: The ranks.
-        wire: What parameters look like between nodes. A codec that sends most elements much later sends the state as
-            int4: until a momentum arrives it would be set to an old one again and again.
-        on_nonfinite: Whether anybody looks.
+        wire: The encoding of parameters. A codec that delays most elements is replaced by int4, because a node's
+            momentum would be reset to an old value until its difference is sent.
+        on_nonfinite: The user's policy; ``"ignore"`` does not check.
     """
 
     def __init__(self, optimizer: Optimizer, topology: Topology, wire: Wire, on_nonfinite: OnNonfinite) -> None:
@@ -60,31 +58,30 @@ class OptimizerStateMean:
         self._on_nonfinite = on_nonfinite
         self._tensors: list[Tensor] = []
         self._keys: list[_Key] = []
-        self._roots: list[_Key] = []  # of the keys
-        self._means: list[ShardedAllReduce] = []  # of the others, and of the roots
-        self._signed: set[_Key] = set()  # those of which an element was negative
+        self._roots: list[_Key] = []  # the keys of tensors that are sent as roots
+        self._means: list[ShardedAllReduce] = []  # of the other tensors, and of the roots
+        self._signed: set[_Key] = set()  # the keys of tensors that have had a negative element
         self._loaded: Mapping[str, Any] | None = None
 
     def forget(self) -> None:
-        """Drop the last mean: the next state travels as it is."""
+        """Drop the last mean, so that the next state is sent unencoded."""
         self._tensors, self._keys, self._roots, self._means = [], [], [], []
         self._signed, self._loaded = set(), None
 
     @torch.no_grad()
-    def __call__(self, replica: Replica, healthy: Collection[int] | None = None) -> None:
+    def __call__(self, replica: Replica, finite: Collection[int] | None = None) -> None:
         """Average the state; blocks. Collective.
 
         Args:
-            replica: What the optimizer trains.
-            healthy: The ranks of whom the mean is; the others, which start again, take their count of steps, too. None:
-                all.
+            replica: The parameters that the optimizer trains.
+            finite: The ranks to average. The others, whose state was reset, also receive their step counts. None: all.
         """
         held = self._held(replica)
         narrowed = [] if self._topology.is_one_node else [k for k, t in held.items() if self._wire.compresses(t.dtype)]
         held, narrowed, negative = self._common(held, narrowed)
-        if not narrowed or healthy is not None:
+        if not narrowed or finite is not None:
             self.forget()
-            self._average_as_it_is(replica, held, healthy)
+            self._average_unencoded(replica, held, finite)
             return
         loaded = self._loaded
         if loaded is not None:
@@ -94,21 +91,21 @@ class OptimizerStateMean:
         tensors = [held[key] for key in narrowed]
         layout = (narrowed, roots)
         if loaded is not None and layout == (loaded["keys"], loaded["roots"]):
-            self._remember(replica, tensors, *layout)
+            self._start(replica, tensors, *layout)
             self._load_means(loaded["means"])
         elif layout == (self._keys, self._roots) and not all(map(is_, tensors, self._tensors)):
-            means = self._state_of_means()  # an optimizer that makes new tensors
-            self._remember(replica, tensors, *layout)
+            means = self._state_of_means()  # the optimizer has replaced its tensors
+            self._start(replica, tensors, *layout)
             self._load_means(means)
         self._loaded = None
         if layout != (self._keys, self._roots):
-            if self._average_as_it_is(replica, held):
+            if self._average_unencoded(replica, held):
                 self.forget()
             else:
-                self._remember(replica, tensors, *layout)
+                self._start(replica, tensors, *layout)
             return
         rest = {key: tensor for key, tensor in held.items() if key not in narrowed}
-        is_flagged = bool(rest) and self._average_as_it_is(replica, rest)
+        is_flagged = bool(rest) and self._average_unencoded(replica, rest)
         for mean, are_roots in zip(self._means, (False, True), strict=True):
             if mean.buckets:
                 is_flagged |= self._average_differences(mean, are_roots)
@@ -126,7 +123,7 @@ class OptimizerStateMean:
     def _common(
         self, held: dict[_Key, Tensor], narrowed: Sequence[_Key]
     ) -> tuple[dict[_Key, Tensor], list[_Key], set[_Key]]:
-        """What all ranks hold; what of it the codec narrows; and what of that has a negative element anywhere."""
+        """Return the tensors that all ranks hold, the keys that are encoded, and those with a negative element."""
         world = self._topology.world
         least = [held[key].amin() if held[key].numel() else torch.zeros(()) for key in narrowed]
         numbers = torch.stack([each.float() for each in least]).tolist() if least else []
@@ -138,30 +135,30 @@ class OptimizerStateMean:
             held = {key: tensor for key, tensor in held.items() if key in everywhere}
         return held, [key for key in narrowed if key in held], {key for _, keys in everyone for key in keys}
 
-    def _average_as_it_is(
-        self, replica: Replica, held: Mapping[_Key, Tensor], healthy: Collection[int] | None = None
+    def _average_unencoded(
+        self, replica: Replica, held: Mapping[_Key, Tensor], finite: Collection[int] | None = None
     ) -> bool:
-        """Average in the state's own type; return whether a rank holds values that are not finite."""
+        """Average tensors in their own type; return whether a rank holds non-finite values."""
         topology = self._topology
-        weights = None if healthy is None else among(healthy, topology.weights)
+        weights = None if finite is None else among(finite, topology.weights)
         verdict = ShardedAllReduce(
             self._replica_of(replica, list(held.values())),
             topology,
             on_nonfinite=self._on_nonfinite,
             weights=None if weights is None else lambda _: weights,
         )()
-        if healthy is None:
+        if finite is None:
             return verdict.is_flagged()
         states = [self._optimizer.state.get(parameter, {}) for parameter in replica.parameters]
-        taken = topology.world.all_gather_object([float(state.get("step", 0)) for state in states])[min(healthy)]
+        taken = topology.world.all_gather_object([float(state.get("step", 0)) for state in states])[min(finite)]
         for state, steps in zip(states, taken, strict=True):
-            if topology.rank not in healthy and "step" in state:
+            if topology.rank not in finite and "step" in state:
                 is_tensor = isinstance(state["step"], Tensor)
                 state["step"] = torch.full_like(state["step"], steps) if is_tensor else int(steps)
         return verdict.is_flagged()
 
     def _average_differences(self, mean: ShardedAllReduce, are_roots: bool) -> bool:
-        """Average what the codec narrows; return whether a rank holds values that it cannot send."""
+        """Average encoded tensors; return whether a rank holds values that it cannot send."""
         if are_roots:
             self._to_roots()
         verdict = mean()
@@ -169,8 +166,8 @@ class OptimizerStateMean:
             self._to_squares()
         return verdict.is_flagged()
 
-    def _remember(self, replica: Replica, tensors: list[Tensor], keys: Sequence[_Key], roots: Collection[_Key]) -> None:
-        """Take the present state, equal on all ranks, as the last averaged one."""
+    def _start(self, replica: Replica, tensors: list[Tensor], keys: Sequence[_Key], roots: Collection[_Key]) -> None:
+        """Use the current state, which is equal on all ranks, as the last averaged one."""
         self._tensors, self._keys, self._roots = tensors, [*keys], [*roots]
         others = [tensor for key, tensor in zip(keys, tensors, strict=True) if key not in roots]
         self._to_roots()
@@ -205,7 +202,7 @@ class OptimizerStateMean:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the last mean and the error-feedback residuals; empty if there is none."""
+        """Return this rank's shard of the last mean and the error-feedback residuals; empty if there is none."""
         if self._loaded is not None:
             return dict(self._loaded)
         if not self._means:
@@ -226,4 +223,4 @@ class OptimizerStateMean:
 
 
 def _update_root(index: int, root: Tensor, difference: Tensor) -> Tensor:
-    return root.copy_(torch.maximum(root + difference, _LEAST_LEFT * root))
+    return root.copy_(torch.maximum(root + difference, _LARGEST_DECREASE * root))

@@ -1,4 +1,4 @@
-"""Has the loss stopped falling?"""
+"""Detection of a loss that has stopped falling."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 
 
 class Plateau:
-    """Sees, one value after another, whether a loss still falls.
+    """Detects when a sequence of losses stops falling.
 
-    A value is an improvement if it is below the best so far by more than ``threshold`` of it. The plateau is reached
-    with the value that makes more than ``patience`` in a row no improvement; then counting starts anew, against the
-    same best. A value that is not a number is no improvement.
+    A loss is an improvement if it is below the best one so far by more than ``threshold`` of it. The plateau is reached
+    when more than ``patience`` losses in a row are no improvement; then the count restarts with the same best loss.
+    A NaN is no improvement.
 
-    Source: DASO, Section 3, lets B and S change "when the training loss plateaus"; Section 4.2 says of its learning
-    rates' scheduler that a plateau is a loss "not decreasing by more than a set percentage threshold". The numbers are
-    ours. The same rule as torch's ``ReduceLROnPlateau(threshold_mode="rel")``, except that a negative loss must fall
-    too to improve.
+    Source: DASO, Section 3, changes B and S "when the training loss plateaus"; Section 4.2 defines a plateau of its
+    learning-rate scheduler as a loss "not decreasing by more than a set percentage threshold". The default numbers are
+    specific to this package. The rule is that of torch's ``ReduceLROnPlateau(threshold_mode="rel")``, except that a
+    negative loss must fall to improve, too.
 
     Args:
         threshold: The relative improvement that counts, from 0 to below 1.
-        patience: How many values in a row may fail to improve.
+        patience: The number of losses in a row that may fail to improve.
 
     Attributes:
-        best: The lowest value so far that was an improvement; infinity at first.
-        bad_values: How many values in a row have failed to improve.
+        best: The lowest loss so far that was an improvement; infinity at first.
+        bad_values: The number of losses in a row that have failed to improve.
 
     Raises:
         ValueError: If ``threshold`` or ``patience`` is out of range.
@@ -42,7 +42,7 @@ class Plateau:
         self.bad_values = 0
 
     def reached(self, loss: float) -> bool:
-        """Take the next value; whether the loss has, with it, stopped falling."""
+        """Record the next loss, and return whether the plateau is reached."""
         to_beat = self.best - self.threshold * abs(self.best) if self.best < math.inf else math.inf
         if loss < to_beat:
             self.best = loss
@@ -55,7 +55,7 @@ class Plateau:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the count."""
+        """Return the best loss and the count."""
         return {"best": self.best, "bad_values": self.bad_values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -14,20 +14,18 @@ from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 
 
 class ReferenceParameters:
-    """The reference parameters of one replica, which lie with a reducer: each rank keeps its shard of them.
+    """The reference parameters of one replica, of which each rank stores a shard in its reducer.
 
-    A reducer keeps them where differences from them travel. Where the merge :attr:`~Merge.keeps_reference`, they are
-    more than that: the state of the scheme, from which checkpoints resume.
+    A reducer has reference parameters if differences from them are sent. If the merge :attr:`~Merge.keeps_reference`,
+    they are also state of the scheme, from which runs resume.
 
     Args:
-        merge: Steps them.
-        is_common: Whether they are equal on all nodes: all nodes take part in every exchange.
+        merge: Updates them.
+        is_common: Whether they are equal on all nodes, because all nodes take part in every exchange.
         is_alone: Whether there is no other replica.
-        may_be_copied: Whether a node that joins begins with a copy of another node's parameters.
+        may_be_copied: Whether a joining node begins with a copy of another node's parameters.
 
     Attributes:
-        merge: As above.
-        is_alone: As above.
         outer: The outer optimizer, if the merge has one and there are other replicas.
     """
 
@@ -41,37 +39,40 @@ class ReferenceParameters:
 
     @property
     def update(self) -> UpdateReference | None:
-        """Steps the reference parameters of a bucket, where the merge keeps them."""
+        """The update of a bucket's reference parameters, if the merge keeps them."""
         if not self.merge.keeps_reference:
             return None
-        # a reducer is made before the outer optimizer that steps what it holds
+        # looked up at each call: a reducer is made before the outer optimizer of its references
         return lambda *change: (self.merge if self.outer is None else self.outer).update_reference(*change)
 
     @property
     def is_copied(self) -> bool:
-        """Whether a node that joins needs them, besides another node's parameters."""
+        """Whether a joining node also needs the reference parameters, besides another node's parameters."""
         return self._may_be_copied and bool(self._held.references)
 
     @property
     def _held(self) -> Reducer:
-        assert self._reducer is not None, "a reducer comes first"
+        assert self._reducer is not None, "follow() comes first"
         return self._reducer
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
     def follow(self, reducer: Reducer) -> None:
-        """Take those of another reducer, and continue with the outer optimizer's state. Collective over the node."""
+        """Use the reference parameters of another reducer, and keep the outer optimizer's state.
+
+        Collective over the node.
+        """
         self._reducer = reducer
         self.outer = self._built(self.outer)
 
     def restart(self) -> None:
-        """Take the replica's present values as the reference parameters, with a new outer optimizer."""
+        """Set the reference parameters to the replica's current values, and make a new outer optimizer."""
         if not self.is_alone:
             self._held.set_references()
             self.outer = self._built(None)
 
     def end_round(self) -> None:
-        """Count a merge of all fragments, for the outer optimizer's scheduler."""
+        """Step the outer optimizer's scheduler after all fragments have been merged."""
         if self.outer is not None:
             self.outer.end_round()
 
@@ -86,7 +87,7 @@ class ReferenceParameters:
 
     @torch.no_grad()
     def values(self) -> dict[int, Tensor]:
-        """Return those of every tensor that is reduced, by its ``id``. Collective over the node."""
+        """Return the whole reference parameters by the ``id`` of their tensor. Collective over the node."""
         values: dict[int, Tensor] = {}
         reducer = self._held
         for index, reference in enumerate(reducer.references):
@@ -98,7 +99,7 @@ class ReferenceParameters:
 
     @torch.no_grad()
     def set_values(self, values: Mapping[int, Tensor]) -> None:
-        """Undo :meth:`values`, on any number of nodes and ranks."""
+        """Set the reference parameters from :meth:`values`, on any number of nodes and ranks."""
         reducer = self._held
         for index, reference in enumerate(reducer.references):
             bucket = reducer.buckets[index]
@@ -108,7 +109,7 @@ class ReferenceParameters:
             reference.copy_(reducer.carried(flat, index))
 
     def by_tensor(self, replica: Replica) -> list[Tensor]:
-        """Return :meth:`values` of the tensors that have any, in the order of the replica. Collective over the node."""
+        """Return :meth:`values` in the order of the replica's tensors. Collective over the node."""
         values = self.values()
         return [values[id(tensor)] for tensor in self._tensors(replica)]
 
@@ -118,7 +119,7 @@ class ReferenceParameters:
         return [tensor for tensor in replica.tensors if id(tensor) in held]
 
     def by_parameter(self, parameters: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the outer optimizer's state for each parameter, and its value as ``"reference"`` where it is common.
+        """Return the outer optimizer's state of each parameter; also its ``"reference"`` value, if that is common.
 
         Collective over the node.
         """
@@ -144,20 +145,20 @@ class ReferenceParameters:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of them, and of the outer optimizer's state."""
+        """Return this rank's shard of the reference parameters, and of the outer optimizer's state."""
         if self.is_alone:
             return {}
         state: dict[str, Any] = {"reducer": self._held.state_dict()}
-        if self.outer is not None:  # fragments cut tensors, so the state by tensor has one step where they differ
-            state["outer_parts"] = self.outer.part_states()
+        if self.outer is not None:  # by shard, because fragments of one tensor may have taken unequal numbers of steps
+            state["outer_shards"] = self.outer.shard_states()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], replica: Replica) -> None:
-        """Restore them from all state, or from what all replicas share.
+        """Restore the reference parameters from a scheme's whole state, or from its shared state.
 
         Args:
-            state: The scheme's.
-            replica: What is synchronized.
+            state: The scheme's state.
+            replica: The parameters and buffers that are synchronized.
         """
         is_complete = "reducer" in state
         if is_complete:
@@ -172,11 +173,11 @@ class ReferenceParameters:
             if not is_complete:
                 for _ in range(state["pending_rounds"]):
                     self.end_round()
-        if self.outer is not None and "outer_parts" in state:
-            self.outer.load_part_states(state["outer_parts"])
+        if self.outer is not None and "outer_shards" in state:
+            self.outer.load_shard_states(state["outer_shards"])
 
     def undo_point(self) -> Callable[[], None]:
-        """Remember them, and the outer optimizer's state; return a callback that restores both."""
+        """Store the reference parameters and the outer optimizer's state; return a callback that restores both."""
         reducer, saved = self._held, self._held.state_dict()
         undo_outer = None if self.outer is None else self.outer.undo_point()
 
@@ -188,7 +189,7 @@ class ReferenceParameters:
         return undo
 
     def before_nodes_change(self, parameters: Sequence[Tensor]) -> Callable[[], None]:
-        """Gather them, whose shards follow from the nodes; return what to call after the change."""
+        """Gather the reference parameters, whose shards depend on the nodes; return a function to call afterwards."""
         values = self.values() if self._held.references else None
         state = None if self.outer is None else self.outer.state_dict(parameters)
 

@@ -1,4 +1,4 @@
-"""What a scheme requires of a run, as far as its arguments tell."""
+"""Requirements of a scheme that follow from its arguments."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run must offer, so that a scheme can train it.
+    """The kinds of runs that a scheme can train.
 
     Attributes:
         needs_whole_parameters: Why it cannot train sharded models, and the remedy; None if it can.
         needs_fixed_nodes: Why no node may leave or join while it trains, and the remedy; None if nodes may.
         begins_with_copy: Whether a joining node begins with a copy of another node's parameters: nodes are never equal.
-        can_average_optimizer_state: Whether nodes ever wait for each other with a state that could be averaged.
+        can_average_optimizer_state: Whether blocking synchronizations of all parameters can average optimizer state.
     """
 
     needs_whole_parameters: str | None = None

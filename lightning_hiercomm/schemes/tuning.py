@@ -21,10 +21,10 @@ P = TypeVar("P", int, int | None)
 OVERHEAD_TARGET = 0.05
 """The default of ``overhead_target``."""
 
-_FIRST_EXCHANGES = 1  # open connections, and do not count
-_FIRST_STEPS = 2  # allocate, compile, and fill the loader's queue
+_FIRST_EXCHANGES = 1  # not counted: they open connections
+_FIRST_STEPS = 2  # not counted: they allocate, compile, and fill the loader's queue
 _STEPS_KEPT = 64
-_STEPS_BETWEEN = 3  # without an exchange: with two optimizers, one of them has the other's exchange in it
+_STEPS_BETWEEN = 3  # steps without an exchange; with two optimizers, one of these contains the other's exchange
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,9 @@ class PeriodTuner:
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._steps_seen = 0
         self._exchanges: list[float] = []
-        self._is_on_its_way = False
-        self._was_on_its_way = False
-        self._waited = 0.0  # in the exchange that is on its way, or was made in this step
+        self._is_pending = False
+        self._was_pending = False
+        self._waited = 0.0  # in the pending exchange
         self._waited_in_step = 0.0
         self._step_ended: float | None = None
 
@@ -133,11 +133,11 @@ class PeriodTuner:
 
     @contextmanager
     def exchanging(self, starts: bool, ends: bool) -> Iterator[None]:
-        """Inside, training waits for other nodes.
+        """Return a context in which training waits for other nodes.
 
         Args:
-            starts: Whether an exchange starts.
-            ends: Whether an exchange ends: that one, or an earlier one. If neither, it is none of the schedule's.
+            starts: Whether an exchange of the schedule starts.
+            ends: Whether an exchange of the schedule ends: that one, or an earlier one.
         """
         start = self._now()
         yield
@@ -145,32 +145,32 @@ class PeriodTuner:
         self._waited_in_step += waited
         if starts or ends:
             self._waited += waited
-        self._is_on_its_way |= starts
+        self._is_pending |= starts
         if ends:
             self._exchanges.append(self._waited)
             self.drop()
 
     def drop(self) -> None:
         """Reset the timer of the pending exchange."""
-        self._is_on_its_way, self._waited = False, 0.0
+        self._is_pending, self._waited = False, 0.0
 
     def end_step(self) -> bool:
-        """A step has ended.
+        """Record the end of a step.
 
         Returns:
-            Whether enough has been seen to :meth:`choose`; it is the same on all ranks.
+            Whether enough was measured to :meth:`choose`; equal on all ranks.
         """
         now = self._now()
-        is_quiet = not self._is_on_its_way and not self._was_on_its_way
+        is_quiet = not self._is_pending and not self._was_pending
         if self._step_ended is not None and is_quiet:
             self._steps_seen += 1
             if self._steps_seen > _FIRST_STEPS:
                 self._steps.append(now - self._step_ended - self._waited_in_step)
-        self._was_on_its_way, self._step_ended, self._waited_in_step = self._is_on_its_way, now, 0.0
+        self._was_pending, self._step_ended, self._waited_in_step = self._is_pending, now, 0.0
         return len(self._exchanges) >= self.auto.exchanges and bool(self._steps) and is_quiet
 
     def choose(self, world: Communicator) -> Choice:
-        """Choose the period from what all ranks have measured; collective.
+        """Choose the period from the measurements of all ranks. Collective.
 
         Args:
             world: All ranks.
@@ -198,17 +198,17 @@ def tuned(
     """Return the initial period, and the settings of the tuner for ``"auto"``.
 
     Args:
-        sync_every: As the user gave it.
-        target: ``overhead_target``, as the user gave it.
+        sync_every: The user's argument.
+        target: The user's ``overhead_target``.
         least: The shortest period that the scheme can have.
         parts: Exchanges in a period.
 
     Raises:
-        ValueError: For another word than ``"auto"``, or a target that is none, or not needed.
+        ValueError: If ``sync_every`` is another string, or the target is out of range or not needed.
     """
     if not 0 < target < math.inf:
         raise ValueError(
-            f"overhead_target={target} must be a positive share of the training time, such as 0.05 for 5 %"
+            f"overhead_target={target} must be a positive fraction of the training time, such as 0.05 for 5 %"
         )
     if sync_every == "auto":
         auto = AutoPeriod(target, max(1, least), parts)
@@ -217,6 +217,6 @@ def tuned(
         raise ValueError(f"sync_every={sync_every!r} must be a positive number of optimizer steps, or 'auto'")
     if target != OVERHEAD_TARGET:
         raise ValueError(
-            f"overhead_target={target} is what sync_every='auto' aims at; with sync_every={sync_every} leave it out"
+            f"overhead_target={target} is for sync_every='auto': leave it out with sync_every={sync_every}"
         )
     return sync_every, None

@@ -31,7 +31,7 @@ from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import DASO, SCHEMES, Scheme
-from lightning_hiercomm.schemes.gradients import GradientPath, NodesMean, Untouched
+from lightning_hiercomm.schemes.gradients import GradientPath, InterNodeMean, LocalGradients
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
 
@@ -267,11 +267,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             per_rank=self._per_rank,
         )
         replicas.check_names()
-        gradients: GradientPath = Untouched()
+        gradients: GradientPath = LocalGradients()
         if settings.scheme.gradients == "world" and topology.num_nodes > 1:
-            gradients = NodesMean(topology, settings.wire, self._module.parameters())
+            gradients = InterNodeMean(topology, settings.wire, self._module.parameters())
         run = settings.new_run(replicas, topology, gradients)
-        if isinstance(gradients, NodesMean) and topology.inter is not None and not self._module.automatic_optimization:
+        if (
+            isinstance(gradients, InterNodeMean)
+            and topology.inter is not None
+            and not self._module.automatic_optimization
+        ):
             run.gradient_check = GradientCheck(self._module, topology.inter, REMEDY_IN_MANUAL_OPTIMIZATION)
         return run
 
@@ -285,7 +289,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(self._run.gradients, NodesMean) or not self._module.automatic_optimization:
+        if not isinstance(self._run.gradients, InterNodeMean) or not self._module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         gradients = self._gradients_of(trained_by(raw_optimizer(optimizer)))
@@ -303,7 +307,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if not isinstance(self._run.gradients, NodesMean) or self._averages_in_step:
+        if not isinstance(self._run.gradients, InterNodeMean) or self._averages_in_step:
             return
         if not accumulates(self._module.trainer):
             # gradients that were averaged before, and accumulated since, do not change when they are averaged again
@@ -317,7 +321,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             if known is not None:
                 known.close()
             path = self._run.gradients
-            assert isinstance(path, NodesMean)
+            assert isinstance(path, InterNodeMean)
             known = ShardedGradients(parameters, path, self._topology, self.mesh_sizes, self._settings.bucket_bytes)
             self._gradients = known
         return known

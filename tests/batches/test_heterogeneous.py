@@ -472,7 +472,7 @@ def test_weighted_gradients_are_the_gradient_of_the_global_mean_loss(counts, dat
     def work(rank, topology):
         batches = bound(topology, sum(sizes), [float(size) for size in sizes])
         assert batches.division.sizes == sizes
-        path = gradient_path(AllReduce.gradients, topology, harness.place.device, Wire(), piece_bytes=2**22)
+        path = gradient_path(AllReduce.gradients, topology, harness.place.device, Wire(), chunk_bytes=2**22)
         own = parts(nodes, sizes)[rank]
         bucket = gradient(weight, x[own], y[own]).float().to(harness.place.device)
         path.reduce(bucket).wait()

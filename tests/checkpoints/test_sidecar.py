@@ -51,7 +51,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Context
-from lightning_hiercomm.schemes.gradients import Untouched
+from lightning_hiercomm.schemes.gradients import LocalGradients
 
 pytestmark = pytest.mark.pooled
 STEPS = 6  # per epoch
@@ -855,7 +855,7 @@ def load(tmp_path):
             module = torch.nn.Linear(2, 2)
             optimizer = torch.optim.Adam(module.parameters())
             topology, scheme = attached(rank, ((0,), (1,)), module)
-            state = sidecar_state(identity, topology, module, [optimizer], [scheme], Untouched(), {}, False)
+            state = sidecar_state(identity, topology, module, [optimizer], [scheme], LocalGradients(), {}, False)
             DurableCheckpointIO().save_checkpoint(state, sidecar_path(tmp_path / "saved.ckpt", rank, identity))
     return run
 

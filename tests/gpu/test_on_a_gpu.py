@@ -69,7 +69,7 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int 
     """A function that takes one step with the model's own loss on a fixed batch; it never looks at a value."""
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    gradients = gradient_path(scheme.gradients, topology, device, scheme_wire(), piece_bytes=2**22)
+    gradients = gradient_path(scheme.gradients, topology, device, scheme_wire(), chunk_bytes=2**22)
     replica = Replica(model.parameters(), named=model.named_parameters())
     running = scheme.build(Context(replica, topology, optimizer, scheme_wire(), Policy(on_nonfinite="raise")))
     running.begin_run(1, None)

@@ -14,12 +14,12 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
-from lightning_hiercomm.schemes.gradients import NodesMean
+from lightning_hiercomm.schemes.gradients import InterNodeMean
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
-class Recording(NodesMean):
+class Recording(InterNodeMean):
     """Says when a bucket leaves."""
 
     def __init__(self, topology: Topology, said: list[str]) -> None:

@@ -449,14 +449,14 @@ FOUR_AND_FOUR = {"warmup_epochs": 4, "cooldown_epochs": 4}
 @pytest.mark.parametrize(
     ("arguments", "run", "said"),
     [
-        (FOUR_AND_FOUR, (8, None), "warmup_epochs=4 and cooldown_epochs=4 leave nothing"),
+        (FOUR_AND_FOUR, (8, None), "warmup_epochs=4 and cooldown_epochs=4 leave no step"),
         (FOUR_AND_FOUR, (9, None), None),
         ({"warmup_epochs": 4, "cooldown_epochs": 0}, (4, None), "warmup_epochs=4 and cooldown_epochs=0"),
         ({"warmup_epochs": 4, "cooldown_epochs": 0}, (None, None), None),
         ({"warmup_steps": 50, "cooldown_steps": 50}, (None, 100), "warmup_steps=50 and cooldown_steps=50"),
         ({"warmup_steps": 50, "cooldown_steps": 49}, (None, 100), None),
         ({"warmup_steps": 60, "cooldown_epochs": 4}, (10, 100), "warmup_steps=60 and cooldown_epochs=4"),
-        ({"warmup_epochs": 6}, (8, None), "warmup_epochs=6 leave nothing"),
+        ({"warmup_epochs": 6}, (8, None), "warmup_epochs=6 leave no step"),
         *(({}, run, None) for run in [(1, None), (2, 20), (4, None), (8, None), (8, 80), (None, 100), (None, None)]),
     ],
 )

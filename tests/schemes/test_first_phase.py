@@ -51,7 +51,7 @@ def test_a_share_of_the_run_is_rounded_to_steps():
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(4, warmup_steps=0.25), DiLoCo(4, warmup_steps=0.25)])
 def test_a_share_of_a_run_of_unknown_length_is_refused(scheme):
-    with pytest.raises(ValueError, match=r"warmup_steps=0\.25 is a share of the run, .*max_steps"):
+    with pytest.raises(ValueError, match=r"warmup_steps=0\.25 is a fraction of the run, .*max_steps"):
         on_nodes(steps(1), scheme, steps=None)
 
 

@@ -18,7 +18,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import AllReduce
-from lightning_hiercomm.schemes.gradients import NodeMean, NodesMean, Untouched, WorldSum, gradient_path
+from lightning_hiercomm.schemes.gradients import InterNodeMean, LocalGradients, NodeMean, WorldMean, gradient_path
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -28,13 +28,13 @@ WIRES = [None, "bfloat16", "int8", "int4", "top4"]
 HALF_A_SCALE = {None: 1e-6, "bfloat16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}
 
 
-def on_ranks(work, nodes, gradients="world", wire=None, weights=None, piece_bytes=4 * 2**20, parameters=()):
+def on_ranks(work, nodes, gradients="world", wire=None, weights=None, chunk_bytes=4 * 2**20, parameters=()):
     """``work(path, topology)`` on every rank."""
 
     def body(rank, world):
         meter = Meter()
         topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)
-        path = gradient_path(gradients, topology, place.device, Wire.named(wire), piece_bytes, parameters)
+        path = gradient_path(gradients, topology, place.device, Wire.named(wire), chunk_bytes, parameters)
         try:
             with place.rank():
                 return work(path, topology)
@@ -58,8 +58,8 @@ def test_everyone_asks_for_the_way_that_its_scheme_needs():
     def kinds(nodes):
         return [on_ranks(lambda path, _: type(path), nodes, gradients)[0] for gradients in ("node", "world", "none")]
 
-    assert kinds(((0, 1), (2,))) == [NodeMean, WorldSum, Untouched]
-    assert kinds(((0, 1, 2),)) == [NodeMean, NodeMean, Untouched]  # one node is the world
+    assert kinds(((0, 1), (2,))) == [NodeMean, WorldMean, LocalGradients]
+    assert kinds(((0, 1, 2),)) == [NodeMean, NodeMean, LocalGradients]  # one node is the world
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2, 3, 4)])
@@ -89,8 +89,8 @@ def test_gradients_that_nobody_exchanges_stay_as_they_are():
 
 @pytest.mark.parametrize("wire", HALF_A_SCALE)
 @pytest.mark.parametrize("nodes", NODES, ids=str)
-@pytest.mark.parametrize("piece_bytes", [2**22, 400], ids=["whole", "pieces"])
-def test_gradient_mean_is_equal_on_all_ranks_and_as_exact_as_the_wire(nodes, wire, piece_bytes):
+@pytest.mark.parametrize("chunk_bytes", [2**22, 400], ids=["whole", "chunks"])
+def test_gradient_mean_is_equal_on_all_ranks_and_as_exact_as_the_wire(nodes, wire, chunk_bytes):
     world = sum(map(len, nodes))
     weights = [1.0 + rank for rank in range(world)]
     sizes = [1, 5, 1000, 1003]
@@ -101,7 +101,7 @@ def test_gradient_mean_is_equal_on_all_ranks_and_as_exact_as_the_wire(nodes, wir
             handle.wait()
         return buckets
 
-    for buckets in zip(*on_ranks(work, nodes, wire=wire, weights=weights, piece_bytes=piece_bytes), strict=True):
+    for buckets in zip(*on_ranks(work, nodes, wire=wire, weights=weights, chunk_bytes=chunk_bytes), strict=True):
         assert all(torch.equal(bucket, buckets[0]) for bucket in buckets)
         numel = buckets[0].numel()
         exact = weighted_mean(range(world), weights, numel)
@@ -178,7 +178,7 @@ def test_error_feedback_follows_the_gradient_scale(nodes, resumes):
     def work(path, topology):
         total = torch.zeros(numel, dtype=torch.float64, device=place.device)
         for n in range(rounds):
-            path.note_scale(2.0**-n)
+            path.set_scale(2.0**-n)
             bucket = gradient_of(topology.rank, numel) * 2.0**-n
             path.reduce(bucket).wait()
             total += bucket.double() * 2.0**n
@@ -205,7 +205,7 @@ def test_a_restored_path_goes_on_bit_by_bit(wire):
         path.reduce(bucket).wait()
         return state, bucket
 
-    saved = on_ranks(saving, nodes, wire=wire, piece_bytes=1600)
+    saved = on_ranks(saving, nodes, wire=wire, chunk_bytes=1600)
 
     def resuming(path, topology, with_state=True):
         if with_state:
@@ -214,9 +214,9 @@ def test_a_restored_path_goes_on_bit_by_bit(wire):
         path.reduce(bucket).wait()
         return bucket
 
-    for rank, bucket in enumerate(on_ranks(resuming, nodes, wire=wire, piece_bytes=1600)):
+    for rank, bucket in enumerate(on_ranks(resuming, nodes, wire=wire, chunk_bytes=1600)):
         assert torch.equal(bucket, saved[rank][1])
-    without = on_ranks(lambda *rank: resuming(*rank, with_state=False), nodes, wire=wire, piece_bytes=1600)
+    without = on_ranks(lambda *rank: resuming(*rank, with_state=False), nodes, wire=wire, chunk_bytes=1600)
     assert not torch.equal(without[0], saved[0][1])
 
 
@@ -236,7 +236,7 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("first", [(2, 0), (0, 25)], ids=["other parameters", "other elements"])
-@pytest.mark.parametrize("kind", [WorldSum, NodesMean])
+@pytest.mark.parametrize("kind", [WorldMean, InterNodeMean])
 def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, resumes):
     """Of two buckets the first has another content of the same size in its second round: some were unfrozen."""
     model = [torch.zeros(50, device=place.device, requires_grad=True) for _ in range(5)]
@@ -244,17 +244,17 @@ def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, r
     def round_of(path, topology, number, place, start):
         buckets = []
         for index, contents in enumerate(([(model[place], start), (model[place + 1], 0)], [(model[4], 0)])):
-            path.note_contents(index, contents)
+            path.set_contents(index, contents)
             buckets.append(gradient_of(topology.rank, 100, 10 * number + index))
             path.reduce(buckets[-1], index).wait()
         return buckets
 
     def on_nodes(work):
-        if kind is WorldSum:
+        if kind is WorldMean:
             return on_ranks(work, ((0, 1), (2,)), wire="int4", parameters=model)
 
         def body(topology):
-            return work(NodesMean(topology, Wire.named("int4"), model), topology)
+            return work(InterNodeMean(topology, Wire.named("int4"), model), topology)
 
         return on_each(body, [[0], [1]])
 
@@ -278,7 +278,7 @@ def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, r
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("kind", [WorldSum, NodesMean])
+@pytest.mark.parametrize("kind", [WorldMean, InterNodeMean])
 def test_what_was_kept_back_waits_for_the_turn_of_its_optimizer(kind, resumes):
     """For whom another's turn has frozen a bucket holds zeros, and nobody takes what arrives for these."""
     model = [torch.zeros(50, device=place.device) for _ in range(2)]
@@ -290,7 +290,7 @@ def test_what_was_kept_back_waits_for_the_turn_of_its_optimizer(kind, resumes):
                 parameter.requires_grad_(number == turn)
             bucket = torch.zeros(100, device=place.device)
             bucket[50 * turn : 50 * turn + 50] = gradient_of(topology.rank, 50, 20 if turn else len(arrived))
-            path.note_contents(0, [(parameter, 0) for parameter in model])
+            path.set_contents(0, [(parameter, 0) for parameter in model])
             path.reduce(bucket).wait()
             if turn == 0:
                 arrived.append(bucket[:50].clone())
@@ -299,10 +299,12 @@ def test_what_was_kept_back_waits_for_the_turn_of_its_optimizer(kind, resumes):
         return torch.stack(arrived)
 
     def arrives(*order):
-        if kind is WorldSum:
+        if kind is WorldMean:
             return on_ranks(partial(take_turns, order), ((0, 1), (2,)), wire="int4", parameters=model)[0]
         wire = Wire.named("int4")
-        return on_each(lambda topology: take_turns(order, NodesMean(topology, wire, model), topology), [[0], [1]])[0]
+        return on_each(lambda topology: take_turns(order, InterNodeMean(topology, wire, model), topology), [[0], [1]])[
+            0
+        ]
 
     assert torch.equal(arrives(0, 1, 0, 1, 0), arrives(0, 0, 0))
 
@@ -328,7 +330,7 @@ ROWS = [[3, 3, 0], [5], [], [0, 1, 5, 5, 5], [3]]  # what each rank looks up of 
 
 
 def test_ddp_buckets_are_averaged_outside_of_autocast():
-    class Path(Untouched):
+    class Path(LocalGradients):
         def reduce(self, bucket, index=0):
             seen.append(torch.is_autocast_enabled("cpu"))
             return super().reduce(bucket, index)

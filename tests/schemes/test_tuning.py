@@ -319,9 +319,9 @@ def test_on_one_node_there_is_nothing_to_choose():
     ("arguments", "message"),
     [
         ({"sync_every": "often"}, "sync_every='often' must be a positive number of optimizer steps, or 'auto'"),
-        ({"sync_every": "auto", "overhead_target": 0.0}, "overhead_target=0.0 must be a positive share"),
+        ({"sync_every": "auto", "overhead_target": 0.0}, "overhead_target=0.0 must be a positive fraction"),
         ({"sync_every": "auto", "overhead_target": math.nan}, "overhead_target=nan must be"),
-        ({"sync_every": 8, "overhead_target": 0.1}, "overhead_target=0.1 is what sync_every='auto' aims at"),
+        ({"sync_every": 8, "overhead_target": 0.1}, "overhead_target=0.1 is for sync_every='auto'"),
     ],
 )
 def test_bad_arguments_are_named(kind, arguments, message):

@@ -174,7 +174,7 @@ def test_a_share_of_an_unknown_number_of_steps_is_refused_by_name(borrow):
     for found in borrow(main, ranks=2):
         assert len(found) == 3
         for message, report in found:
-            assert "warmup_steps=0.5 is a share of the run, whose number of optimizer steps is not known" in message
+            assert "warmup_steps=0.5 is a fraction of the run, whose number of optimizer steps is unknown" in message
             assert report == []
 
 

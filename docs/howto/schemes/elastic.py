@@ -14,13 +14,13 @@ class Elastic(Merge):
     def __init__(self, beta: float = 0.9) -> None:
         self.beta = beta
 
-    def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
-        before = agreed.clone()
-        agreed.add_(difference, alpha=self.beta)
+    def update_reference(self, index: int, reference: Tensor, difference: Tensor) -> Tensor:
+        before = reference.clone()
+        reference.add_(difference, alpha=self.beta)
         return before  # every rank merges the center as it was
 
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         bucket.mix(mean, self.beta / nodes)
 
-    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
-        self.at_once(bucket, move.flat, nodes)
+    def __call__(self, bucket: Bucket, received: PendingBucket, staleness: int, nodes: int) -> None:
+        self.at_once(bucket, received.flat, nodes)

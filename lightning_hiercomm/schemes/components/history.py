@@ -1,4 +1,4 @@
-"""Optimizer state per element: elements with the same step history share one parameter of the optimizer."""
+"""Optimizer state of elements with unequal step counts, of which some were unfrozen later than others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class History:
     """The properties that elements must share to be in one optimizer parameter.
 
     Attributes:
-        numbers: All of which the state has one for all elements, such as Adam's ``"step"``: name, value and type. None
-            as the type says that it is no tensor.
-        kinds: What it has for each element: name and type.
+        numbers: Values of which all elements share one, such as Adam's ``"step"``: name, value and dtype (None for a
+            value that is no tensor).
+        kinds: Values of which each element has its own: name and dtype.
     """
 
     numbers: tuple[tuple[str, float, torch.dtype | None], ...] = ()
@@ -30,7 +30,7 @@ class History:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], parameter: Tensor) -> History:
-        """Return the history of a parameter with this optimizer state; empty before its first step."""
+        """Return the history of a parameter's optimizer state; empty before its first step."""
         numbers: list[tuple[str, float, torch.dtype | None]] = []
         kinds: list[tuple[str, torch.dtype]] = []
         for name in sorted(state):
@@ -81,30 +81,30 @@ def joined(runs: Iterable[Run]) -> list[Run]:
 
 @dataclass
 class TensorState:
-    """The state of one tensor, whose elements may have different histories.
+    """The optimizer state of one tensor, whose elements may have different histories.
 
     Attributes:
-        values: One for each element, by name, in the tensor's shape; zero where an element has none.
-        runs: All elements in their order.
-        beside: The histories of other ranks' shards of the same tensor, if it is sharded inside the node.
+        values: The values of each element by name, in the tensor's shape; zero where an element has none.
+        runs: The runs of all elements, in their order.
+        other_histories: The histories of other ranks' shards of the tensor, if it is sharded inside the node.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
-    beside: frozenset[History] = frozenset()
+    other_histories: frozenset[History] = frozenset()
 
     def to_file(self, like: Tensor) -> dict[str, Tensor]:
-        """Return the state in the layout of a single-process optimizer; by element if that is not possible.
+        """Return the state in the layout of a single-process optimizer; by element if histories differ.
 
         Args:
             like: The tensor.
         """
-        histories = self.beside | {run.history for run in self.runs}
+        histories = self.other_histories | {run.history for run in self.runs}
         if len(histories) == 1:
             (history,) = histories
             return {name: torch.as_tensor(value) for name, value in history.state(self.values).items()}
         kinds = dict(sorted({kind for history in histories for kind in history.kinds}, key=str))
-        told = {name: self.values.get(name, torch.zeros_like(like, dtype=dtype)) for name, dtype in kinds.items()}
+        saved = {name: self.values.get(name, torch.zeros_like(like, dtype=dtype)) for name, dtype in kinds.items()}
         numbers = {name: dtype for history in histories for name, _, dtype in history.numbers}
         lengths = torch.tensor([run.numel for run in self.runs], device=like.device)
 
@@ -113,9 +113,9 @@ class TensorState:
 
         for name in sorted(numbers):
             of_runs = [next((v for n, v, _ in run.history.numbers if n == name), 0) for run in self.runs]
-            told[name + _BY_ELEMENT] = by_element(of_runs, numbers[name])
-        told[_IS_KNOWN + _BY_ELEMENT] = by_element([run.history != History() for run in self.runs], torch.bool)
-        return told
+            saved[name + _BY_ELEMENT] = by_element(of_runs, numbers[name])
+        saved[_IS_KNOWN + _BY_ELEMENT] = by_element([run.history != History() for run in self.runs], torch.bool)
+        return saved
 
     @classmethod
     def from_file(cls, saved: Mapping[str, Tensor], like: Tensor) -> TensorState:

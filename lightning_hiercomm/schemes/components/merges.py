@@ -33,12 +33,12 @@ class Merge(Value, ABC):
     keeps_reference: bool = False
 
     @abstractmethod
-    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
+    def __call__(self, bucket: Bucket, received: PendingBucket, staleness: int, nodes: int) -> None:
         """Change the bucket's tensors.
 
         Args:
             bucket: The bucket to change; it holds the current values.
-            move: The received mean over the nodes, packed. Its memory may be overwritten.
+            received: The received mean over the nodes, packed. Its memory may be overwritten.
             staleness: S, optimizer steps since it was sent.
             nodes: M, the number of nodes in the mean.
         """
@@ -53,18 +53,18 @@ class Merge(Value, ABC):
         """
         bucket.unpack(mean)
 
-    def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+    def update_reference(self, index: int, reference: Tensor, difference: Tensor) -> Tensor:
         """Update a bucket's reference parameters from the nodes' mean; called if :attr:`keeps_reference`.
 
         Args:
             index: The index of the bucket.
-            agreed: This rank's shard of the reference parameters, 1-D, to be changed in place.
+            reference: This rank's shard of the reference parameters, 1-D, to be changed in place.
             difference: The nodes' mean minus the reference parameters.
 
         Returns:
             The values that every node merges instead of the mean: by default, the updated reference parameters.
         """
-        return agreed.add_(difference)
+        return reference.add_(difference)
 
     def build(self, reducer: Reducer, before: Any | None = None) -> Any | None:
         """Make the outer optimizer of a reducer's reference parameters, if the merge has one. Collective over the node.
@@ -101,8 +101,8 @@ class Replace(Merge):
         self.keep_local = keep_local
         self.makes_equal = keep_local == 0.0
 
-    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
-        self.at_once(bucket, move.flat, nodes)
+    def __call__(self, bucket: Bucket, received: PendingBucket, staleness: int, nodes: int) -> None:
+        self.at_once(bucket, received.flat, nodes)
 
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         if self.keep_local == 0.0:
@@ -122,11 +122,11 @@ class StaleSum(Merge):
     """
 
     @torch.no_grad()
-    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
+    def __call__(self, bucket: Bucket, received: PendingBucket, staleness: int, nodes: int) -> None:
         local_weight = 2 * staleness
-        for whole in bucket.aligned(move.flat):
+        for whole in bucket.aligned(received.flat):
             for local, mean in in_cache_sized_parts(*whole):
-                local.lerp_(mean, nodes / (local_weight + nodes))  # what is equal stays so, in any type
+                local.lerp_(mean, nodes / (local_weight + nodes))  # lerp keeps equal values unchanged
 
 
 class Delta(Merge):
@@ -135,10 +135,10 @@ class Delta(Merge):
     needs_sent = True
 
     @torch.no_grad()
-    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
-        for (whole, mean), (_, sent) in zip(bucket.aligned(move.flat), bucket.aligned(move.sent), strict=True):
+    def __call__(self, bucket: Bucket, received: PendingBucket, staleness: int, nodes: int) -> None:
+        for (whole, mean), (_, sent) in zip(bucket.aligned(received.flat), bucket.aligned(received.sent), strict=True):
             for local, arrived, left in in_cache_sized_parts(whole, mean, sent):
-                # equal values stay equal in any type: subtracting zero preserves minus zero, adding it does not
+                # subtracting a difference of zero preserves every value; adding it would turn -0.0 into 0.0
                 local.sub_(torch.sub(left, arrived, out=arrived))
 
 

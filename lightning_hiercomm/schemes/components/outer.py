@@ -30,7 +30,7 @@ from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 _States = Sequence[Sequence[tuple[int, Mapping[str, Any]]]]
-"""The length and optimizer state of every run in a rank's shard, by bucket."""
+"""The length and optimizer state of every run of a rank's shard, by bucket."""
 
 
 class OuterOptimizer(Merge):
@@ -78,8 +78,8 @@ class OuterOptimizer(Merge):
         made_by = getattr(self.make_optimizer, "func", self.make_optimizer)
         return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
 
-    def __call__(self, bucket: Bucket, move: PendingBucket, staleness: int, nodes: int) -> None:
-        self._mix(bucket, move, staleness, nodes)
+    def __call__(self, bucket: Bucket, received: PendingBucket, staleness: int, nodes: int) -> None:
+        self._mix(bucket, received, staleness, nodes)
 
     def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
         self._mix.at_once(bucket, mean, nodes)
@@ -120,7 +120,7 @@ class RunningOuterOptimizer:
         known, schedule = ({}, {}) if before is None else (before._state_by_tensor(), before._schedule())
         self._config = config
         self._reducer = reducer
-        # the runs of every bucket: neighbours of one history, in this rank's part
+        # the runs of consecutive elements with one history, in this rank's shard of every bucket
         self._runs, self.optimizer, self._scheduler = self._made(self._own_states(known), schedule)
 
     @property
@@ -128,22 +128,22 @@ class RunningOuterOptimizer:
         """The current learning rate."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def update_reference(self, index: int, agreed: Tensor, difference: Tensor) -> Tensor:
+    def update_reference(self, index: int, reference: Tensor, difference: Tensor) -> Tensor:
         """Update a bucket's reference parameters, given the nodes' mean minus them."""
         optimizer, runs = self.optimizer, self._runs[index]
-        # no minus zero in a zero difference: its step would turn a reference value of minus zero into zero
-        gradients = (0.0 - difference).to(agreed.dtype).split([run.numel() for run in runs])
+        # 0.0 - x is never -0.0, whose step would turn a reference value of -0.0 into 0.0
+        gradients = (0.0 - difference).to(reference.dtype).split([run.numel() for run in runs])
         for run, gradient in zip(runs, gradients, strict=True):
             run.grad = gradient
             keep_state_here(optimizer, run)
         optimizer.step()
         for run in runs:
             run.grad = None
-        return agreed
+        return reference
 
     def undo_point(self) -> Callable[[], None]:
         """Store the state; return a callback that restores it."""
-        states, schedule = self.part_states(), copy.deepcopy(self._schedule())
+        states, schedule = self.shard_states(), copy.deepcopy(self._schedule())
 
         def undo() -> None:
             self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], schedule)
@@ -172,7 +172,7 @@ class RunningOuterOptimizer:
         known = {id(parameter): TensorState.from_file(saved, parameter) for parameter, saved in files}
         self._begin(self._own_states(known), state)
 
-    def part_states(self) -> list[list[dict[str, Any]]]:
+    def shard_states(self) -> list[list[dict[str, Any]]]:
         """Return the optimizer's state for this rank's shard of every bucket, by runs of one history."""
         held: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         return [
@@ -180,8 +180,8 @@ class RunningOuterOptimizer:
             for runs in self._runs
         ]
 
-    def load_part_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Restore :meth:`part_states` (of a run with the same topology and buckets)."""
+    def load_shard_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Restore :meth:`shard_states` (of a run with the same topology and buckets)."""
         self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], self._schedule())
 
     def _schedule(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class RunningOuterOptimizer:
                 offset = 0
                 for run in self._runs[index]:
                     if name in optimizer.state.get(run, {}):
-                        streams.keep_here(optimizer.state[run][name])  # made on the stream of an exchange
+                        streams.keep_here(optimizer.state[run][name])  # allocated on the stream of an exchange
                         part[offset:][: run.numel()] = optimizer.state[run][name]
                     offset += run.numel()
                 flats[name] = reducer.whole(index, part)
@@ -256,7 +256,7 @@ class RunningOuterOptimizer:
             for piece in bucket.slices:
                 state = known.setdefault(id(piece.tensor), TensorState())
                 state.runs += between(whole, offset, offset + piece.length)
-                state.beside = frozenset() if bucket.held_by == "node" else histories
+                state.other_histories = frozenset() if bucket.held_by == "node" else histories
                 for name, flat in flats.items():
                     if name not in state.values:
                         state.values[name] = flat.new_zeros(piece.tensor.shape)
@@ -269,8 +269,8 @@ class RunningOuterOptimizer:
         topology = reducer.topology
         own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
         for index, runs in enumerate(self._runs):
-            told = [Run(run.numel(), History.of(optimizer.state.get(run, {}), run)) for run in runs]
-            own.setdefault(reducer.buckets[index].held_by, []).append((_first_carried(reducer, index), told))
+            own_runs = [Run(run.numel(), History.of(optimizer.state.get(run, {}), run)) for run in runs]
+            own.setdefault(reducer.buckets[index].held_by, []).append((_first_carried(reducer, index), own_runs))
         everyone = topology.intra.all_gather_object(own)
         whole: dict[str, list[list[Run]]] = {}
         for held_by in own:

@@ -1,4 +1,4 @@
-"""Schedules: which fragments of a model are due after a step."""
+"""Schedules, which determine the fragments of a model that are due after a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_hiercomm.schemes.tuning import AutoPeriod
 
 
 class Schedule(ABC):
-    """Which fragments are due after a step; a function of counters that are the same on every rank.
+    """Base class of schedules: functions from counters, equal on all ranks, to the fragments that are due.
 
     Attributes:
         period: Optimizer steps between two merges of the same fragment; None if there is no such number.
@@ -44,7 +44,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def longest_staleness(self, fragments: int) -> int:
-        """Return the most steps that an exchange may take and still end before the next one starts."""
+        """Return the largest staleness with which every exchange ends before the next one starts."""
 
 
 @checked_fields
