@@ -182,7 +182,10 @@ class ElasticRank:
         return {
             "values": [parameter.detach().clone() for parameter in self.rank.parameters],
             "optimizer": self.rank.optimizer.state_dict(),
-            "schedule": {**self.scheme.shared_state(), "unsynchronized_steps": self.scheme.state.unsynchronized_steps},
+            "schedule": {
+                **self.scheme.state_dict(shared=True),
+                "unsynchronized_steps": self.scheme.state.unsynchronized_steps,
+            },
         }
 
     def join(self) -> bool:

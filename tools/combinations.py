@@ -568,7 +568,7 @@ def _one_step(
     epoch, in_epoch = divmod(step, c.steps)
     if in_epoch == 0 and epoch:
         for half in halves:
-            half.scheme.begin_epoch(epoch, {})
+            half.scheme.begin_epoch(epoch, dict)
     if step and c.clamp is not None:
         for half in halves:
             with torch.no_grad():

@@ -85,8 +85,8 @@ class Recorded(DASO):
 
 
 class _Recording(RunningDASO):
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        super().begin_epoch(epoch, metrics)
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().begin_epoch(epoch, logged)
         if self.topology.rank == 0:
             Recorded.history.append([epoch, self.phase, self.when.period or 1, self.staleness])
 

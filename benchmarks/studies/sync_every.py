@@ -68,7 +68,7 @@ def trained(name: str, every: int, nodes: int, steps: int, seed: int) -> tuple[f
         batches = workload.batches(rank, nodes, seed)
         scheme = make(every).build(Context(Replica(model.parameters()), topology, optimizer, Wire.named(wire)))
         scheme.begin_run(1, steps)
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
 
         def step() -> None:
             optimizer.zero_grad()

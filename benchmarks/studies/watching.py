@@ -106,7 +106,7 @@ def side_by_side(
         policies = {name: value for name, value in how.items() if name != "hang_timeout"}
         runs[watch] = TrainingRun(scheme, replicas, topology, **{"on_nonfinite": "ignore", **policies})
         runs[watch].begin(1, None)
-        runs[watch].begin_epoch(0, {})
+        runs[watch].begin_epoch(0, dict)
 
     def step(run: TrainingRun) -> None:
         def own() -> None:

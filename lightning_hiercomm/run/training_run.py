@@ -356,16 +356,16 @@ class TrainingRun:
         if self._uncounted is not None:
             self._uncounted.begin(self._known)
 
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         """Start an epoch.
 
         Args:
             epoch: Its number, from 0.
-            metrics: The metrics that the user has logged so far.
+            logged: Returns the metrics that the user has logged, also later in the epoch.
         """
         self._loss_sum, self._loss_count = None, 0
         for scheme in self.schemes:
-            scheme.begin_epoch(epoch, metrics)
+            scheme.begin_epoch(epoch, logged)
         if self.gradient_check is not None:
             self.gradient_check.begin_epoch()
 
@@ -483,16 +483,6 @@ class TrainingRun:
             self._uncounted.end_epoch()
 
     @outside_autocast()
-    def hear_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Give the schemes the logged metrics before a checkpoint or the end of the run. Collective.
-
-        Args:
-            logged: Returns the metrics that the user has logged so far.
-        """
-        for scheme in self.schemes:
-            scheme.record_metrics(logged)
-
-    @outside_autocast()
     def finish(self) -> None:
         """End the run: every rank holds the averaged parameters, and saving no longer needs other ranks."""
         self.averaged_model.compare_shapes()
@@ -554,7 +544,7 @@ class TrainingRun:
         """
         if self._last_schedules is not None:
             return self._last_schedules
-        schedules = [scheme.shared_state(together) for scheme in self.schemes]
+        schedules = [scheme.state_dict(shared=True, can_communicate=together) for scheme in self.schemes]
         for scheme, optimizer, schedule in zip(self.schemes, self.optimizers, schedules, strict=True):
             if "outer" in schedule:
                 held, node = schedule["outer"]["state"], self.topology.intra
@@ -643,4 +633,4 @@ def _schedule_of(scheme: RunningScheme[Scheme], saved: Mapping[str, Any]) -> Map
             " steps, and starts a schedule of its own",
             stacklevel=2,
         )
-    return {**scheme.shared_state(), **{counter: saved[counter] for counter in _COUNTERS}}
+    return {**scheme.state_dict(shared=True), **{counter: saved[counter] for counter in _COUNTERS}}

@@ -189,12 +189,12 @@ class RunningScheme(Generic[S]):
             steps: The number of optimizer steps after which the run ends, or None if that is not known.
         """
 
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         """Start an epoch.
 
         Args:
             epoch: Its number, from 0.
-            metrics: The metrics logged so far.
+            logged: Returns the metrics that the user has logged, also later in the epoch.
         """
         self.state.epoch = epoch
         self.state.step_in_epoch = 0
@@ -231,15 +231,8 @@ class RunningScheme(Generic[S]):
             loss: This rank's mean training loss of the epoch (scalar), if :attr:`Scheme.watches_loss`.
         """
 
-    def record_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Store the logged metrics that the scheme needs, which are lost after a checkpoint is saved. Collective.
-
-        Args:
-            logged: Returns the metrics logged so far.
-        """
-
     def finish(self) -> None:
-        """End the run: nothing stays pending, and every rank holds the averaged parameters."""
+        """End the run: no exchange is pending, and every rank holds the averaged parameters."""
         self.synchronize()
         if not (self.is_alone or self.topology.may_grow):  # elastic nodes communicate in synchronizations only
             Preflight(self.topology, self.state.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
@@ -273,22 +266,22 @@ class RunningScheme(Generic[S]):
         """Return current values to log, such as ``sync_every`` and ``staleness``."""
         return {}
 
-    def shared_state(self, can_communicate: bool = True) -> dict[str, Any]:
-        """Return the state that all replicas share, as primitives and tensors: the content of a plain checkpoint.
+    def state_dict(self, shared: bool = False, can_communicate: bool = True) -> dict[str, Any]:
+        """Return the state as primitives and tensors, except for the replica's values. Call ``state.settle()`` first.
 
         Args:
+            shared: Whether to return only state that all replicas share: the content of a plain checkpoint.
             can_communicate: Whether all ranks call this. Otherwise state that only other ranks hold is left out.
         """
-        return {"scheme": type(self.config).__name__, **self.state.saved(Scope.SHARED)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all state, except for the replica's values. Collective; call ``state.settle()`` first."""
-        state = {**self.shared_state(), **self.state.saved(Scope.LOCAL)}
-        of_optimizer = self.guard.state_dict()
-        return {**state, "optimizer_average": of_optimizer} if of_optimizer else state
+        state = {"scheme": type(self.config).__name__, **self.state.saved(Scope.SHARED)}
+        if shared:
+            return state
+        state |= self.state.saved(Scope.LOCAL)
+        optimizer_average = self.guard.state_dict()
+        return {**state, "optimizer_average": optimizer_average} if optimizer_average else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, or :meth:`shared_state`: then all ranks resume from the averaged parameters."""
+        """Restore :meth:`state_dict`. From shared state, all ranks resume with the averaged parameters."""
         self.state.load(state)
         self.guard.load_state_dict(state.get("optimizer_average", {}))
 

@@ -210,6 +210,7 @@ class RunningDASO(RunningParameterSync[DASO]):
         self._warmup_ends = Moment(epoch=0)
         self._cooldown_begins: Moment | None = None
         self._has_missed_a_loss = False
+        self._logged: Callable[[], Mapping[str, Tensor]] = dict
 
     def _new_state(self) -> DASOState:
         given = [self.config.sync_every, self.config.staleness]
@@ -346,10 +347,10 @@ class RunningDASO(RunningParameterSync[DASO]):
             " wait. Shorten them, or leave them out.",
         )
 
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        super().begin_epoch(epoch, metrics)
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().begin_epoch(epoch, logged)
         self._enter_phase()
-        state, monitor = self.state, self.config.monitor
+        state, monitor, metrics = self.state, self.config.monitor, logged()
         if state.awaits_metric and monitor is not None:
             state.awaits_metric = False
             if (metric := self._new_metric(metrics)) is not None:
@@ -357,11 +358,12 @@ class RunningDASO(RunningParameterSync[DASO]):
             elif state.recorded_metric is not None:  # Lightning forgets its metrics between runs
                 self._adapt(*state.recorded_metric)
             elif monitor not in metrics and not state.has_resumed:
-                logged = ", ".join(metrics) or "nothing"
+                names = ", ".join(metrics) or "nothing"
                 raise ValueError(
-                    f"monitor={monitor!r} was not logged in epoch {epoch - 1}; logged: {logged}."
+                    f"monitor={monitor!r} was not logged in epoch {epoch - 1}; logged: {names}."
                     " Log it in every epoch with self.log, or leave monitor out to watch the training loss."
                 )
+        self._logged = logged
         state.last_metric = metrics.get(monitor or "")
         state.recorded_metric = None
         state.has_resumed = False
@@ -370,11 +372,6 @@ class RunningDASO(RunningParameterSync[DASO]):
         """Return the monitored metric if it was logged in this epoch; Lightning also keeps older values."""
         metric = metrics.get(self.config.monitor or "")
         return None if metric is self.state.last_metric else metric
-
-    def record_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        if self.state.awaits_metric:
-            weighted, total = self._summed(self._new_metric(logged()))
-            self.state.recorded_metric = (weighted, total) if total else None
 
     def _enter_phase(self) -> None:
         """Set the phase of the next step."""
@@ -411,6 +408,12 @@ class RunningDASO(RunningParameterSync[DASO]):
             "sync_every": float(self._period) if cycles else 1.0,
             "staleness": float(self.staleness) if cycles else 0.0,
         }
+
+    def state_dict(self, shared: bool = False, can_communicate: bool = True) -> dict[str, Any]:
+        if self.state.awaits_metric and can_communicate:
+            weighted, total = self._summed(self._new_metric(self._logged()))
+            self.state.recorded_metric = (weighted, total) if total else None
+        return super().state_dict(shared, can_communicate)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         given = self.state.given

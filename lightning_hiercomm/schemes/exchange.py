@@ -34,17 +34,8 @@ ALL_REDUCERS: dict[str, type[ShardedAllReduce]] = {"sharded": ShardedAllReduce, 
 class Exchanger:
     """Exchanges fragments of a replica with other nodes, waited for or overlapped with training.
 
-    All collectives between nodes use the same duplicated communicators, in the order of the program.
-
-    Args:
-        config: The fragments, the reducer and the merge.
-        state: Counters and pending exchanges, which it changes.
-        reference: The reference parameters, which it updates.
-        guard: Repairs exchanges from which a rank is excluded.
-        topology: The nodes.
-        wire: The encoding between nodes.
-        inbound: The background thread that completes exchanges.
-        outbound: The background thread that sends values which differ inside a node.
+    All collectives between nodes use the same duplicated communicators, in the order of the program. The background
+    thread ``inbound`` completes exchanges; ``outbound`` sends values that differ inside a node.
 
     Attributes:
         fragments: The model's fragments, each given by the indexes of its buckets.
@@ -232,11 +223,7 @@ class Exchanger:
         If the nodes have changed since an exchange was sent, or it has not arrived everywhere, it is lost: its updates
         of the reference parameters are undone, and the present nodes synchronize their current parameters and wait.
 
-        Args:
-            arrived: The exchange that is due now, if any.
-            leaving: The fragments of the next exchange.
-            staleness: Steps until the next exchange is due.
-            admits: Whether a node may join when ``arrived`` is merged, because no exchange is pending then.
+        A node may join during the merge if ``admits``, because no exchange is pending then.
         """
         pending = self._state.pending
         if arrived is not None:

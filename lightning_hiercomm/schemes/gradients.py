@@ -45,20 +45,12 @@ class GradientPath(ABC):
         """
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
-        """Return the average of a sparse gradient (``Embedding(sparse=True)``); blocks.
-
-        Args:
-            gradient: In COO layout, with any indices on every rank; not changed.
-        """
+        """Return the average of a sparse gradient in COO layout (``Embedding(sparse=True)``); blocks."""
         raise NotImplementedError(f"{type(self).__name__} averages dense gradients only")
 
     @outside_autocast()
     def reduce_bucket(self, bucket: Any) -> Future[Tensor]:
-        """Average a bucket of DDP, whose gradients may be sparse.
-
-        Args:
-            bucket: A ``torch.distributed.GradBucket``.
-        """
+        """Average a ``torch.distributed.GradBucket`` of DDP, whose gradients may be sparse."""
         gradients = bucket.buffer()
         if gradients.is_sparse:
             return completed_future(self.reduce_sparse(gradients))
@@ -110,11 +102,7 @@ class LocalGradients(GradientPath):
 
 
 class NodeMean(GradientPath):
-    """The weighted mean over the ranks of a node.
-
-    Args:
-        topology: The nodes and the ranks' weights.
-    """
+    """The weighted mean over the ranks of a node."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -205,13 +193,7 @@ class WorldMean(GradientPath):
 
 
 class InterNodeMean(GradientPath):
-    """The weighted mean over the nodes of gradients that are sharded inside a node (FSDP2).
-
-    Args:
-        topology: The nodes and their weights.
-        wire: The encoding between nodes.
-        parameters: The model's parameters in their order, which identify the contents of buckets.
-    """
+    """The weighted mean over the nodes of gradients that are sharded inside a node (FSDP2)."""
 
     tier = "inter"
 

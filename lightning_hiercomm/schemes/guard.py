@@ -65,16 +65,14 @@ class NonFiniteGuard:
     Args:
         replica: The parameters and buffers to synchronize.
         topology: The nodes.
-        optimizer: The user's, of the replica's parameters.
+        optimizer: The user's optimizer of the parameters.
         policy: The user's settings.
-        state: The state of the scheme, whose exclusions are counted here.
+        state: The state of the scheme, in which exclusions are counted.
         can_skip: Whether a node can be excluded; error messages then recommend it.
         is_alone: Whether there is no other replica.
         wire: The encoding of parameters and optimizer state between nodes.
 
     Attributes:
-        policy: The user's settings.
-        replica: The current parameters and buffers: see :meth:`follow`.
         has_healed: Whether this rank, perhaps non-finite, has received finite parameters; the reader clears it.
         has_warned_of_difference: Whether ranks of the node are known to differ.
     """
@@ -105,11 +103,7 @@ class NonFiniteGuard:
         self.has_warned_of_difference = False
 
     def follow(self, replica: Replica) -> None:
-        """Continue from averaged, finite values, perhaps of other parameters.
-
-        Args:
-            replica: The parameters and buffers to synchronize from now on.
-        """
+        """Continue from averaged, finite values, perhaps of other parameters."""
         self.replica = replica
         if self._state_mean is not None:
             self._state_mean.forget()
@@ -145,9 +139,6 @@ class NonFiniteGuard:
 
         Non-finite ranks are excluded, as in :meth:`repair`. If all are, the values stay unchanged until other nodes
         repair them.
-
-        Args:
-            buckets: The buckets.
 
         Raises:
             NonfiniteError: On all ranks of the node, if that is the policy.
@@ -219,9 +210,6 @@ class NonFiniteGuard:
     def check(self, buckets: Sequence[Bucket]) -> bool | None:
         """Return whether values that this node is about to send are non-finite, without a collective over nodes.
 
-        Args:
-            buckets: The buckets to be sent.
-
         Returns:
             None if the policy is not to check.
 
@@ -252,10 +240,6 @@ class NonFiniteGuard:
 
     def may_step(self, mean: Tensor, wire: Wire) -> bool:
         """Return whether a shard may step with the mean of finite gradients; on CUDA a bad mean becomes zero instead.
-
-        Args:
-            mean: The mean of the gradients.
-            wire: The encoding with which they were sent.
 
         Raises:
             NonfiniteError: On this rank, if the mean is too large for the wire and that is the policy.
@@ -377,7 +361,7 @@ class NonFiniteGuard:
         """Return the ranks whose values are finite; ranks of a node that hold the same are excluded together.
 
         Args:
-            found: The name of each rank's non-finite values, or None.
+            found: Each rank's non-finite values, or None.
             wire: The encoding of the flagged exchange.
 
         Raises:

@@ -355,8 +355,8 @@ class RunningParameterSync(RunningScheme[A]):
         if self.tuner is not None and steps is not None and not self.is_alone:
             self.tuner.auto.check(steps - max(state.steps, state.begins_at or 0))
 
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        super().begin_epoch(epoch, metrics)
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().begin_epoch(epoch, logged)
         if self.tuner is not None:
             self.tuner.begin_epoch(self.replica.device)
 
@@ -492,12 +492,14 @@ class RunningParameterSync(RunningScheme[A]):
         relative = self.exchanger.reducer.disagreement.relative()
         return values | self.reference.scalars() | ({} if relative is None else {"disagreement": relative})
 
-    def shared_state(self, can_communicate: bool = True) -> dict[str, Any]:
-        state = super().shared_state(can_communicate)
+    def state_dict(self, shared: bool = False, can_communicate: bool = True) -> dict[str, Any]:
+        state = super().state_dict(shared, can_communicate)
         if self.config.first_phase:
             state["first_phase"] = [self.config.first_phase, self.state.begins_at, self._in_first_phase]
         if self._in_first_phase:  # the reference parameters of a run that resumes without this phase
             self.reference.restart()
+        if not shared:
+            state |= self.reference.state_dict()
         if not can_communicate:
             return state
         if self.reference.merge.keeps_reference:
@@ -510,15 +512,8 @@ class RunningParameterSync(RunningScheme[A]):
             state["reference"] = self.reference.by_tensor(self.replica)
         return state
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all state. Collective; call ``state.settle()`` first."""
-        return {**super().state_dict(), **self.reference.state_dict()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, or :meth:`shared_state`.
-
-        With the latter, pending exchanges are dropped, and the nodes resume from the averaged parameters.
-        """
+        """Restore :meth:`state_dict`. Shared state has no pending exchanges: nodes resume with averaged parameters."""
         own = self.state
         own.pending.drop()
         own.pending.device = self.replica.device

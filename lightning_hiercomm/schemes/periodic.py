@@ -140,8 +140,8 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
     state: PeriodicState
     state_type = PeriodicState
 
-    def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        super().begin_epoch(epoch, metrics)
+    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+        super().begin_epoch(epoch, logged)
         self.state.averaged_before_last = False
 
     def before_step(self, last: bool) -> Update | None:

@@ -76,14 +76,7 @@ class AutoPeriod:
         return _FIRST_EXCHANGES + self.parts * (4 if self.parts == 1 else 2)
 
     def check(self, left: int) -> None:
-        """Check that the run is long enough to choose the period.
-
-        Args:
-            left: Optimizer steps left in the run.
-
-        Raises:
-            ValueError: If the run ends before the period is chosen.
-        """
+        """Raise a ValueError if the run, with ``left`` optimizer steps, ends before the period is chosen."""
         if left < self.steps:
             raise ValueError(
                 f"sync_every='auto' times exchanges for the first {self.steps} optimizer steps, but the run ends"
@@ -108,8 +101,8 @@ class PeriodTuner:
     is used.
 
     Args:
-        auto: The accepted overhead o, the least period, and the exchanges in one.
-        clock: Seconds.
+        auto: The accepted overhead o, the shortest period, and the number of exchanges in one.
+        clock: Returns seconds.
     """
 
     def __init__(self, auto: AutoPeriod, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -170,11 +163,7 @@ class PeriodTuner:
         return len(self._exchanges) >= self.auto.exchanges and bool(self._steps) and is_quiet
 
     def choose(self, world: Communicator) -> Choice:
-        """Choose the period from the measurements of all ranks. Collective.
-
-        Args:
-            world: All ranks.
-        """
+        """Choose the period from the measurements of all ranks. Collective."""
         everyone: list[tuple[float, list[float]]] = world.all_gather_object(
             (median(self._steps), self._exchanges[_FIRST_EXCHANGES : self.auto.exchanges])
         )

@@ -95,7 +95,6 @@ class EpochClock(pl.Callback):
         """The run is over."""
         self._control.note_progress("at the end of training", trainer)
         self._control.barrier("end")
-        self._run.hear_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -106,7 +105,7 @@ class EpochClock(pl.Callback):
         self._epoch_has_ended = self._epoch_end_is_noted = False
         if self._batches is not None:
             self._batches.begin_epoch(trainer.current_epoch)
-        self._run.begin_epoch(trainer.current_epoch, trainer.callback_metrics)
+        self._run.begin_epoch(trainer.current_epoch, lambda: trainer.callback_metrics)
 
     def _end_epoch(self) -> None:
         if not self._epoch_has_ended:

@@ -70,7 +70,7 @@ class FabricLoop:
         self.modules.append(module)
         if self._has_begun:
             run.begin(self.epochs, self.steps)
-            run.begin_epoch(self._epoch, {})
+            run.begin_epoch(self._epoch, dict)
 
     # ---- epochs --------------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class FabricLoop:
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._epoch_is_open = epoch, True
         for run in self.runs:
-            run.begin_epoch(epoch, {})
+            run.begin_epoch(epoch, dict)
 
     def _end_epoch(self) -> None:
         self._epoch_is_open = False

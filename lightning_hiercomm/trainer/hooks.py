@@ -402,8 +402,6 @@ class HierarchicalHooks(Reports):
         entries = entries_of_rank(checkpoint) if has_sidecars else {}  # before they hold the mean
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
-        if together and not run.has_finished:
-            run.hear_metrics(lambda: self._module.trainer.callback_metrics)
         checkpoints.add_to(checkpoint, run, self.batches, together)
         if self._elastic_node is not None and not self._elastic_node.writes:
             return  # another node writes

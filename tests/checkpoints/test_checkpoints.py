@@ -52,7 +52,7 @@ def on_two_nodes(scheme: Scheme, work, nodes=((0,), (1,))):
 
 def train(run: TrainingRun, epoch: int, steps: int) -> None:
     run.begin(epochs=4, steps=None)
-    run.begin_epoch(epoch, {})
+    run.begin_epoch(epoch, dict)
     shared_by = {"world": 0, "node": run.topology.node, "none": run.topology.rank}[run.schemes[0].config.gradients]
     for step in range(steps):
         for parameter in run.module.parameters():
@@ -189,7 +189,7 @@ def test_a_scheme_finds_its_own_schedule_again():
         checkpoints = Checkpoints()
         checkpoints.take(checkpoint, "saved.ckpt", None)
         checkpoints.restore(run, DurableCheckpointIO())
-        return run.schemes[0].shared_state()
+        return run.schemes[0].state_dict(shared=True)
 
     assert on_two_nodes(scheme("daso"), work) == [schedule] * 2
 

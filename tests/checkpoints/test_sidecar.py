@@ -493,7 +493,7 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
     class Look(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if not seen:
-                seen.append(trainer.strategy.schemes[0].shared_state()["outer"]["state"])
+                seen.append(trainer.strategy.schemes[0].state_dict(shared=True)["outer"]["state"])
                 pl_module.report.append(seen[0])
 
     resumed = fit(

@@ -170,7 +170,7 @@ AT_PLATEAU = [(0, 4), (3, 3), (1.5, 5.5), (3.75, 3.75)]
 def epochs(rank: Rank, first: int, last: int) -> list[float]:
     seen = []
     for epoch in range(first, last):
-        rank.scheme.begin_epoch(epoch, {})
+        rank.scheme.begin_epoch(epoch, dict)
         rank.train(last=True)
         rank.scheme.end_epoch(torch.tensor(LOSSES[epoch][rank.node]))
         seen.append(rank.values.item())
@@ -288,7 +288,7 @@ def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
 def centre(rank: Rank) -> float:
     rank.train()
     rank.train()
-    return rank.scheme.shared_state()["outer"]["state"][0]["reference"].item()
+    return rank.scheme.state_dict(shared=True)["outer"]["state"][0]["reference"].item()
 
 
 def test_elastic_averaging_ends_on_the_mean_and_keeps_the_centre(page, fit):

@@ -107,7 +107,7 @@ def test_rollback_restores_all_that_a_synchronization_changes(name, sizes, wire)
         return {
             "values": own.rank.values,
             "scheme": {key: value for key, value in scheme.state_dict().items() if key != "outer"},
-            "outer": scheme.shared_state().get("outer"),
+            "outer": scheme.state_dict(shared=True).get("outer"),
             "nonfinite": scheme.state.nonfinite,
         }
 
@@ -157,7 +157,7 @@ def test_node_that_dies_leaves_the_others_equal(name, sync, sizes, lost, moment)
         while own.scheme.state.steps < 14:
             own.step()
             own.scheme.state.settle()
-            state = own.scheme.shared_state()
+            state = own.scheme.state_dict(shared=True)
             shared.append(repr({**state, "outer": None if "noloco" in name else state.get("outer")}))
         own.scheme.finish()
         return own.rank.values, own.membership.history.nodes, own.scheme.state.synchronizations, shared[8:]

@@ -73,7 +73,7 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int 
     replica = Replica(model.parameters(), named=model.named_parameters())
     running = scheme.build(Context(replica, topology, optimizer, scheme_wire(), Policy(on_nonfinite="raise")))
     running.begin_run(1, None)
-    running.begin_epoch(0, {})
+    running.begin_epoch(0, dict)
     width = next(model.parameters()).shape[-1]
     batch = torch.randn(samples, width, generator=torch.Generator().manual_seed(topology.rank)).to(device)
 

@@ -370,7 +370,7 @@ def _trained_beside_a_bank(topology: Topology, scheme: Any, **more: Any) -> list
     seen = []
     try:
         run.begin(1, 3)
-        run.begin_epoch(0, {})
+        run.begin_epoch(0, dict)
         for step in range(3):
 
             def train(step: int = step) -> None:
@@ -415,7 +415,7 @@ def test_nan_in_a_buffer_is_averaged_where_nobody_checks_values():
         run = TrainingRun(PeriodicAveraging(1), Replicas(module, [optimizer]), topology, on_nonfinite="ignore")
         try:
             run.begin(1, 1)
-            run.begin_epoch(0, {})
+            run.begin_epoch(0, dict)
 
             def train() -> None:
                 module.mean[0] = torch.nan if topology.rank else 1.0

@@ -41,7 +41,7 @@ def begun(run: TrainingRun) -> Iterator[TrainingRun]:
     """The run in its first epoch."""
     try:
         run.begin(epochs=1, steps=None)
-        run.begin_epoch(0, {})
+        run.begin_epoch(0, dict)
         yield run
     finally:
         run.close(timeout=5.0)
@@ -683,7 +683,7 @@ def test_non_contiguous_parameters_train_and_are_saved(scheme):
             run = TrainingRun(scheme, replicas, topology, verify_replicas="raise")
             try:
                 run.begin(epochs=4, steps=None)
-                run.begin_epoch(0, {})
+                run.begin_epoch(0, dict)
                 for step in range(4):
                     for each in (module.images, module.matrix):
                         each.grad = make(torch.sin(values + step + topology.rank).reshape(each.shape))

@@ -28,7 +28,7 @@ class Loop:
         self.others = {}
         self.run = TrainingRun(scheme or PeriodicAveraging(2), Replicas(self.module, [self.optimizer]), topology)
         self.run.begin(epochs=None, steps=None)
-        self.run.begin_epoch(0, {})
+        self.run.begin_epoch(0, dict)
 
     def backward(self, counts=True):
         self.module.zero_grad()
@@ -205,7 +205,7 @@ def test_changes_that_leave_no_trace_are_found_at_the_ends_of_epochs():
                     loop.run.end_epoch()
                 except RuntimeError as error:
                     return epoch, "first.weight, first.bias changed" in str(error)
-                loop.run.begin_epoch(epoch + 1, {})
+                loop.run.begin_epoch(epoch + 1, dict)
             return None
         finally:
             loop.run.close(timeout=5.0)

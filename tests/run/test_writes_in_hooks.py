@@ -450,7 +450,7 @@ def test_training_goes_on_after_a_write_in_inference_mode(scheme):
         run = TrainingRun(SCHEMES[scheme](), Replicas(module, [optimizer]), topology)
         try:
             run.begin(1, 12)
-            run.begin_epoch(0, {})
+            run.begin_epoch(0, dict)
             for step in range(12):
 
                 def train() -> None:

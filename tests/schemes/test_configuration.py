@@ -142,7 +142,7 @@ def test_what_can_be_changed_in_an_argument_is_no_part_of_the_value():
     assert Sized([], {}, set()) == Sized([], {}, set())
 
 
-@pytest.mark.parametrize("hook", ["after_step", "step", "shared_state", "phase", "follow"])
+@pytest.mark.parametrize("hook", ["after_step", "step", "state_dict", "phase", "follow"])
 def test_hook_on_the_wrong_class_is_refused(hook):
     with pytest.raises(TypeError, match=rf"Mine\.{hook} would never be called: .*RunningParameterSync.*Mine\.build"):
         type("Mine", (ParameterSync,), {hook: lambda self: None})
@@ -193,7 +193,7 @@ def live(running: RunningScheme[Scheme], optimizer: torch.optim.Optimizer) -> No
     """All that a run does with a scheme."""
     running.begin_run(2, None)
     for epoch in range(2):
-        running.begin_epoch(epoch, {})
+        running.begin_epoch(epoch, dict)
         for number in range(6):
             running.step(partial(step, optimizer), last=number == 5)
             running.scalars()
@@ -201,7 +201,7 @@ def live(running: RunningScheme[Scheme], optimizer: torch.optim.Optimizer) -> No
     running.state.settle()
     running.load_state_dict(running.state_dict())
     running.synchronize()
-    running.load_state_dict(running.shared_state())
+    running.load_state_dict(running.state_dict(shared=True))
     running.follow(running.replica)
     running.state.undo_point()
     running.step(partial(step, optimizer))

@@ -151,7 +151,7 @@ def test_nothing_waits_between_a_send_and_its_merge():
 
     def work(rank):
         scheme = rank.scheme
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         if rank.node == 1:
             node_0_went_on.wait(timeout=10)
         for _ in range(3):
@@ -304,7 +304,7 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
         seen = []
         # the mean falls 4, 3, 2 and then stays, whatever single ranks see
         for epoch, losses in enumerate([(4, 4, 4, 4), (0, 9, 1, 2), (0, 0, 8, 0), (8, 0, 0, 0), (1, 1, 1, 1)]):
-            scheme.begin_epoch(epoch, {})
+            scheme.begin_epoch(epoch, dict)
             rank.train(last=True)
             scheme.end_epoch(torch.tensor(float(losses[rank.rank])))
             seen.append(scheme.period)
@@ -319,7 +319,7 @@ def test_loss_of_an_excluded_rank_does_not_count(policy, expected):
     def work(rank):
         seen = []
         for epoch, loss in enumerate((4.0, 2.0, 1.0)):
-            rank.scheme.begin_epoch(epoch, {})
+            rank.scheme.begin_epoch(epoch, dict)
             rank.train(last=True)
             rank.scheme.end_epoch(torch.tensor(math.nan if epoch and rank.rank == 1 else loss))
             seen.append(rank.scheme.period)
@@ -335,12 +335,13 @@ def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
         assert not scheme.config.watches_loss
         seen = []
         for epoch in range(4):
-            scheme.begin_epoch(epoch, {"val_loss": torch.tensor(1.0 + rank.rank)} if epoch else {})
+            metrics = {"val_loss": torch.tensor(1.0 + rank.rank)} if epoch else {}
+            scheme.begin_epoch(epoch, lambda metrics=metrics: metrics)
             seen.append(scheme.period)
             rank.train(last=True)
             scheme.end_epoch(None)
         with pytest.raises(ValueError, match=r"monitor='val_loss' was not logged in epoch 3; logged: train_loss"):
-            scheme.begin_epoch(4, {"train_loss": torch.tensor(1.0)})
+            scheme.begin_epoch(4, lambda: {"train_loss": torch.tensor(1.0)})
         return seen
 
     assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 2, 1]] * 4
@@ -350,20 +351,20 @@ def test_resumed_epoch_is_judged_by_the_saved_metric():
     scheme = cycling(4, 1, patience=0, monitor="val_loss")()
 
     def work(rank):
-        logged = {"val_loss": torch.tensor(1.0)}
+        logged = {}
         for epoch in range(2):
-            rank.scheme.begin_epoch(epoch, logged if epoch else {})
+            rank.scheme.begin_epoch(epoch, lambda: logged)
             rank.train(last=True)
             rank.scheme.end_epoch(None)
-        rank.scheme.record_metrics(lambda: logged)
-        before_validation = reloaded(rank.scheme.shared_state())
-        rank.scheme.record_metrics(lambda: {"val_loss": torch.tensor(1.0)})
-        after_validation = reloaded(rank.scheme.shared_state())
+            logged.setdefault("val_loss", torch.tensor(1.0))
+        before_validation = reloaded(rank.scheme.state_dict(shared=True))
+        logged["val_loss"] = torch.tensor(1.0)
+        after_validation = reloaded(rank.scheme.state_dict(shared=True))
         periods = []
         for state in (before_validation, after_validation):
             with attached(rank.topology, scheme, epochs=10, begins_epoch=False) as again:
                 again.scheme.load_state_dict(state)
-                again.scheme.begin_epoch(2, {})
+                again.scheme.begin_epoch(2, dict)
                 periods.append(again.scheme.period)
         return periods
 
@@ -374,7 +375,7 @@ def test_a_monitored_metric_is_judged_once_where_not_every_epoch_logs_it():
     def work(rank):
         scheme, logged, seen = rank.scheme, {}, []
         for epoch in range(7):
-            scheme.begin_epoch(epoch, logged)
+            scheme.begin_epoch(epoch, lambda: logged)
             seen.append(scheme.period)
             rank.train(last=True)
             scheme.end_epoch(None)
@@ -389,7 +390,7 @@ def test_epochs_without_a_loss_change_nothing_and_say_so_once(caplog):
     def work(rank):
         scheme = rank.scheme
         for epoch in range(3):
-            scheme.begin_epoch(epoch, {})
+            scheme.begin_epoch(epoch, dict)
             rank.train(last=True)
             scheme.end_epoch(None)
         scheme.finish()
@@ -404,7 +405,7 @@ def test_phases_in_steps_begin_and_end_inside_epochs():
         scheme = rank.scheme
         phases = []
         for epoch in range(2):
-            scheme.begin_epoch(epoch, {})
+            scheme.begin_epoch(epoch, dict)
             for _ in range(5):
                 rank.train()
                 phases.append(scheme.phase)
@@ -476,7 +477,7 @@ def test_warm_up_and_cool_down_default_to_four_epochs_or_a_quarter(epochs, waiti
     def work(rank):
         phases = []
         for epoch in range(epochs):
-            rank.scheme.begin_epoch(epoch, {})
+            rank.scheme.begin_epoch(epoch, dict)
             phases.append(rank.scheme.phase)
         return phases
 
@@ -504,7 +505,7 @@ def test_quarter_of_four_epochs_is_one_epoch(epochs):
         for _ in range(12):
             rank.train()
         before = rank.scheme.phase
-        rank.scheme.begin_epoch(1, {})
+        rank.scheme.begin_epoch(1, dict)
         return before, rank.scheme.phase
 
     assert on_four_ranks(work, DASO(), epochs=epochs, steps=13) == [("warm-up", "cycling")] * 4
@@ -514,7 +515,7 @@ def test_a_run_without_an_end_has_four_epochs_of_warm_up_and_no_cool_down():
     def work(rank):
         phases = []
         for epoch in range(6):
-            rank.scheme.begin_epoch(epoch, {})
+            rank.scheme.begin_epoch(epoch, dict)
             phases.append(rank.scheme.phase)
         return phases
 
@@ -550,13 +551,13 @@ def test_plain_checkpoint_resumes_from_averaged_parameters():
     def work(rank):
         scheme = rank.scheme
         for epoch in range(2):
-            scheme.begin_epoch(epoch, {})
+            scheme.begin_epoch(epoch, dict)
             for _ in range(3):
                 rank.train()
             scheme.end_epoch(torch.tensor(1.0))
-        scheme.begin_epoch(2, {})
+        scheme.begin_epoch(2, dict)
         rank.train()
-        state = scheme.shared_state()
+        state = scheme.state_dict(shared=True)
         scheme.synchronize()
         agreed = scheme.replica.snapshot()
 
@@ -585,7 +586,7 @@ def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
 
     def work(rank):
         scheme = rank.scheme
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         if rank.node == 1:
             saved.wait(timeout=10)
         rank.train()
@@ -600,7 +601,7 @@ def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
 def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
     def work(rank):
         scheme = rank.scheme
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         rank.train()
         scheme.state.settle()
         return scheme.state_dict()
@@ -615,7 +616,7 @@ def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
 def test_a_node_that_takes_another_number_of_steps_is_reported():
     def work(rank):
         scheme = rank.scheme
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         for _ in range(2 if rank.node == 0 else 5):
             rank.train()
         scheme.end_epoch(torch.tensor(1.0))
@@ -628,7 +629,7 @@ def test_buffers_agree_when_nodes_wait_and_stay_alone_while_they_do_not():
     def work(rank):
         scheme = rank.scheme
         buffer = scheme.replica.buffers[0].fill_(rank.rank)
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         for _ in range(3):
             rank.train()
         alone = buffer.item()
@@ -643,7 +644,7 @@ def test_how_far_nodes_are_apart_is_seen_in_every_phase(narrow_phases):
     def work(rank):
         seen = []
         for epoch in range(3):
-            rank.scheme.begin_epoch(epoch, {})
+            rank.scheme.begin_epoch(epoch, dict)
             for step in range(6):
                 rank.train(float(rank.rank + 1) * (epoch + 1), last=step == 5)
             rank.scheme.state.settle()

@@ -314,7 +314,7 @@ def test_asking_for_the_agreed_model_at_every_step_changes_nothing(on_nodes, sch
             rank.train(lambda x: x - target.to(x.dtype))
             agreed = rank.topology.world.all_gather_object(rank.agreed())
             assert all(torch.equal(one, agreed[0]) for one in agreed)
-            rank.scheme.shared_state()  # as a plain checkpoint does
+            rank.scheme.state_dict(shared=True)  # as a plain checkpoint does
             trace.append(rank.values)
         return torch.stack(trace)
 
@@ -330,7 +330,7 @@ def test_saved_outer_scheduler_counts_the_pending_period(on_nodes):
     def first(rank):
         for _ in range(7):  # sent after the sixth step, to be merged after the eighth
             rank.train()
-        saved[rank.rank] = reloaded(rank.scheme.shared_state())
+        saved[rank.rank] = reloaded(rank.scheme.state_dict(shared=True))
         for _ in range(5):
             rank.train()
         return rank.scheme.scalars()["outer_lr"]
@@ -428,7 +428,7 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
 
     def saving(rank):
         train(rank, 8)
-        schedule = rank.scheme.shared_state()
+        schedule = rank.scheme.state_dict(shared=True)
         rank.scheme.synchronize()
         return reloaded({"scheme": schedule, "values": rank.scheme.replica.snapshot()})
 
@@ -438,7 +438,7 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
     def resuming(rank):
         rank.scheme.replica.restore(saved[0]["values"])
         rank.scheme.load_state_dict(saved[0]["scheme"])
-        assert repr(reloaded(rank.scheme.shared_state())) == repr(saved[0]["scheme"])
+        assert repr(reloaded(rank.scheme.state_dict(shared=True))) == repr(saved[0]["scheme"])
         train(rank, 12)
         return rank.agreed()
 
@@ -470,7 +470,7 @@ def test_resumed_run_keeps_its_saved_local_share(on_nodes, caplog, kept, how):
         training(rank, 5)
         if how == "sidecar":
             return rank.state()
-        schedule = rank.scheme.shared_state()
+        schedule = rank.scheme.state_dict(shared=True)
         rank.scheme.synchronize()
         return reloaded({"scheme": schedule, "values": rank.scheme.replica.snapshot()})
 
@@ -482,7 +482,7 @@ def test_resumed_run_keeps_its_saved_local_share(on_nodes, caplog, kept, how):
         else:
             rank.scheme.replica.restore(saved[0]["values"])
             rank.scheme.load_state_dict(saved[0]["scheme"])
-        return training(rank, 8), rank.scheme.shared_state()["kept_late"]
+        return training(rank, 8), rank.scheme.state_dict(shared=True)["kept_late"]
 
     said = on_nodes(resuming, explicit, TWO_OF_TWO, **arguments)
     assert "keep_local" not in caplog.text
@@ -609,14 +609,14 @@ def test_plain_state_restores_outer_steps_within_a_cut_tensor(on_nodes, outer, n
 
     def saving(rank):
         train(rank, 3)
-        return reloaded({"scheme": rank.scheme.shared_state(), "values": rank.scheme.replica.snapshot()})
+        return reloaded({"scheme": rank.scheme.state_dict(shared=True), "values": rank.scheme.replica.snapshot()})
 
     saved = on_nodes(saving, scheme, TWO_OF_TWO, **arguments)[0]
 
     def resuming(rank):
         rank.scheme.replica.restore(saved["values"])
         rank.scheme.load_state_dict(saved["scheme"])
-        assert repr(reloaded(rank.scheme.shared_state())) == repr(saved["scheme"])
+        assert repr(reloaded(rank.scheme.state_dict(shared=True))) == repr(saved["scheme"])
         return train(rank, 9)
 
     straight = on_nodes(lambda rank: train(rank, 12), scheme, TWO_OF_TWO, **arguments)[0]

@@ -208,5 +208,5 @@ def test_nonfinite_values_in_the_phase_raise_on_all_ranks():
 
 def test_without_the_phase_nothing_of_it_is_saved():
     (rank, *_) = on_nodes(steps(2), PeriodicAveraging(4))
-    assert "first_phase" not in rank.scheme.shared_state()
+    assert "first_phase" not in rank.scheme.state_dict(shared=True)
     assert "warmup_steps" not in repr(PeriodicAveraging(4))

@@ -390,7 +390,7 @@ def test_plain_checkpoint_restarts_gossip_from_the_average():
     def work(rank):
         for _ in range(3):
             rank.train(0.0)
-        counts = {name: value for name, value in rank.scheme.shared_state().items() if isinstance(value, int)}
+        counts = {name: value for name, value in rank.scheme.state_dict(shared=True).items() if isinstance(value, int)}
         rank.scheme.state.settle()
         rank.scheme.synchronize()
         rank.scheme.load_state_dict({**counts, "unsynchronized_steps": 0})

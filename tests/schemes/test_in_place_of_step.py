@@ -84,7 +84,7 @@ def test_second_closure_evaluation_follows_the_sync(scheme):
         running = scheme.build(Context(Replica([parameter]), topology, optimizer))
         try:
             running.begin_run(1, None)
-            running.begin_epoch(0, {})
+            running.begin_epoch(0, dict)
             for _ in range(2):
                 running.step(lambda: optimizer.step(closure_of(parameter, optimizer, topology.rank + 1.0, calls)))
             return parameter.item()
@@ -111,7 +111,7 @@ def test_second_closure_evaluation_sees_debiased_push_sum_values():
         running = Gossip(Unequal(), segments=1).build(Context(Replica([parameter]), topology, optimizer))
         try:
             running.begin_run(1, None)
-            running.begin_epoch(0, {})
+            running.begin_epoch(0, dict)
             for _ in range(3):
                 running.step(lambda: optimizer.step(closure_of(parameter, optimizer, 8.0, calls)))
         finally:

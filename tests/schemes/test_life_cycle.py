@@ -82,7 +82,7 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
         optimizer = torch.optim.SGD(parameters, lr=0.1)
         scheme = SCHEMES[name]().build(Context(Replica(parameters), topology, optimizer))
         scheme.begin_run(1, None)
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         steps(scheme, optimizer, 4)
         groups, backgrounds = topology.connect.groups, len(scheme.backgrounds)
         for _ in range(50):
@@ -110,7 +110,7 @@ def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
         optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + topology.node))
         scheme = SCHEMES[name]().build(Context(Replica(parameters), topology, optimizer))
         scheme.begin_run(1, None)
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         steps(scheme, optimizer, 3)
         parameters.append(nn.Parameter(torch.zeros(2, device=place.device)))
         optimizer.add_param_group({"params": parameters[-1:]})
@@ -199,7 +199,7 @@ def test_node_that_skips_a_step_still_synchronizes(skips):
         x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
         scheme = PeriodicAveraging(2, order="before_step").build(Context(Replica([x]), topology, optimizer))
-        scheme.begin_epoch(0, {})
+        scheme.begin_epoch(0, dict)
         seen = []
         for t in range(1, 5):
 

@@ -276,7 +276,7 @@ def test_early_merge_counts_the_steps_since_sending(on_nodes):
     def work(rank):
         rank.parameters[0].data.fill_(8.0 * rank.rank)
         for epoch in range(2):
-            rank.scheme.begin_epoch(epoch, {})
+            rank.scheme.begin_epoch(epoch, dict)
             for step in range(5):
                 rank.train(0.0, last=step == 4)
                 if (epoch, step) == (1, 0):
@@ -379,7 +379,7 @@ def test_exact_resume_and_averaging_change_no_bit(on_nodes, sentence, wire, node
 def test_nodes_go_on_from_a_plain_state(on_nodes, sentence):
     def saving(rank):
         towards(9)(rank)
-        state = rank.scheme.shared_state()
+        state = rank.scheme.state_dict(shared=True)
         rank.scheme.synchronize()
         return state, rank.values
 

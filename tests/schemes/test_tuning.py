@@ -142,7 +142,7 @@ def test_epoch_ends_count_where_nodes_agree_at_them():
     def work(rank):
         for epoch in range(8):
             if epoch:
-                rank.scheme.begin_epoch(epoch, {})
+                rank.scheme.begin_epoch(epoch, dict)
             for _ in range(2):
                 rank.train()
             rank.scheme.end_epoch(None)
@@ -181,7 +181,7 @@ def test_daso_halves_and_restores_what_was_chosen():
         seen = [scheme.period]
         for _ in range(6):
             scheme.end_epoch(torch.tensor(1.0))
-            scheme.begin_epoch(1, {})
+            scheme.begin_epoch(1, dict)
             seen.append(scheme.period)
         return seen
 
@@ -209,7 +209,7 @@ def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
     def work(rank):
         for _ in range(30):
             rank.train()
-        chosen, state, schedule = rank.scheme.period, rank.state(), reloaded(rank.scheme.shared_state())
+        chosen, state, schedule = rank.scheme.period, rank.state(), reloaded(rank.scheme.state_dict(shared=True))
         for _ in range(12):
             rank.train()
         return chosen, state, schedule, rank.values, rank.scheme.agreed_after[-2:]
@@ -252,7 +252,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
     def work(rank):
         for _ in range(22):
             rank.train()
-        return rank.scheme.shared_state()
+        return rank.scheme.state_dict(shared=True)
 
     schedule = on_nodes(work, timed(PeriodicAveraging, wait=1.0)("auto"))[0]
 
@@ -269,7 +269,7 @@ def test_a_number_is_kept_whatever_a_checkpoint_has_chosen():
 def test_daso_resumes_its_halved_period_unless_arguments_changed(given, expected):
     def saved(rank):
         rank.scheme.state.cycle = [4, 1]
-        return rank.scheme.shared_state()
+        return rank.scheme.state_dict(shared=True)
 
     def daso(sync_every, staleness):
         return DASO(sync_every, staleness, warmup_epochs=0, cooldown_epochs=0)

@@ -51,7 +51,7 @@ def training(rank, epochs=1, steps=8, trace=None):
     target = target_of(rank.rank)
     seen = [] if trace is None else trace
     for _ in range(epochs):
-        rank.scheme.begin_epoch(rank.scheme.state.epoch + 1, {})
+        rank.scheme.begin_epoch(rank.scheme.state.epoch + 1, dict)
         for step in range(steps):
             rank.train(lambda x: x - target, last=step == steps - 1)
             seen.append(rank.values)

@@ -288,7 +288,7 @@ class _Replica:
         with self._begun() as run:
             for step in range(experiment.steps):
                 if step % per_epoch == 0:
-                    run.begin_epoch(step // per_epoch, {})
+                    run.begin_epoch(step // per_epoch, dict)
                 is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
                 if self._topology.rank == 0:
                     seconds += clock.seconds_of_step(run.schemes[0])

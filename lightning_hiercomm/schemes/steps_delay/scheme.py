@@ -493,9 +493,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
         return state
 
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        if self.server is not None:
+    def state_dict(self, shared: bool = False, can_communicate: bool = True) -> dict[str, Any]:
+        state = super().state_dict(shared, can_communicate)
+        if self.server is not None and not shared:
             state["exchange"] = {
                 "delayed_steps": self._delayed_steps,
                 "has_pulled": self.state.has_pulled,
