@@ -107,7 +107,7 @@ class DiLoCo(ParameterSync):
         if isinstance(fragments, int) and not 0 <= staleness < period / fragments:
             raise ValueError(
                 f"staleness={staleness} must be from 0 to {-(-period // fragments) - 1}: less than sync_every /"
-                f" fragments = {period / fragments:g} steps, because one fragment is in flight at a time"
+                f" fragments = {period / fragments:g} steps, because one fragment is pending at a time"
             )
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
         self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
@@ -155,7 +155,7 @@ class RunningDiLoCo(RunningParameterSync[DiLoCo]):
             self.reference.merge = self.config.outer.keeping(saved)
             if self.topology.rank == 0:
                 log.warning(
-                    "%s: goes on with keep_local=%g from the checkpoint; to change it, pass a number",
+                    "%s: continues with keep_local=%g from the checkpoint; set keep_local to change it",
                     type(self.config).__name__,
                     saved,
                 )

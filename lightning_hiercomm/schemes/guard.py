@@ -223,7 +223,7 @@ class NonFiniteGuard:
             self._topology.intra.all_reduce(unfit, op="max").wait()
         if not unfit:
             return False
-        self._exclude_this_rank(describe(self.replica) or "what another rank of the node holds")
+        self._exclude_this_rank(describe(self.replica) or "values of another rank of the node")
         return True
 
     def has_finite_gradients(self) -> bool:

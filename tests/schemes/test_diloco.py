@@ -487,7 +487,7 @@ def test_resumed_run_keeps_its_saved_local_share(on_nodes, caplog, kept, how):
     said = on_nodes(resuming, explicit, TWO_OF_TWO, **arguments)
     assert "keep_local" not in caplog.text
     unsaid = on_nodes(resuming, implicit(), TWO_OF_TWO, **arguments)
-    assert ("goes on with keep_local" in caplog.text) == (kept != 0.5)
+    assert ("continues with keep_local" in caplog.text) == (kept != 0.5)
     for (ours, after), (theirs, _) in zip(unsaid, said, strict=True):
         assert after == kept
         assert torch.equal(ours, theirs)

@@ -1,1 +1,1 @@
-"""Checks: values that are not finite, ranks at unequal steps, and replicas that should be equal."""
+"""Checks for non-finite values, ranks at unequal steps, and unequal replicas inside a node."""

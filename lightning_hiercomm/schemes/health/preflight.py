@@ -1,4 +1,4 @@
-"""Checks before an exchange: all ranks are at the same step, and no rank holds values that cannot be sent."""
+"""Preflight checks of an exchange: equal steps on all ranks, and values that can be sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Verdict(Handle):
     """The known result of a preflight.
 
     Args:
-        is_flagged: Whether a rank cannot send, so that all ranks throw the exchange away.
-        is_nonfinite: Whether this node's values are not finite, and peers go on without them.
+        is_flagged: Whether a rank cannot send, so that all ranks drop the exchange.
+        is_nonfinite: Whether this node's values are non-finite, and were not sent to its neighbors.
     """
 
     def __init__(self, is_flagged: bool = False, is_nonfinite: bool = False) -> None:
@@ -42,20 +42,20 @@ class Verdict(Handle):
 class Preflight(Verdict):
     """One all-reduce (maximum) of three numbers: the step, minus the step, and whether this rank cannot send.
 
-    It runs inside the node and then over each inter-node process group; inside the node again if a rank is in no such
-    group, or a group may break. Without ``inbound`` the constructor waits for it.
+    It runs inside the node, then over each inter-node process group, and inside the node again if a rank is in no such
+    group or a group may break. Without ``inbound`` the constructor waits for it.
 
     Args:
         topology: All ranks; the training thread launches on its communicators.
         step: Optimizer steps that this rank has taken.
         unfit: An int64 scalar on the ranks' device: 1 if this rank cannot send, otherwise 0.
         through: The duplicate of ``topology`` whose communicators run the exchange. Default: the topology itself.
-        inbound: The background thread that waits for it, in front of the exchange.
-        outbound: The background thread on which the exchange leaves the node, if there is one.
-        between_nodes: Whether other nodes take part.
+        inbound: The background thread that completes the exchange.
+        outbound: The background thread that launches the exchange between nodes, if there is one.
+        between_nodes: Whether other nodes participate.
 
     Attributes:
-        flag: Whether a rank cannot send, on the device; for work that follows in the same stream as the exchange.
+        flag: The flag on the device, for later work in the stream of the exchange.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Preflight(Verdict):
         self._topology = topology
         self._step = step
         self._is_known = False
-        lanes = through or topology
-        found = torch.full((3,), step, device=unfit.device)  # made there, or the host would wait for training
+        communicators = through or topology
+        found = torch.full((3,), step, device=unfit.device)  # a copy from the host would wait for training
         found[1].neg_()
         found[2] = unfit
         self.flag = found[2]
@@ -83,26 +83,26 @@ class Preflight(Verdict):
         in_node = topology.intra.all_reduce(found, op="max")
         launched: list[Handle] = []
 
-        def leave() -> None:
+        def launch() -> None:
             in_node.wait()
-            if lanes.inter is not None and between_nodes:
-                launched.append(lanes.inter.all_reduce(found, op="max", waiting=inbound is None))
+            if communicators.inter is not None and between_nodes:
+                launched.append(communicators.inter.all_reduce(found, op="max", waiting=inbound is None))
 
-        def arrive() -> Tensor:
-            has_left.wait()
+        def complete() -> Tensor:
+            has_launched.wait()
             while launched:
                 launched.pop().wait()
             if between_nodes and (topology.ranks_on_node > topology.num_shards or topology.may_grow):
-                lanes.intra.all_reduce(found, op="max").wait()
+                communicators.intra.all_reduce(found, op="max").wait()
             streams.keep_here(found)
             return found
 
-        has_left = finished
+        has_launched = finished
         if outbound is None:
-            leave()
+            launch()
         else:
-            has_left = outbound.submit(leave)
-        self._found = arrive() if inbound is None else inbound.read(arrive)
+            has_launched = outbound.submit(launch)
+        self._found = complete() if inbound is None else inbound.read(complete)
         if inbound is None:
             self.wait()
 
@@ -111,12 +111,12 @@ class Preflight(Verdict):
             return
         numbers = self._found.tolist() if isinstance(self._found, Tensor) else self._found.numbers()
         most, least, flag = (int(number) for number in numbers)
-        # where nodes come and go they compare their steps when they meet
+        # elastic nodes compare their steps when they form a quorum
         if not self._topology.may_grow and not most == self._step == -least:
             raise CommunicationError(
-                f"rank {self._topology.rank} (node {self._topology.node}) came to an agreement after {self._step}"
-                f" optimizer steps, others after {-least} to {most}. All ranks must take equally many steps: give all"
-                " ranks dataloaders of one length (or limit_train_batches)."
+                f"rank {self._topology.rank} (node {self._topology.node}) synchronizes after {self._step} optimizer"
+                f" steps, others after {-least} to {most}. All ranks must take equally many steps: give all ranks"
+                " dataloaders of equal length, or set limit_train_batches."
             )
         self._is_flagged, self._is_known = bool(flag), True
 

@@ -1,4 +1,4 @@
-"""Whether the ranks of a node still hold the same parameters, as they should: compared bit by bit, for a few bytes."""
+"""Comparison of the parameters of a node's ranks, bit by bit, by checksums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """All bits of a tensor in their order: words (int64), and the bytes (uint8) that are left over."""
+    """Return all bits of a tensor in their order, as words (int64) and the remaining bytes (uint8)."""
     flat = plain(tensor).contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
@@ -36,11 +36,7 @@ def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def print_of(tensor: Tensor) -> Tensor:
-    """64 bits of all values of a tensor, and of their places: an int64 scalar, in one read of the tensor.
-
-    They differ, almost surely, whenever a value does, or values are elsewhere (a row that was rolled, the classes of
-    one-hot vectors).
-    """
+    """Return a 64-bit checksum of all values of a tensor and of their positions, as an int64 scalar on its device."""
     words, rest = words_of(tensor)
     in_rows = words.numel() // _ROW * _ROW
     sums = [_sum_of_rows(words[:in_rows].view(-1, _ROW))] if in_rows else []
@@ -48,18 +44,18 @@ def print_of(tensor: Tensor) -> Tensor:
 
 
 def _sum_of_rows(table: Tensor) -> Tensor:
-    """Of words, each row with a weight of its own."""
+    """Return the sum of the rows of words, each with its own weight."""
     weights = _scrambled(torch.arange(len(table), device=table.device))[:, None] | 1
     at_once = _ROWS_IN_CACHE if table.device.type == "cpu" else _ROWS_ELSEWHERE
     total = table.new_zeros(_ROW)
     for rows, weight in zip(table.split(at_once), weights.split(at_once), strict=True):
-        # what is in the upper bits alone, as of 1.0, would not outlive a product of 64 bits
+        # the product drops upper bits, and 1.0 has no other ones
         total += ((rows ^ (rows >> 32)) * weight).sum(0)
     return total
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """Numbers and their places in 64 bits each, much as by the finalizer of SplitMix64 (Steele and others, 2014)."""
+    """Hash numbers and their positions to 64 bits, as the finalizer of SplitMix64 does (Steele et al. 2014)."""
     mixed = numbers + torch.arange(1, numbers.numel() + 1, device=numbers.device) * -0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
@@ -81,7 +77,7 @@ def first_difference(replica: Replica, topology: Topology) -> str | None:
         if group is None or group.size == 1:
             continue
         prints = torch.stack([print_of(tensor) for tensor in held[held_by]])
-        bounds = torch.cat([prints, ~prints])  # for ~ turns the order round, and never overflows
+        bounds = torch.cat([prints, ~prints])  # ~ reverses the order without overflow: maximum and minimum
         group.all_reduce(bounds, op="max").wait()
         differs = bounds[: prints.numel()] != ~bounds[prints.numel() :]
         if not bool(differs.any()):

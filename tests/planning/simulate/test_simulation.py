@@ -198,7 +198,7 @@ def test_impossible_experiments_are_refused(others, message):
 
 
 def test_a_scheme_that_does_not_go_with_the_run_is_an_error_of_one_line():
-    with pytest.raises(PlanningError, match="one exchange is in flight at a time"):
+    with pytest.raises(PlanningError, match="one exchange is pending at a time"):
         simulate(experiment(DiLoCo(4, fragments=["0"], staleness=3)), SITE)
 
 

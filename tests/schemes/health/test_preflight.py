@@ -67,7 +67,7 @@ def test_every_rank_names_its_own_step_and_the_range_of_all(nodes, steps, launch
     for rank, message in enumerate(on_ranks(work, NODES[nodes])):
         where = f"rank {rank} (node {[rank in ranks for ranks in NODES[nodes]].index(True)})"
         told = f"after {steps[rank]} optimizer steps, others after {min(steps)} to {max(steps)}"
-        assert message.startswith(f"{where} came to an agreement {told}")
+        assert message.startswith(f"{where} synchronizes {told}")
 
 
 def test_ranks_of_one_node_check_each_other_without_other_nodes():

@@ -56,7 +56,7 @@ def test_a_rank_that_took_another_number_of_steps_is_told(nodes, steps, wire):
     for message in messages:
         assert "All ranks must take equally many steps" in message
         rank = int(message.split()[1])
-        assert f"came to an agreement after {steps[rank]} optimizer steps" in message
+        assert f"synchronizes after {steps[rank]} optimizer steps" in message
 
 
 def test_the_preflight_of_an_exchange_is_one_message_of_24_bytes():
