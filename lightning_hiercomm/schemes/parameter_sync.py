@@ -113,8 +113,6 @@ class ParameterSync(Scheme):
             raise ValueError(f"merge={merge!r} must be one of {', '.join(map(repr, MERGES))}, or a Merge")
         if staleness < 0:
             raise ValueError(f"staleness={staleness} must not be negative; 0 waits for the exchange")
-        if gradients not in ("node", "none"):
-            raise ValueError(f"gradients={gradients!r} must be 'node' or 'none'")
         self.gradients = gradients
         self.schedule = Every(schedule) if isinstance(schedule, int) else schedule
         self.fragments = fragments

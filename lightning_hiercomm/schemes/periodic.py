@@ -83,8 +83,6 @@ class PeriodicAveraging(ParameterSync):
             raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never synchronize")
-        if order not in ("after_step", "before_step"):
-            raise ValueError(f"order={order!r} must be 'after_step' or 'before_step'")
         if node_sync_every is not None and node_sync_every < 1:
             raise ValueError(f"node_sync_every={node_sync_every} must be a positive number of steps, or None")
         if node_sync_every is not None and gradients != "none":
