@@ -1,8 +1,8 @@
 """Select the cells of a product of parameters that `make test` runs; ``pytest --nightly`` runs all of them.
 
-Most defects show in one value of one parameter, nearly all others where two values meet. So ``@pytest.mark.pairwise``
-keeps cells in which every two values that ever meet do meet, or every value occurs if there are two parameters. The
-other cells are marked ``nightly``. A test that is named on the command line runs with all its cells.
+Most defects depend on one value of one parameter, nearly all others on two values. So ``@pytest.mark.pairwise`` keeps
+cells with all pairs of values, or with all single values if there are two parameters. The other cells are
+``nightly``. A test that is named on the command line runs with all its cells.
 """
 
 from __future__ import annotations

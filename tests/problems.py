@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from harness import TARGETS, run_to_end
-from ranks import let_go_of_trainers
+from ranks import collect_trainers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -202,7 +202,7 @@ def one_trainer(folder: Path, **arguments: Any) -> pl.Trainer:
 
     What became of the last one is collected first.
     """
-    let_go_of_trainers()
+    collect_trainers()
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,

@@ -140,7 +140,7 @@ def _serve(rank: int, port: int, connection: Any) -> None:
         torch.manual_seed(0)
         random.seed(0)
         numpy.random.seed(0)
-        before = _looks()
+        before = _process_state()
         try:
             program, arguments = pickle.loads(message)
             is_well, said = True, cloudpickle.dumps(program(*arguments))
@@ -152,28 +152,32 @@ def _serve(rank: int, port: int, connection: Any) -> None:
         os.environ.clear()
         os.environ.update(environment)
         until = time.monotonic() + 2
-        while (is_as_before := _looks() == before) is False and time.monotonic() < until and _threads() - before[0]:
+        while (
+            (is_as_before := _process_state() == before) is False
+            and time.monotonic() < until
+            and _threads() - before[0]
+        ):
             time.sleep(0.01)
         connection.send_bytes(pickle.dumps((is_well, said, is_as_before)))
 
 
 def _close_groups() -> None:
-    """Those of fits that have failed, too, which stay registered."""
+    """Destroy all process groups, also those that failed fits left registered."""
     if dist.is_initialized():
         for group in list(distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-    let_go_of_trainers()
+    collect_trainers()
 
 
-def let_go_of_trainers() -> None:
-    """Collect those that are over: in cycles they hold groups, each with a thread of gloo's that keeps waking."""
+def collect_trainers() -> None:
+    """Collect old trainers, whose reference cycles hold process groups with threads of gloo."""
     for _ in range(2):  # what finalizers of the first let go is found by the second
         gc.collect()
 
 
-def _looks() -> tuple[Any, ...]:
-    """What the next program would notice of the last one."""
+def _process_state() -> tuple[Any, ...]:
+    """Return state of this process that the next program could notice."""
     return (
         _threads(),
         os.getcwd(),

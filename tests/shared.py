@@ -214,7 +214,7 @@ def borrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     world = Ranks()
 
     def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
-        return world.run(ranks, main, folder or tmp_path_factory.mktemp("borrowed"))
+        return world.run(ranks, main, folder or tmp_path_factory.mktemp("pooled"))
 
     yield run
     world.close()

@@ -210,7 +210,7 @@ class RunningDASO(RunningParameterSync[DASO]):
         self._warmup_ends = Moment(epoch=0)
         self._cooldown_begins: Moment | None = None
         self._has_missed_a_loss = False
-        self._logged: Callable[[], Mapping[str, Tensor]] = dict
+        self._logged: Callable[[], Mapping[str, Tensor]] = lambda: {}
 
     def _new_state(self) -> DASOState:
         given = [self.config.sync_every, self.config.staleness]

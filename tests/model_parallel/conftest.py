@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import MPIEnvironment
-from ranks import let_go_of_trainers
+from ranks import collect_trainers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,7 +20,7 @@ def imports_of_the_first_step() -> None:
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:
-    let_go_of_trainers()
+    collect_trainers()
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": devices,

@@ -663,7 +663,7 @@ def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_warns(scheme,
         return on_ranks(body, [[0], [1]])
 
     expected = trained(formats=False)
-    with pytest.warns(UserWarning, match="another memory format"):
+    with pytest.warns(UserWarning, match=r"memory_format=\.\.\.\)` changed parameters"):
         assert trained(formats=True) == expected
 
 

@@ -545,36 +545,6 @@ def test_averaging_in_mid_cycle_leaves_training_unchanged():
     assert [agreed for _, agreed in looked] == [means] * 4
 
 
-@pytest.mark.parametrize("reducer", ["leader", "sharded"])
-@pytest.mark.parametrize("merge", ["eq1", "delta"])
-@pytest.mark.parametrize("wire", [None, "bfloat16"])
-def test_a_state_saved_with_an_exchange_in_flight_resumes_to_the_bit(reducer, merge, wire):
-    scheme = cycling(4, 3, reducer=reducer, merge=merge, patience=0)()
-    training = {"wire": wire, "shapes": {"x": 5}}
-
-    def whole(rank):
-        rank.target += torch.linspace(0, 1, 5)
-        states = []
-        for taken in range(11):
-            rank.train()
-            states.append(rank.state())
-            assert bool(states[-1]["scheme"]["pending"]) == (taken % 4 != 3)
-        return rank.trace, states
-
-    saved = on_four_ranks(whole, scheme, **training)
-
-    def resumed(rank, after):
-        trace, states = saved[rank.rank]
-        rank.target += torch.linspace(0, 1, 5)
-        rank.load(states[after])
-        for _ in range(after + 1, 11):
-            rank.train()
-        assert rank.trace == trace[after + 1 :]
-
-    for after in (0, 2, 3, 5):
-        on_four_ranks(partial(resumed, after=after), scheme, **training)
-
-
 def test_plain_checkpoint_resumes_from_averaged_parameters():
     original = cycling(8, 2, patience=0)()
 

@@ -350,37 +350,6 @@ def test_a_step_that_a_scaler_skips_on_one_rank_still_mixes(fair, overlap):
     assert steps == (6, 6, 6)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("fair", ["uniform", None])
-def test_a_run_resumed_from_its_state_is_the_same_to_the_bit(fair, overlap):
-    nodes, starts = [[0, 1], [2, 3], [4, 5]], [[node + 0.1, 1.0 / (node + 3)] for node in (0, 0, 1, 1, 2, 2)]
-    scheme = Gossip(fair=fair, overlap=overlap, segments=2)
-
-    def train(rank, steps):
-        for _ in range(steps):
-            rank.train(lambda x: torch.sin(x * (1 + rank.rank // 2)))
-
-    def first_half(rank):
-        train(rank, 5)
-        rank.scheme.state.settle()
-        return rank.values, rank.scheme.state_dict()
-
-    def whole(rank):
-        train(rank, 10)
-        return rank.values.tolist(), rank.agreed().tolist()
-
-    saved = simulate(first_half, scheme, starts, nodes=nodes)
-
-    def second_half(rank):
-        values, state = saved[rank.rank]
-        torch.nn.utils.vector_to_parameters(values.to(place.device, copy=True), rank.parameters)
-        rank.scheme.load_state_dict(state)
-        train(rank, 5)
-        return rank.values.tolist(), rank.agreed().tolist()
-
-    assert simulate(second_half, scheme, starts, nodes=nodes) == simulate(whole, scheme, starts, nodes=nodes)
-
-
 def test_push_sum_s_weights_are_saved_to_the_bit():
     weights = [[1 / 3, 5 / 3, 1.0]]
 

@@ -199,7 +199,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(optimizer):
                 p.copy_(values.view(p.shape))
         run.scheme.follow(Replica(run.parameters))
         run.optimizer.load_state_dict(saved["optimizer"])
-        run.scheme.load_state_dict({**run.scheme.shared_state(), "steps": 4})
+        run.scheme.load_state_dict({**run.scheme.state_dict(shared=True), "steps": 4})
         run.scheme.begin_run(1, None)
         for _ in range(3):
             run.train(gradient=1.5)
