@@ -237,7 +237,7 @@ class WorldSum(GradientPath):
         self._kept_back = _KeptBack(self._lane_sum, parameters, device)
         self._piece_bytes = piece_bytes
         self._outbound = Background(device, topology.meter, "inter")
-        self._inbound = Background(device, topology.meter, "inter", puts_off=topology.waits_on_host)
+        self._inbound = Background(device, topology.meter, "inter", defers=topology.waits_on_host)
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         topology = self._topology
