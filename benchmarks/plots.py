@@ -167,7 +167,7 @@ def scaling(settings: Sequence[Sequence[Cell]], path: Path) -> None:
 
 
 def startup(starts: Sequence[Start], path: Path) -> None:
-    """How processor seconds, words through the store and handles of a start grow with the ranks, DDP's beside."""
+    """Draw processor seconds, keys in the store and open files of a start against the number of ranks, with DDP's."""
     starts = [start for start in starts if not start.lazy_default_group] or list(starts)
     ranks = [start.ranks for start in starts]
     figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.6))
@@ -180,15 +180,15 @@ def startup(starts: Sequence[Start], path: Path) -> None:
         ),
         (
             axes[1],
-            "words through the store",
-            [start.words[DDP] for start in starts],
-            [sum(start.words[phase] for phase in PHASES) for start in starts],
+            "keys in requests to the store",
+            [start.keys[DDP] for start in starts],
+            [sum(start.keys[phase] for phase in PHASES) for start in starts],
         ),
         (
             axes[2],
             "open files of a rank",
-            [start.handles[DDP] for start in starts],
-            [start.handles["agreements"] for start in starts],
+            [start.open_files[DDP] for start in starts],
+            [start.open_files["synchronization"] for start in starts],
         ),
     ):
         where.plot(ranks, ddp, marker="o", color=colour_of("ddp"), label="DDP")

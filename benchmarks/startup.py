@@ -1,10 +1,9 @@
-"""What a run costs before its first step, and how that grows with its ranks: seconds, words through the store, handles.
+"""Measure the start of a run against its number of ranks: seconds, keys in the store, and open files.
 
-Forked ranks do what the strategy does, on one machine: they meet and start the control plane, make torch's default
-process group over the connection that they met through, make the topology, and a twin for traffic beside training, and
-agree twice in their lanes. Others do what DDP does, for comparison: that group, and a connection to its store. A
-machine with fewer processors than ranks is what all of them wait for, so processor seconds say more than seconds of the
-slowest rank, and counts say most.
+Forked ranks of one machine do what the strategy does. They rendezvous, start the control plane, create torch's default
+process group, create the topology and a duplicate of it for asynchronous traffic, and synchronize once in each. Other
+ranks do what DDP does: they create the default process group and a connection to its store. With fewer processors than
+ranks, all ranks wait for processors: then processor seconds mean more than the seconds of the slowest rank.
 """
 
 from __future__ import annotations
@@ -38,45 +37,45 @@ from lightning_hiercomm.control.plane import start_control_plane
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.hosts import Place
 
-STARTING = ("meeting", "group", "topology", "twin")
-PHASES = (*STARTING, "agreements")
+STARTING = ("rendezvous", "group", "topology", "duplicate")
+PHASES = (*STARTING, "synchronization")
 DDP = "ddp"
-"""The one phase of the ranks that do what DDP does."""
+"""The only phase of the ranks that do what DDP does."""
 
 
 class CountingStore(dist.Store):
-    """Counts the keys that a rank names to a store; apart, how often it asks for one that is not there yet."""
+    """Counts the keys in a rank's requests to a store, and its checks for keys that are missing."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self.words = self.questions_again = 0
+        self.keys = self.repeated_checks = 0
         self._store = store
 
-    def _named(self, keys: int = 1) -> dist.Store:
-        self.words += keys
+    def _counted(self, keys: int = 1) -> dist.Store:
+        self.keys += keys
         return self._store
 
     def set(self, key: str, value: Any) -> None:
-        self._named().set(key, value)
+        self._counted().set(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._named().get(key)
+        return self._counted().get(key)
 
     def add(self, key: str, value: int) -> int:
-        return self._named().add(key, value)
+        return self._counted().add(key, value)
 
     def check(self, keys: list[str]) -> bool:
         if self._store.check(keys):
-            self.words += len(keys)
+            self.keys += len(keys)
             return True
-        self.questions_again += 1
+        self.repeated_checks += 1
         return False
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(minutes=5)) -> None:
-        self._named(len(keys)).wait(keys, timeout)
+        self._counted(len(keys)).wait(keys, timeout)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._named(len(keys)).multi_get(keys)
+        return self._counted(len(keys)).multi_get(keys)
 
     def has_extended_api(self) -> bool:
         return False
@@ -84,28 +83,28 @@ class CountingStore(dist.Store):
 
 @dataclass
 class Rank:
-    """What one rank has spent, by phase; handles are those that are open when the phase ends."""
+    """The cost of one rank by phase; open files are counted at the end of the phase."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     processor_seconds: dict[str, float] = field(default_factory=dict)
-    words: dict[str, int] = field(default_factory=dict)
-    handles: dict[str, int] = field(default_factory=dict)
-    questions_again: int = 0
+    keys: dict[str, int] = field(default_factory=dict)
+    open_files: dict[str, int] = field(default_factory=dict)
+    repeated_checks: int = 0
 
 
 @dataclass
 class Start:
-    """The start of a run, by phase, and as one of them, ``"ddp"``, the start of as many ranks that do what DDP does.
+    """The cost of a start by phase; the phase ``"ddp"`` is the start of as many ranks that do what DDP does.
 
     Attributes:
-        lazy_default_group: Whether DDP's ranks, too, connect when they have something to say.
-        seconds: Of the slowest rank.
-        processor_seconds: Of all ranks together.
-        words: Keys named to the store, by all ranks together.
-        questions_again: How often they asked for a key that was not there yet: as often as the machine lets them wait.
-        handles: Open files of the rank with most of them, but for rank 0, at the end; less those that it began with.
-        handles_of_rank_0: The same of rank 0, where the store is.
-        load: Of the machine, before.
+        lazy_default_group: Whether DDP's ranks also connect when they first communicate.
+        seconds: Time of the slowest rank.
+        processor_seconds: Processor time of all ranks together.
+        keys: Keys in requests to the store, of all ranks together.
+        repeated_checks: Checks for a key that was missing; their number depends on the machine's speed.
+        open_files: Files that a rank opened by the end of the phase: the maximum over all ranks except rank 0.
+        open_files_of_rank_0: The same of rank 0, which serves the store.
+        load: The machine's load before the start.
     """
 
     ranks: int
@@ -113,53 +112,53 @@ class Start:
     lazy_default_group: bool
     seconds: dict[str, float]
     processor_seconds: dict[str, float]
-    words: dict[str, int]
-    handles: dict[str, int]
-    handles_of_rank_0: dict[str, int]
-    questions_again: int
+    keys: dict[str, int]
+    open_files: dict[str, int]
+    open_files_of_rank_0: dict[str, int]
+    repeated_checks: int
     load: float = 0.0
 
     def beyond(self, of: str) -> float:
-        """What the start takes of ``of`` beyond what DDP takes, as a share of that."""
+        """Return the extra cost in ``of`` (``"seconds"`` or ``"processor_seconds"``) as a share of DDP's."""
         spent: dict[str, float] = getattr(self, of)
         return sum(spent[phase] for phase in STARTING) / spent[DDP] - 1.0
 
     @property
-    def handles_beyond(self) -> int:
-        """Open files of a rank beyond what DDP needs, after the agreements."""
-        return self.handles["agreements"] - self.handles[DDP]
+    def extra_open_files(self) -> int:
+        """Open files of a rank beyond DDP's, after the synchronization."""
+        return self.open_files["synchronization"] - self.open_files[DDP]
 
 
 def measure(ranks: int, ranks_per_node: int, timeout: float = 300.0, lazy_default_group: bool = False) -> Start:
-    """Start so many ranks, as DDP does and as the strategy does, and see what they spend.
+    """Start ranks as DDP does and as the strategy does, and measure both.
 
     Raises:
         RuntimeError: If a rank fails, or a start takes longer than ``timeout`` seconds.
     """
     load = os.getloadavg()[0]
     arguments = (ranks, ranks_per_node, timeout, lazy_default_group)
-    played = [(_played(_start_as_ddp, *arguments), (DDP,)), (_played(_start, *arguments), PHASES)]
-    by_phase = [(phase, found) for found, phases in played for phase in phases]
+    results = [(_run_ranks(_start_as_ddp, *arguments), (DDP,)), (_run_ranks(_start, *arguments), PHASES)]
+    by_phase = [(phase, found) for found, phases in results for phase in phases]
     return Start(
         ranks,
         ranks_per_node,
         lazy_default_group,
         seconds={phase: max(rank.seconds[phase] for rank in found) for phase, found in by_phase},
         processor_seconds={phase: sum(rank.processor_seconds[phase] for rank in found) for phase, found in by_phase},
-        words={phase: sum(rank.words[phase] for rank in found) for phase, found in by_phase},
-        handles={phase: max(rank.handles[phase] for rank in found[1:] or found) for phase, found in by_phase},
-        handles_of_rank_0={phase: found[0].handles[phase] for phase, found in by_phase},
-        questions_again=sum(rank.questions_again for rank in played[-1][0]),
+        keys={phase: sum(rank.keys[phase] for rank in found) for phase, found in by_phase},
+        open_files={phase: max(rank.open_files[phase] for rank in found[1:] or found) for phase, found in by_phase},
+        open_files_of_rank_0={phase: found[0].open_files[phase] for phase, found in by_phase},
+        repeated_checks=sum(rank.repeated_checks for rank in results[-1][0]),
         load=load,
     )
 
 
 Work = Callable[[int, int, int, int, "Rank"], None]
-"""What a rank does, given its number, how many there are, how many on a node, a port, and where to note it all."""
+"""A rank's work: takes its number, the number of ranks, the ranks per node, a port, and a record to fill."""
 
 
-def _played(work: Work, ranks: int, ranks_per_node: int, timeout: float, lazy: bool) -> list[Rank]:
-    """What every rank spent. Whatever happens, none is left afterwards."""
+def _run_ranks(work: Work, ranks: int, ranks_per_node: int, timeout: float, lazy: bool) -> list[Rank]:
+    """Run all ranks and return their records; ends all processes, also after an error."""
     port, context = find_free_network_port(), multiprocessing.get_context("fork")
     line, go = context.Pipe(duplex=False)
     links: list[Connection] = []
@@ -168,14 +167,14 @@ def _played(work: Work, ranks: int, ranks_per_node: int, timeout: float, lazy: b
         for rank in range(ranks):
             own, theirs = context.Pipe(duplex=False)
             arguments = (work, rank, ranks, ranks_per_node, port, lazy, line, go, theirs, list(links))
-            processes.append(context.Process(target=_play, args=arguments, daemon=True))
+            processes.append(context.Process(target=_run_rank, args=arguments, daemon=True))
             processes[-1].start()
             theirs.close()
             links.append(own)
         deadline = time.monotonic() + timeout
-        _hear(links, deadline)  # all are there
+        _receive(links, deadline)  # all ranks have started
         go.close()
-        return [Rank(**each) for each in _hear(links, deadline)]
+        return [Rank(**each) for each in _receive(links, deadline)]
     finally:
         for process in processes:
             process.kill()
@@ -185,24 +184,24 @@ def _played(work: Work, ranks: int, ranks_per_node: int, timeout: float, lazy: b
             link.close()
 
 
-def _hear(links: Sequence[Connection], deadline: float) -> list[Any]:
-    said: dict[Connection, Any] = {}
-    while len(said) < len(links):
-        ready = wait([link for link in links if link not in said], max(0.0, deadline - time.monotonic()))
+def _receive(links: Sequence[Connection], deadline: float) -> list[Any]:
+    received: dict[Connection, Any] = {}
+    while len(received) < len(links):
+        ready = wait([link for link in links if link not in received], max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RuntimeError(f"{len(links) - len(said)} of {len(links)} ranks are not done in time")
+            raise RuntimeError(f"{len(links) - len(received)} of {len(links)} ranks are not done in time")
         for link in ready:
             assert isinstance(link, Connection)
             try:
-                said[link] = link.recv()
+                received[link] = link.recv()
             except EOFError:
                 raise RuntimeError(f"rank {links.index(link)} died") from None
-            if isinstance(said[link], str):
-                raise RuntimeError(f"rank {links.index(link)}: {said[link]}")
-    return [said[link] for link in links]
+            if isinstance(received[link], str):
+                raise RuntimeError(f"rank {links.index(link)}: {received[link]}")
+    return [received[link] for link in links]
 
 
-def _play(
+def _run_rank(
     work: Work,
     rank: int,
     size: int,
@@ -214,7 +213,7 @@ def _play(
     parent: Connection,
     inherited: Sequence[Connection],
 ) -> None:
-    for link in (go, *inherited):  # a handle less each, and the line ends when the parent says so
+    for link in (go, *inherited):  # one open file less for each; the start signal is the end of `line`
         link.close()
     torch.set_num_threads(1)
     if lazy:
@@ -227,16 +226,16 @@ def _play(
         parent.send(asdict(spent))
     except BaseException as error:
         parent.send(f"{type(error).__name__}: {error}")
-    time.sleep(60.0)  # the parent ends all at once
+    time.sleep(60.0)  # the parent ends all ranks at once
 
 
 class Phases:
-    """Notes what a rank spends, phase by phase."""
+    """Records the cost of a rank, phase by phase."""
 
     def __init__(self, spent: Rank) -> None:
         self._spent = spent
         self._stores: list[CountingStore] = []
-        self._handles = _handles()
+        self._open_files = _open_files()
         make = rendezvous.TCPStore
 
         def counted(*arguments: Any, **settings: Any) -> CountingStore:
@@ -247,16 +246,16 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        words, seconds, processor_seconds = self._words(), time.perf_counter(), time.process_time()
+        keys, seconds, processor_seconds = self._keys(), time.perf_counter(), time.process_time()
         yield
         self._spent.seconds[name] = time.perf_counter() - seconds
         self._spent.processor_seconds[name] = time.process_time() - processor_seconds
-        self._spent.words[name] = self._words() - words
-        self._spent.handles[name] = _handles() - self._handles
-        self._spent.questions_again = sum(store.questions_again for store in self._stores)
+        self._spent.keys[name] = self._keys() - keys
+        self._spent.open_files[name] = _open_files() - self._open_files
+        self._spent.repeated_checks = sum(store.repeated_checks for store in self._stores)
 
-    def _words(self) -> int:
-        return sum(store.words for store in self._stores)
+    def _keys(self) -> int:
+        return sum(store.keys for store in self._stores)
 
 
 _LIMIT = timedelta(minutes=10)
@@ -266,55 +265,55 @@ def _start_as_ddp(rank: int, size: int, ranks_per_node: int, port: int, spent: R
     with Phases(spent)(DDP):
         store = rendezvous.TCPStore("127.0.0.1", port, size, rank == 0, timeout=_LIMIT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_LIMIT)
-    dist.barrier()  # whoever ends now takes nothing away from others
+    dist.barrier()  # no rank closes its connections before the others have finished
 
 
 def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
     phase, node = Phases(spent), rank // ranks_per_node
-    with phase("meeting"):
+    with phase("rendezvous"):
         raise_limit(needed_files(size))
-        meeting = rendezvous.Rendezvous("127.0.0.1", port, rank, size, _LIMIT)
+        meeting_point = rendezvous.Rendezvous("127.0.0.1", port, rank, size, _LIMIT)
         about = (f"rank {rank} (node {node})", "127.0.0.1", 0, 300.0)
-        plane = start_control_plane(rank, size, *about, meeting.broadcast, meeting.gather)
+        plane = start_control_plane(rank, size, *about, meeting_point.broadcast, meeting_point.gather)
         if plane is None:
             raise RuntimeError("no control plane")
     with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
-        dist.init_process_group("gloo", store=meeting.store, rank=rank, world_size=size, timeout=_LIMIT)
+        dist.init_process_group("gloo", store=meeting_point.store, rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):
         topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
-    with phase("twin"):
+    with phase("duplicate"):
         duplicate = topology.duplicate()
-    with phase("agreements"):
+    with phase("synchronization"):
         for group in (topology.inter, duplicate.inter):
             if group is not None:
                 values = torch.full((1000,), float(rank))
                 group.all_reduce(values).wait()
                 if values[0] != sum(group.ranks):
                     raise RuntimeError(f"the sum over the inter-node group is wrong: {values[0]}")
-    topology.world.barrier()  # whoever ends now takes nothing away from others
+    topology.world.barrier()  # as above
     plane.close()
 
 
-def _handles() -> int:
+def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-# ---- what is written -------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
-    """The tables, in Markdown."""
+    """Return the tables in Markdown."""
     lines = [
-        "# Starting\n",
-        "`python -m benchmarks startup`: forked ranks of one machine with"
-        f" {os.cpu_count()} processors, over gloo. A start is the meeting (with the control plane), torch's default"
-        " process group, the topology and a twin of it; DDP's, of as many other ranks, is that group, of which it"
-        f" connects all ranks with each other, and a connection to the store. With more than {_largest_mesh()} ranks"
-        " ours connect when they first have something to say to each other. Seconds are those of the slowest rank,"
-        " processor seconds those of all ranks together; beyond is what a start takes beyond DDP's, as a share of"
-        " that: below 0 it takes less.\n",
-        "| ranks | per node | seconds: meeting | group | topology | twin | DDP's | beyond"
-        " | processor seconds: all | DDP's | beyond |",
+        "# The start of a run\n",
+        f"`python -m benchmarks startup` measures forked ranks on one machine with {os.cpu_count()} processors, over"
+        " gloo. Our start is the rendezvous (with the control plane), torch's default process group, the topology, and"
+        " a duplicate of the topology. DDP's start is the default process group, which connects every rank with every"
+        f" other, and a connection to the store. With more than {_largest_mesh()} ranks, ours connect when they first"
+        " communicate.\n",
+        "- Seconds: of the slowest rank. Processor seconds: of all ranks together.",
+        "- Extra: our start's extra cost as a share of DDP's; below 0 it costs less.\n",
+        "| ranks | per node | seconds: rendezvous | group | topology | duplicate | DDP's | extra"
+        " | processor seconds: all | DDP's | extra |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for start in starts:
@@ -325,28 +324,28 @@ def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
             f" | {start.processor_seconds[DDP]:.1f} | {start.beyond('processor_seconds'):.2f} |"
         )
     lines += [
-        "\nThe machine's load before each start (other work, too, if it is not near 0; then seconds mean little):"
+        "\nThe machine's load before each start (seconds mean little where it is far from 0):"
         f" {', '.join(f'{start.load:.0f}' for start in starts)}.",
-        "\nWords are keys that ranks name to the store; handles are open files of a rank, after each has agreed once in"
-        " its lane of the topology and of the twin.\n",
-        "| ranks | words | per rank | DDP's | per rank | handles of a rank | DDP's | beyond | of rank 0 | DDP's |",
+        "\nKeys are those in requests to the store. Open files are those of a rank after it synchronized once in its"
+        " inter-node group of the topology and of the duplicate.\n",
+        "| ranks | keys | per rank | DDP's | per rank | open files of a rank | DDP's | extra | of rank 0 | DDP's |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for start in starts:
-        words, of_ddp = sum(start.words[phase] for phase in PHASES), start.words[DDP]
+        keys, of_ddp = sum(start.keys[phase] for phase in PHASES), start.keys[DDP]
         lines.append(
-            f"| {_titled(start)} | {words} | {words / start.ranks:.1f} | {of_ddp} | {of_ddp / start.ranks:.1f}"
-            f" | {start.handles['agreements']} | {start.handles[DDP]} | {start.handles_beyond}"
-            f" | {start.handles_of_rank_0['agreements']} | {start.handles_of_rank_0[DDP]} |"
+            f"| {_titled(start)} | {keys} | {keys / start.ranks:.1f} | {of_ddp} | {of_ddp / start.ranks:.1f}"
+            f" | {start.open_files['synchronization']} | {start.open_files[DDP]} | {start.extra_open_files}"
+            f" | {start.open_files_of_rank_0['synchronization']} | {start.open_files_of_rank_0[DDP]} |"
         )
     if any(start.lazy_default_group for start in starts):
-        lines.append("\nlazy: with `TORCH_GLOO_LAZY_INIT=1`, by which DDP's ranks, too, connect when needed.")
+        lines.append("\nlazy: with `TORCH_GLOO_LAZY_INIT=1`, DDP's ranks also connect when they first communicate.")
     for crowd in crowds:
         lines.append(
-            f"\nThe control plane's hub with {crowd.ranks} ranks, which one process plays: all had joined after"
-            f" {crowd.joined_seconds:.1f} s; a failure was on all of them after {crowd.failure_seconds:.2f} s; it took"
-            f" {crowd.share_of_core:.1%} of a processor while nothing happened but heartbeats"
-            f" ({crowd.watched_seconds:.0f} s), and {crowd.megabytes:.0f} MB at its most."
+            f"\nThe control plane's hub with {crowd.ranks} ranks, simulated by one process: all ranks joined after"
+            f" {crowd.joined_seconds:.1f} s. A failure reached all of them after {crowd.failure_seconds:.2f} s. During"
+            f" {crowd.watched_seconds:.0f} s of heartbeats the hub used {crowd.share_of_core:.1%} of a processor. Its"
+            f" peak memory was {crowd.megabytes:.0f} MB."
         )
     return "\n".join(lines) + "\n"
 
@@ -360,9 +359,11 @@ def _largest_mesh() -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
-    """The command's arguments."""
+    """Add the command's arguments."""
     parser.add_argument("--ranks", type=int, nargs="*", default=[16, 32, 64])
-    parser.add_argument("--hub", type=int, nargs="*", default=[], metavar="RANKS", help="play so many ranks of a hub")
+    parser.add_argument(
+        "--hub", type=int, nargs="*", default=[], metavar="RANKS", help="simulate a hub with as many ranks"
+    )
     parser.add_argument("--ranks-per-node", type=int, default=4)
     parser.add_argument("--lazy", action="store_true", help="with TORCH_GLOO_LAZY_INIT=1 for all groups")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which a start counts as hung")
@@ -371,22 +372,22 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
 
 
 def command(arguments: argparse.Namespace) -> None:
-    """Start as many ranks as asked for; each start is stored when it ends."""
+    """Measure starts; each is stored when it ends."""
     path = arguments.out / "startup.json"
     found, crowds = load(path)
     starts = {_name(start): start for start in found}
 
     def save() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        ordered, played = [starts[name] for name in sorted(starts)], sorted(crowds, key=lambda crowd: crowd.ranks)
-        stored = {"starts": [asdict(start) for start in ordered], "hubs": [asdict(crowd) for crowd in played]}
+        ordered, hubs = [starts[name] for name in sorted(starts)], sorted(crowds, key=lambda crowd: crowd.ranks)
+        stored = {"starts": [asdict(start) for start in ordered], "hubs": [asdict(crowd) for crowd in hubs]}
         path.write_text(json.dumps(stored, indent=1) + "\n")
-        path.with_suffix(".md").write_text(page(ordered, played))
+        path.with_suffix(".md").write_text(page(ordered, hubs))
 
     for ranks in () if arguments.stored else arguments.ranks:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         if ranks > most // 2:
-            sys.exit(f"{ranks} ranks want more than the {most} open files that this machine allows")
+            sys.exit(f"{ranks} ranks need more open files than the limit of {most}")
         start = measure(ranks, arguments.ranks_per_node, arguments.timeout, arguments.lazy)
         starts[_name(start)] = start
         save()
@@ -403,7 +404,7 @@ def command(arguments: argparse.Namespace) -> None:
 
 
 def load(path: Path) -> tuple[list[Start], list[Crowd]]:
-    """What is stored."""
+    """Return the stored results."""
     stored = json.loads(path.read_text()) if path.exists() else {"starts": [], "hubs": []}
     return [Start(**start) for start in stored["starts"]], [Crowd(**crowd) for crowd in stored["hubs"]]
 

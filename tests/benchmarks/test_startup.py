@@ -16,16 +16,16 @@ from lightning_hiercomm.control import open_files
 
 @pytest.mark.long("starts up to ten ranks twice")
 def test_store_keys_and_connections_do_not_grow_with_the_world(monkeypatch):
-    monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)  # lanes are large from two ranks on
+    monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)  # inter-node groups are large from two ranks on
     few, many = startup.measure(6, 2), startup.measure(10, 2)
     for start in (few, many):
-        assert start.words["meeting"] == 7 * start.ranks
-        words = {phase: start.words[phase] / start.ranks for phase in ("topology", "twin", "agreements")}
-        assert words == {"topology": 8, "twin": 8, "agreements": 0}
-        assert start.words[DDP] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square
-        assert start.words["group"] == start.words[DDP]
-    assert many.handles_beyond == few.handles_beyond  # a lane's ring has two neighbours
-    assert many.handles[DDP] - few.handles[DDP] == 4
+        assert start.keys["rendezvous"] == 7 * start.ranks
+        keys = {phase: start.keys[phase] / start.ranks for phase in ("topology", "duplicate", "synchronization")}
+        assert keys == {"topology": 8, "duplicate": 8, "synchronization": 0}
+        assert start.keys[DDP] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square
+        assert start.keys["group"] == start.keys[DDP]
+    assert many.extra_open_files == few.extra_open_files  # a ring has two neighbors
+    assert many.open_files[DDP] - few.open_files[DDP] == 4
 
 
 @pytest.mark.long("starts up to twelve ranks twice")
@@ -33,16 +33,18 @@ def test_store_keys_and_connections_do_not_grow_beyond_a_full_mesh(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)
     monkeypatch.setattr(open_files, "_MOST_IN_MESH", 5)
     few, many = startup.measure(6, 2), startup.measure(12, 2)
-    assert [start.words["group"] / start.ranks for start in (few, many)] == [1, 1]
-    assert max(start.words["topology"] / start.ranks for start in (few, many)) <= 8 + 4  # a tree's edges
-    assert few.words[DDP] / few.ranks == 2 * few.ranks + 1  # whose ranks are in a mesh all the same
-    assert many.handles["agreements"] - few.handles["agreements"] <= 2  # one more power of two to talk to
+    assert [start.keys["group"] / start.ranks for start in (few, many)] == [1, 1]
+    assert max(start.keys["topology"] / start.ranks for start in (few, many)) <= 8 + 4  # a tree's edges
+    assert few.keys[DDP] / few.ranks == 2 * few.ranks + 1  # DDP always makes a mesh
+    assert (
+        many.open_files["synchronization"] - few.open_files["synchronization"] <= 2
+    )  # one more power of two to talk to
 
 
 def test_small_process_groups_start_fully_connected():
     start = startup.measure(6, 1)
-    assert start.words["agreements"] == 0
-    assert start.handles["agreements"] == start.handles["twin"]
+    assert start.keys["synchronization"] == 0
+    assert start.open_files["synchronization"] == start.open_files["duplicate"]
 
 
 def test_a_rank_that_fails_is_named_and_none_is_left(monkeypatch):
