@@ -10,8 +10,6 @@ from benchmarks.measure import Cell
 
 ROWS = ("ddp", "all_reduce", "all_reduce_bf16", "all_reduce_int8", "all_reduce_int4")
 RATES = (100.0, 500.0)
-AIM = 1.15
-"""Of the step time, divided by the bound: the longer one of computing and of sending the bytes."""
 
 
 def table(cells: Iterable[Cell]) -> str:

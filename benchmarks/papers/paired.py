@@ -45,10 +45,6 @@ class Difference:
         """Whether 0 lies outside the interval."""
         return self.low > 0 or self.high < 0
 
-    def is_within(self, margin: float) -> bool:
-        """Whether the whole interval is closer to 0 than that: what may be called equal."""
-        return -margin < self.low and self.high < margin
-
     def text(self, digits: int = 1) -> str:
         """``+1.2, from -0.3 to 2.7``, and how many diverged; bold where a difference is shown."""
         if not self.pairs:

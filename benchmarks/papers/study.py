@@ -22,7 +22,6 @@ from benchmarks.papers.paired import difference
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, simulate
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
-SEEDS = 5
 _LOOKS = 20
 
 
@@ -36,7 +35,7 @@ class Setting:
         site: What the virtual clock goes by.
         play: What trains: :func:`~lightning_hiercomm.planning.simulate.simulation.simulate`, or something that it has
             no scheme for.
-        looks: How often the agreed model is judged.
+        looks: How often the averaged model is judged.
     """
 
     key: str
@@ -156,7 +155,7 @@ class Results:
         return Sample({seed: None if run["error"] else of(run) for seed, run in runs.items()})
 
     def accuracy(self, key: str) -> Sample:
-        """Of the agreed model at the end, in percent."""
+        """Of the averaged model at the end, in percent."""
         return self.sample(key, lambda run: 100 * float(run["points"][-1][2]))
 
     def best(self, key: str) -> Sample:
@@ -170,19 +169,6 @@ class Results:
     def seconds(self, key: str) -> Sample:
         """That the run would have taken on the site."""
         return self.sample(key, lambda run: float(run["points"][-1][1]))
-
-    def seconds_to(self, key: str, percent: Callable[[int], float]) -> Sample:
-        """Until an accuracy was first reached, on the site; seeds that never do count as failed.
-
-        Args:
-            key: Of the setting.
-            percent: The accuracy, by seed.
-        """
-        found: dict[int, float | None] = {}
-        for seed, run in self.runs.get(key, {}).items():
-            reached = (point[1] for point in run["points"] if 100 * point[2] >= percent(seed) - 1e-9)
-            found[seed] = next(reached, None)
-        return Sample(found)
 
     def best_of(self, keys: Sequence[str]) -> str:
         """The key with the highest mean accuracy at the end among those that never diverged, if there are any."""
