@@ -22,8 +22,8 @@ class Cell:
         step_ms_each: The same of every repetition. Results of earlier versions have none, only ``spread_ms``, the
             largest less the smallest.
         bound_ms: What no method of this kind can beat; ``ratio`` is ``step_ms / bound_ms``.
-        sync_ms: How much longer a step with an agreement takes than one without; None for rows that overlap them.
-        sync_bound_ms: Network time of one agreement.
+        sync_ms: How much longer a step with a synchronization takes than one without; None for rows that overlap them.
+        sync_bound_ms: Network time of one synchronization.
         bytes_per_step: Bytes the busiest node sent per step, headers included.
         bytes_needed: Bytes the method has to send per node and step.
         disagreement: Largest relative distance of a rank's parameters from the mean, at the end.
@@ -80,11 +80,11 @@ def seconds_per_step(job: Job, records: Iterable[Record]) -> float:
     return max((record.step_ends[-1] - record.step_ends[job.warmup - 1]) / job.steps for record in records)
 
 
-def agreement_seconds(job: Job, records: Iterable[Record], period: int) -> float | None:
-    """Median time of the steps that agree, less the median of those that do not; None when every step agrees.
+def synchronization_seconds(job: Job, records: Iterable[Record], period: int) -> float | None:
+    """Median time of the steps that synchronize, less the median of the others; None if every step synchronizes.
 
-    A step lasts from the end of the step before it on the last rank to its own end on the last rank: waiting for a rank
-    that comes late is not part of an agreement. The steps that agree are at one place in the period, the longest one.
+    A step lasts from the end of the step before it on the last rank to its own end on the last rank: waiting for a late
+    rank is not part of a synchronization. The steps that synchronize are at one place in the period, the longest one.
     """
     if period == 1:
         return None
@@ -128,13 +128,13 @@ def cells(
         if compute is not None:
             bound = bounds.step_seconds(row, parameters, nodes, mbit, compute)
         blocking = row.bound == "blocking"
-        sync = [agreement_seconds(job, results[job.id], row.period) for job in good] if blocking else []
-        agreements = [seconds for seconds in sync if seconds is not None]
+        sync = [synchronization_seconds(job, results[job.id], row.period) for job in good] if blocking else []
+        synchronizations = [seconds for seconds in sync if seconds is not None]
         if blocking and row.period == 1 and compute is not None:
-            agreements = [seconds - compute for seconds in times[key]]
+            synchronizations = [seconds - compute for seconds in times[key]]
         needed = bounds.bytes_per_step(row, parameters, nodes)
         network = bounds.transfer_seconds(needed * row.period, mbit)
-        agreement = statistics.median(agreements) if agreements else None
+        synchronization = statistics.median(synchronizations) if synchronizations else None
         busiest = [max(record.window_bytes for record in results[job.id]) / job.steps for job in good]
         busy = [record.window_busy_share for record in records if record.window_busy_share is not None]
         apart = [record.disagreement for record in records if record.disagreement is not None]
@@ -146,9 +146,9 @@ def cells(
                 spread_ms=1e3 * (max(times[key]) - min(times[key])),
                 bound_ms=None if bound is None else 1e3 * bound,
                 ratio=None if not bound else step / bound,
-                sync_ms=None if agreement is None else 1e3 * agreement,
-                sync_bound_ms=1e3 * network if agreement is not None and network else None,
-                sync_ratio=agreement / network if agreement is not None and network else None,
+                sync_ms=None if synchronization is None else 1e3 * synchronization,
+                sync_bound_ms=1e3 * network if synchronization is not None and network else None,
+                sync_ratio=synchronization / network if synchronization is not None and network else None,
                 bytes_per_step=statistics.median(busiest),
                 bytes_needed=needed,
                 disagreement=max(apart) if apart else None,

@@ -1,9 +1,9 @@
 """Memory per scheme beyond DDP: ``python -m benchmarks.memory``; beyond FSDP2 on one node, with ``--sharded``.
 
-Each scheme trains a model of 64 MiB on 2 nodes of 2 CPU ranks; rank 0's peak resident memory in the steps after the
-first ones, and in a validation and checkpoint between two agreements, is compared with that of DDP, or with that of
-``ModelParallelStrategy`` on one node of 2 ranks. torchft's methods train the same model in a loop of their own, and are
-compared with that loop without them, in the same environment.
+Each scheme trains a model of 64 MiB on 2 nodes of 2 CPU ranks. Rank 0's peak resident memory is compared with that of
+DDP, or with that of ``ModelParallelStrategy`` on one node of 2 ranks: in the steps after the first ones, and in a
+validation and checkpoint between two synchronizations. torchft's methods train the same model in a loop of their own,
+and are compared with that loop without them, in the same environment.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OWN_PART = {
     "diloco, streaming": (2 * PART + PART // 2, 3 * PART + PART // 2),  # and a fragment on its way
     "gossip": (2 * PART, PART),  # what is sent, and what is received
 }
-"""Bytes that a rank of a sharded node needs for a scheme in training, and for a look at the agreed model: for that it
+"""Bytes that a rank of a sharded node needs for a scheme in training, and for a look at the averaged model: for that it
 keeps its own part aside."""
 BASELINES = {False: "ddp", True: "model_parallel"}
 CASES: dict[str, dict[str, Any]] = {name: ASYNCHRONOUS.get(name, {}) for name in SCHEMES} | {

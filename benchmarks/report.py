@@ -75,7 +75,7 @@ def table(cells: Iterable[Cell]) -> str:
     cells = list(cells)
     ddp = _step_of(cells, "ddp")
     lines = [
-        "| | nodes agree | ms per step | against DDP | bound | ratio | limit | agreement, ms | its bound"
+        "| | nodes synchronize | ms per step | against DDP | bound | ratio | limit | synchronization, ms | its bound"
         " | MB sent per step | at least | processors |",
         "|---|---|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|",
     ]
@@ -320,8 +320,8 @@ def full_report(folder: Path) -> str:
         " Medians of the repetitions, ± half their range; what has none ran once.\n",
         "## Summary\n",
         f"Targets, on links of {TARGET_RATES[0]:g} to {TARGET_RATES[1]:g} Mbit/s: no row of ours slower than DDP; rows"
-        f" that wait for an agreement within {TARGETS['blocking']:.2f} of their bounds, rows that overlap it within"
-        f" {TARGETS['overlapped']:.2f}; ahead of every peer that does the same.\n",
+        f" that wait for a synchronization within {TARGETS['blocking']:.2f} of their bounds, rows that overlap it"
+        f" within {TARGETS['overlapped']:.2f}; ahead of every peer that does the same.\n",
         summary(settings),
     ]
     for cells in settings:

@@ -24,7 +24,7 @@ class Row:
         bound: ``"compute"``: the step alone; ``"blocking"``: compute, then network; ``"overlapped"``: network beside
             the compute of ``overlap`` steps of each period, then the compute of the others.
         traffic: What has to cross the network in each period.
-        period: Steps between two agreements.
+        period: Steps between two synchronizations.
         overlap: Steps of a period during which its traffic may be under way, for ``"overlapped"``.
         wire_bytes: Bytes of one element on the network.
         averages_in_node: Whether gradients are averaged inside a node, which then belongs to the compute bound.
@@ -44,7 +44,7 @@ class Row:
 
 
 PERIOD = 16
-"""Steps between agreements of every row that has a period, unless the row says otherwise."""
+"""Steps between synchronizations of every row that has a period, unless the row says otherwise."""
 
 
 def _bounds() -> dict[str, Row]:

@@ -204,11 +204,11 @@ class Method(ABC):
     """One way to train.
 
     Attributes:
-        agrees_on_gradients: One replica stands for all nodes.
+        averages_gradients: One replica stands for all nodes.
         needs_node_gradients: With one replica, whether it still takes the gradients of every node.
     """
 
-    agrees_on_gradients = False
+    averages_gradients = False
     needs_node_gradients = False
 
     def begin(self, state: State) -> None:
@@ -221,13 +221,13 @@ class Method(ABC):
     def end_epoch(self, state: State, losses: Tensor) -> None:
         """After the last step of an epoch; the mean training loss of each run."""
 
-    def agreed(self, state: State) -> Tensor:
+    def averaged(self, state: State) -> Tensor:
         """What is judged: runs x parameters."""
         return state.weights.mean(1)
 
     def shares(self, arena: Arena) -> Tensor:
         """What each of a replica's examples counts in its loss."""
-        count = arena.batch * (arena.nodes if self.agrees_on_gradients else 1)
+        count = arena.batch * (arena.nodes if self.averages_gradients else 1)
         return torch.full((count,), 1 / count)
 
 
@@ -239,7 +239,7 @@ class Synchronous(Method):
         weights: Of the nodes' mean gradients; by default in proportion to their examples.
     """
 
-    agrees_on_gradients = True
+    averages_gradients = True
 
     def __init__(self, batches: Sequence[int] | None = None, weights: Sequence[float] | None = None) -> None:
         self._batches, self._weights = batches, weights
@@ -261,7 +261,7 @@ class Compressed(Method):
         codec: Encodes the gradients.
     """
 
-    agrees_on_gradients = needs_node_gradients = True
+    averages_gradients = needs_node_gradients = True
 
     def __init__(self, codec: Codec) -> None:
         self._mean = NodeMean(codec)
@@ -454,7 +454,7 @@ class Delayed(Method):
         elif delayed % self._delay == self._delay - 1:
             extra["arrived"] = extra["server"]
 
-    def agreed(self, state: State) -> Tensor:
+    def averaged(self, state: State) -> Tensor:
         return state.extra["server"][:, 0]
 
 
@@ -465,7 +465,7 @@ class Outer(Method):
         every: H, counted over the run.
         rate: Of the outer optimizer.
         momentum: The same.
-        staleness: Steps before the agreement at which what it is about has left.
+        staleness: Steps between the sending and the merging of a synchronization.
         keep_local: Weight of what a node has become by itself, when it arrives.
         codec: Encodes how far nodes went.
     """
@@ -484,20 +484,20 @@ class Outer(Method):
 
     def begin(self, state: State) -> None:
         self._mean = NodeMean(self._codec)
-        state.extra["agreed"] = state.weights[:, :1].clone()
-        state.extra["way"] = torch.zeros_like(state.extra["agreed"])
+        state.extra["reference"] = state.weights[:, :1].clone()
+        state.extra["way"] = torch.zeros_like(state.extra["reference"])
 
     def step(self, state: State, gradients: Tensor) -> None:
         state.descend(gradients)
         done = state.step + 1
         if (done + self._staleness) % self._every == 0:
-            state.extra["moved"] = self._mean(state.weights - state.extra["agreed"])
+            state.extra["moved"] = self._mean(state.weights - state.extra["reference"])
         if done % self._every == 0:
-            agreed, way = state.extra["agreed"], state.extra["way"]
+            reference, way = state.extra["reference"], state.extra["way"]
             difference = -state.extra["moved"]
             way.mul_(self._momentum).add_(difference)
-            agreed.sub_(self._rate * (difference + self._momentum * way))
-            state.weights.lerp_(agreed.expand_as(state.weights), 1.0 - self._keep_local)
+            reference.sub_(self._rate * (difference + self._momentum * way))
+            state.weights.lerp_(reference.expand_as(state.weights), 1.0 - self._keep_local)
 
 
 def synchronous_steps(arena: Arena, share: float) -> int:
@@ -538,7 +538,7 @@ def train(
         arena: Of all runs.
         method: Of all runs.
         runs: Learning rate and seed of each.
-        looks: Numbers of steps after which ``look`` gets the agreed parameters of that moment.
+        looks: Numbers of steps after which ``look`` gets the averaged parameters at that step.
         look: Evaluates them.
     """
     (inputs, targets), _, _ = data(arena.model)
@@ -546,7 +546,7 @@ def train(
     seeds = sorted({seed for _, seed in runs})
     of_seed = torch.tensor([seeds.index(seed) for _, seed in runs])
     initial = torch.stack([parameters_to_vector(arena.task.model(seed).parameters()).detach() for seed in seeds])
-    replicas = 1 if method.agrees_on_gradients else arena.nodes
+    replicas = 1 if method.averages_gradients else arena.nodes
     # BatchNorm takes each node's own statistics
     parts = arena.nodes if method.needs_node_gradients or network.train_scores is not None else replicas
     weights = initial[of_seed][:, None].repeat(1, replicas, 1)
@@ -559,8 +559,8 @@ def train(
     losses = torch.zeros(len(runs))
     whole = arena.nodes * arena.batch
 
-    def agreed() -> Tensor:
-        parameters = method.agreed(state)
+    def averaged() -> Tensor:
+        parameters = method.averaged(state)
         return parameters if statistics is None else torch.cat([parameters, statistics], 1)
 
     for step in range(steps):
@@ -587,8 +587,8 @@ def train(
                 method.end_epoch(state, losses)
                 losses = torch.zeros(len(runs))
             if look is not None and step + 1 in looks:
-                look(agreed())
-    return agreed()
+                look(averaged())
+    return averaged()
 
 
 shuffled_once = cache(shuffled.__wrapped__)

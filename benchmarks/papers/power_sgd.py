@@ -33,7 +33,7 @@ class PowerSGD(Method):
         residual: The error-feedback residual: runs x nodes x parameters.
     """
 
-    agrees_on_gradients = needs_node_gradients = True
+    averages_gradients = needs_node_gradients = True
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -253,7 +253,7 @@ def _play(
     played_seeds = [(rate_of(rung), seed + contender.other_seeds) for rung, seed in runs]
     examples = data(arena.model)[judge]
     on_the_way: list[list[float | None]] = []
-    asked = (looks, lambda agreed: on_the_way.append(accuracies(arena, agreed, examples))) if looks else ()
+    asked = (looks, lambda averaged: on_the_way.append(accuracies(arena, averaged, examples))) if looks else ()
     ended = train(arena, contender.make(arena), played_seeds, *asked)
     values = accuracies(arena, ended, examples)
     found.seconds += time.process_time() - began

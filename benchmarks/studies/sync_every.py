@@ -1,9 +1,9 @@
-"""How far may nodes go between two agreements?
+"""How far may nodes go between two synchronizations?
 
 Nodes of one rank train the character model with AdamW, as threads of one process, for one number of steps and with
 every period H: DiLoCo with its default outer optimizer, the same in two fragments that overlap with training (nodes
 keep nothing of their own, or half), the same with 4-bit payloads, and plain averaging. The table has the held-out loss
-of the agreed model at the end, the mean over the seeds, and the spread between them; the bytes are those that a node
+of the averaged model at the end, the mean over the seeds, and the spread between them; the bytes are those that a node
 sends per step.
 
     python -m benchmarks.studies.sync_every
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def trained(name: str, every: int, nodes: int, steps: int, seed: int) -> tuple[float, float]:
-    """The held-out loss of the agreed model after so many steps, and the bytes that a node has sent."""
+    """The held-out loss of the averaged model after so many steps, and the bytes that a node has sent."""
     make, wire = CONTENDERS[name]
     workload = WORKLOADS["characters_adamw"]
     initial = workload.model()

@@ -36,12 +36,12 @@ def test_waiting_for_a_late_rank_is_not_part_of_a_sync() -> None:
     early = record("x", 0, [1, 5, 1, 5, 1, 5])  # computes for 1 s, waits for 2, synchronizes in 2
     late = record("x", 1, [3, 3, 3, 3, 3, 3])
     late.step_ends = [103.0, 106.0, 109.0, 112.0, 115.0, 118.0]
-    assert measure.agreement_seconds(job, [early, late], period=2) == pytest.approx(0)
+    assert measure.synchronization_seconds(job, [early, late], period=2) == pytest.approx(0)
 
 
 def test_sync_time_is_the_longest_step_of_a_period_less_the_usual_one() -> None:
     job = Job("x", "periodic", "mlp85k", warmup=4, steps=8)
-    assert measure.agreement_seconds(job, [record("x", 0, [1, 1, 1, 4] * 3)], period=4) == pytest.approx(3)
+    assert measure.synchronization_seconds(job, [record("x", 0, [1, 1, 1, 4] * 3)], period=4) == pytest.approx(3)
 
 
 def session(rows: dict[str, list[float]]) -> list[measure.Cell]:

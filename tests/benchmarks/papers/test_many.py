@@ -157,7 +157,7 @@ def test_characters_that_tune_and_judge_do_not_overlap():
     assert first >= ends
 
 
-def test_looks_see_the_agreed_model_on_the_way():
+def test_looks_see_the_averaged_model_on_the_way():
     seen = []
     arena = replace(ARENA, epochs=1)
     end = train(arena, Averages(4), [(0.02, 1)], [5, 10], seen.append)
