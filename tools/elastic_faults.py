@@ -41,8 +41,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None
 from elastic_cluster import JOB, Cluster  # noqa: E402
 from forked import ForkedPython  # noqa: E402
 
-from lightning_hiercomm.planning.predict.faults import elastic_goodput  # noqa: E402
-
 HANGS_AFTER = 60.0
 """Seconds without a step of anybody."""
 
@@ -449,23 +447,6 @@ def undisturbed_loss(arguments: argparse.Namespace, steps: int, seed: int) -> fl
         return loss
 
 
-def predicted(outcome: Outcome, arguments: argparse.Namespace) -> float | None:
-    """The share with restarts, as `plan --mtbf` has it, from the undisturbed pace and how long nodes were away.
-
-    A node restarts as often as faults hit it. From asking to training it waits for the next synchronization, half a
-    period on average; the rest is healing.
-    """
-    returns = [(each.asked_after or 0.0, each.back_after) for each in outcome.faults if each.back_after is not None]
-    if not returns:
-        return None
-    period = outcome.pace * arguments.sync_every
-    restart = statistics.mean(asked for asked, _ in returns)
-    heal = max(0.0, statistics.mean(back for _, back in returns) - period / 2)
-    cycle = outcome.seconds * arguments.nodes / len(outcome.faults)
-    mtbf = max(1e-3, cycle - restart - period / 2)
-    return elastic_goodput(arguments.nodes, period, mtbf, restart, arguments.dead_after, heal)
-
-
 def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
     """A page about it."""
     bound = arguments.dead_after + 1.0
@@ -489,10 +470,6 @@ def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
         )
     if back:
         lines.append(f"from asking to training: median {statistics.median(back):.2f} s, longest {back[-1]:.2f} s")
-    share = predicted(outcome, arguments)
-    if share is not None:
-        error = share / outcome.kept_with_restarts - 1
-        lines.append(f"with restarts, as plan predicts it from these times: {share:.2%} ({error:+.1%})")
     return "\n".join(lines)
 
 

@@ -1,1 +1,1 @@
-"""What a cluster will gain from which scheme: a cost model, a probe of the cluster, and a recommendation."""
+"""Check a cluster, measure it, predict schemes on it, and recommend one."""

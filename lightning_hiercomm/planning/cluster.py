@@ -1,4 +1,4 @@
-"""The time model of a cluster: latency and bandwidth (alpha-beta), or measured curves."""
+"""The cost model of a cluster: latency and bandwidth (alpha-beta), or measured curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 from lightning_hiercomm.comm import costs
 
-Move = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange"]
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "exchange"]
 Algorithm = Literal["ring", "halving"]
 
 
@@ -18,12 +18,12 @@ class PlanningError(ValueError):
     """An argument of a command is invalid; the command prints the message in one line."""
 
 
-def sent_bytes(move: Move, members: int, whole: float) -> float:
-    """Return the bytes that one member of a group sends (of a broadcast, its source)."""
-    return float(getattr(costs, move)(members, whole))
+def sent_bytes(kind: Collective, members: int, whole: float) -> float:
+    """Return the bytes that one member of a group sends; in a broadcast, its source."""
+    return float(getattr(costs, kind)(members, whole))
 
 
-def rounds_of(move: Move, members: int, algorithm: Algorithm) -> int:
+def rounds_of(kind: Collective, members: int, algorithm: Algorithm) -> int:
     """Return the number of consecutive messages of a collective.
 
     ``"ring"``, used by gloo, has one per other member. ``"halving"``, used by NCCL and MPI where it pays, has one per
@@ -31,11 +31,11 @@ def rounds_of(move: Move, members: int, algorithm: Algorithm) -> int:
     """
     if members == 1:
         return 0
-    if move == "exchange":
+    if kind == "exchange":
         return 1
     halvings = math.ceil(math.log2(members))
-    once = halvings if algorithm == "halving" or move == "broadcast" else members - 1
-    return 2 * once if move == "all_reduce" else once
+    once = halvings if algorithm == "halving" or kind == "broadcast" else members - 1
+    return 2 * once if kind == "all_reduce" else once
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Cost:
     """The cost of one collective.
 
     Attributes:
-        seconds: Of the link, if enough processors are free.
-        delay: Seconds until the last message arrives; others may use the link meanwhile.
-        processor_seconds: Of each participating rank.
-        bytes: Sent by each rank.
-        longer: Factor of its time while the processors are busy with something else.
+        seconds: Time on the link, if enough processors are free.
+        delay: Seconds until the last message arrives; other collectives may use the link meanwhile.
+        processor_seconds: Processor time of each rank.
+        bytes: Bytes that each rank sends.
+        longer: Factor of its time while other operations use the processors.
     """
 
     seconds: float
@@ -77,7 +77,7 @@ class CostCurve:
     Attributes:
         members: Of the measured group.
         sharing: Number of groups that used the link at the same time.
-        points: Bytes that a member sends (ascending), seconds, processor-seconds of a rank. The first is all latency.
+        points: Bytes that a member sends (ascending), seconds, processor-seconds of a rank. The first is latency only.
     """
 
     members: int
@@ -89,7 +89,7 @@ class CostCurve:
         return self._at(sent, latencies, 1)
 
     def processor_seconds(self, sent: float, latencies: float) -> float:
-        """Return the processor time of the same."""
+        """Return the processor time of the same message."""
         return self._at(sent, latencies, 2)
 
     def faster(self, factor: float) -> CostCurve:
@@ -116,7 +116,6 @@ class Link:
         bandwidth: Bytes per second in each direction: of a rank inside a node; of a whole node between nodes.
         latency: Seconds of the shortest message.
         algorithm: Of collectives, see :func:`rounds_of`.
-        stream_bandwidth: Of one rank alone, if less than ``bandwidth``.
         curves: Measured costs by collective; they take precedence over the numbers above.
         contention: The cost of overlapping with training.
     """
@@ -124,32 +123,30 @@ class Link:
     bandwidth: float
     latency: float = 0.0
     algorithm: Algorithm = "halving"
-    stream_bandwidth: float = math.inf
-    curves: Mapping[Move, CostCurve] = field(default_factory=dict)
+    curves: Mapping[Collective, CostCurve] = field(default_factory=dict)
     contention: Contention = Contention()
 
-    def cost(self, move: Move, members: int, whole: float, sharing: int = 1) -> Cost:
+    def cost(self, kind: Collective, members: int, whole: float, sharing: int = 1) -> Cost:
         """Return the measured cost of a collective, or ``rounds * latency + bytes / bandwidth``.
 
         Args:
-            move: Its kind.
+            kind: Its kind.
             members: Number of ranks.
             whole: Bytes of the whole tensor.
             sharing: Number of such collectives that share the link.
         """
-        sent = sent_bytes(move, members, whole)
+        sent = sent_bytes(kind, members, whole)
         if sent == 0:
             return Cost(0.0, 0.0, 0.0, 0.0)
-        rounds = rounds_of(move, members, self.algorithm)
-        alone = sent / self.stream_bandwidth
-        curve = self.curves.get(move)
+        rounds = rounds_of(kind, members, self.algorithm)
+        curve = self.curves.get(kind)
         if curve is None:
-            return Cost(max(alone, sharing * sent / self.bandwidth), rounds * self.latency, 0.0, sent)
-        latencies = rounds / rounds_of(move, curve.members, self.algorithm)
+            return Cost(sharing * sent / self.bandwidth, rounds * self.latency, 0.0, sent)
+        latencies = rounds / rounds_of(kind, curve.members, self.algorithm)
         seconds = curve.seconds(sent * sharing / curve.sharing, latencies)
         work = curve.processor_seconds(sent, latencies) + self.contention.unbilled * seconds
         longer = 1 + self.contention.later / seconds if self.contention.later else 1.0
-        return Cost(max(alone, seconds), 0.0, work, sent, longer)
+        return Cost(seconds, 0.0, work, sent, longer)
 
     def faster(self, factor: float) -> Link:
         """Scale the bandwidth, not the latency."""
@@ -157,8 +154,7 @@ class Link:
             self.bandwidth * factor,
             self.latency,
             self.algorithm,
-            self.stream_bandwidth * factor,
-            {move: curve.faster(factor) for move, curve in self.curves.items()},
+            {kind: curve.faster(factor) for kind, curve in self.curves.items()},
             self.contention,
         )
 

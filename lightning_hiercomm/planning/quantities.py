@@ -1,111 +1,81 @@
-"""Numbers with units, as people write them on a command line."""
+"""Read and print numbers with units."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+from collections.abc import Mapping
 
-_PREFIXES = {
-    "": 1.0,
-    "k": 1e3,
-    "m": 1e6,
-    "g": 1e9,
-    "t": 1e12,
-    "ki": 2.0**10,
-    "mi": 2.0**20,
-    "gi": 2.0**30,
-    "ti": 2.0**40,
-}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_DURATIONS = {
-    "": 1.0,
-    "s": 1.0,
-    "ms": 1e-3,
-    "us": 1e-6,
-    "µs": 1e-6,
-    "ns": 1e-9,
-    "min": 60.0,
-    "h": 3600.0,
-    "d": 86400.0,
+_DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZES = {f"{prefix}byte": factor for prefix, factor in _PREFIXES.items()}
+_BANDWIDTHS = {
+    **_SIZES,
+    **{f"{prefix}{bit}": factor / 8 for prefix, factor in _PREFIXES.items() for bit in ("bit", "b")},
 }
-_NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)\s*(/s)?\s*", re.IGNORECASE)
+_NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", re.IGNORECASE)
+
+
+class QuantityError(argparse.ArgumentTypeError, ValueError):
+    """A number with a unit is invalid; argparse prints the message."""
 
 
 def bandwidth(text: str) -> float:
-    """``"10gbit"``, ``"300gbyte"``, ``"10Gb/s"``, ``"10Gbps"``, ``"300GB/s"``, ``"300GBps"``, as bytes per second.
+    """Read ``"10gbit"``, ``"300gbyte"``, ``"10Gb/s"``, ``"10Gbps"`` or ``"300GB/s"`` as bytes per second.
 
     Raises:
-        ValueError: For anything else, or if it is not positive.
+        QuantityError: If it is anything else, or not positive.
     """
-    number, unit, _ = _parts(text, "a bandwidth such as 10gbit or 300gbyte")
-    short = 1.0 if unit.endswith(("B", "Bps")) else 1 / 8
-    units = {"bit": 1 / 8, "byte": 1.0, "bps": short, "b": short}
-    prefix, per_unit = _split(unit, units, text, "10gbit or 300gbyte")
-    return number * prefix * per_unit
+    return _read(re.sub(r"(/s|ps)\s*$", "", text), _BANDWIDTHS, "a bandwidth such as 10gbit or 300gbyte")
 
 
 def size(text: str) -> float:
-    """``"80gbyte"``, ``"24gib"``, as bytes.
+    """Read ``"80gbyte"``, ``"80GB"`` or ``"24gib"`` as bytes.
 
     Raises:
-        ValueError: For anything else, or if it is not positive.
+        QuantityError: If it is anything else, or not positive.
     """
-    number, unit, per_second = _parts(text, "a size such as 80gbyte or 24gib")
-    if per_second:
-        raise ValueError(f"{text!r} is not a size; write 80gbyte or 24gib")
-    prefix, per_unit = _split(unit, {"byte": 1.0, "b": 1.0}, text, "80gbyte or 24gib")
-    return number * prefix * per_unit
+    return _read(re.sub(r"b\s*$", "B", text), _SIZES, "a size such as 80gbyte or 24gib")
 
 
 def duration(text: str) -> float:
-    """``"50us"``, ``"2.5ms"``, ``"0.4s"``, ``"0.4"``, ``"20min"``, ``"3h"`` or ``"2d"``, as seconds.
+    """Read ``"50us"``, ``"2.5ms"``, ``"0.4s"``, ``"0.4"`` or ``"20min"`` as seconds.
 
     Raises:
-        ValueError: For anything else, or if it is not positive.
+        QuantityError: If it is anything else, or not positive.
     """
-    number, unit, per_second = _parts(text, "a duration such as 50us or 0.4s")
-    if per_second or unit.lower() not in _DURATIONS:
-        raise ValueError(f"{text!r} is not a duration; write 50us, 2.5ms or 0.4s")
-    return number * _DURATIONS[unit.lower()]
+    return _read(text, _DURATIONS, "a duration such as 50us or 0.4s")
 
 
 def count(text: str) -> float:
-    """``"1.3e9"``, ``"1.3b"``, ``"350m"``.
+    """Read ``"1.3e9"``, ``"1.3b"`` or ``"350m"``.
 
     Raises:
-        ValueError: For anything else, or if it is not positive.
+        QuantityError: If it is anything else, or not positive.
     """
-    number, unit, per_second = _parts(text, "a number such as 1.3e9 or 350m")
-    if per_second or unit.lower() not in _COUNTS:
-        raise ValueError(f"{text!r} is not a number; write 1.3e9, 1.3b or 350m")
-    return number * _COUNTS[unit.lower()]
+    return _read(text.lower(), _COUNTS, "a number such as 1.3e9 or 350m")
 
 
-def _parts(text: str, what: str) -> tuple[float, str, str]:
+def _read(text: str, units: Mapping[str, float], what: str) -> float:
+    """Read a number and its unit; a final ``B`` stands for bytes."""
     match = _NUMBER.fullmatch(text)
     try:
         number = float(match[1]) if match else math.nan
     except ValueError:
         number = math.nan
-    if match is None or math.isnan(number):
-        raise ValueError(f"{text!r} is not {what}")
+    unit = re.sub("B$", "byte", match[2]).lower() if match else ""
+    if math.isnan(number) or unit not in units:
+        raise QuantityError(f"{text!r} is not {what}")
     if not 0 < number < math.inf:
-        raise ValueError(f"{text!r} must be positive and finite")
-    return number, match[2], match[3] or ""
-
-
-def _split(unit: str, units: dict[str, float], text: str, such_as: str) -> tuple[float, float]:
-    """The factors of a prefix and of a unit."""
-    for name, factor in units.items():
-        prefix = unit.lower().removesuffix(name)
-        if prefix != unit.lower() and prefix in _PREFIXES:
-            return _PREFIXES[prefix], factor
-    raise ValueError(f"{text!r} has no unit that is known here; write {such_as}")
+        raise QuantityError(f"{text!r} must be positive and finite")
+    return number * units[unit]
 
 
 def shown_bytes(value: float) -> str:
-    """For people: ``"1.3 GB"``."""
-    value = _rounded(value)  # before its unit is chosen, or there would be 1,000 of a smaller one
+    """Return ``"1.3 GB"``."""
+    value = _rounded(value)  # first, or 999.6 kB would become 1,000 kB
     for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= factor:
             return f"{_three_digits(value / factor)} {prefix}B"
@@ -113,17 +83,12 @@ def shown_bytes(value: float) -> str:
 
 
 def shown_seconds(value: float) -> str:
-    """For people: ``"12.5 ms"``."""
+    """Return ``"12.5 ms"``."""
     value = _rounded(value)
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= factor:
             return f"{_three_digits(value / factor)} {unit}"
     return f"{value * 1e9:.3g} ns" if value else "0 s"
-
-
-def shown_price(value: float) -> str:
-    """For people: ``"27,300"``, ``"0.123"``."""
-    return _three_digits(value)
 
 
 def _three_digits(value: float) -> str:

@@ -48,36 +48,6 @@ def gigabyte() -> Workload:
     return Workload(0.25e9, forward=1.0, backward=2.0)
 
 
-@pytest.fixture
-def check_pictures(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Sees that in what matplotlib has written every axis has a label, and no legend lies over what is drawn."""
-    matplotlib = pytest.importorskip("matplotlib.figure")
-    backend = pytest.importorskip("matplotlib.backends.backend_agg")
-    figures: list[Any] = []
-    save = matplotlib.Figure.savefig
-
-    def save_and_keep(figure: Any, *args: Any, **kwargs: Any) -> None:
-        figures.append(figure)
-        save(figure, *args, **kwargs)
-
-    def check() -> None:
-        assert figures
-        for figure in figures:
-            backend.FigureCanvasAgg(figure).draw()  # positions in the file are at another resolution
-            for axes in figure.axes:
-                assert axes.get_xlabel()
-                assert axes.get_ylabel() or not axes.yaxis.get_tick_params()["labelleft"]
-            legends = [legend for axes in figure.axes if (legend := axes.get_legend()) is not None] + figure.legends
-            assert legends
-            for box in (legend.get_window_extent() for legend in legends):
-                assert not any(box.overlaps(axes.get_window_extent()) for axes in figure.axes)
-                assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
-                assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
-
-    monkeypatch.setattr(matplotlib.Figure, "savefig", save_and_keep)
-    return check
-
-
 OWN = """
 from functools import cache
 

@@ -68,7 +68,7 @@ def test_equation_4_by_hand(push, rest, case, expected):
     assert iteration(push, rest).delayed_seconds(4) == expected
 
 
-def test_the_cases_of_equation_4_meet():
+def test_the_cases_of_equation_4_are_continuous():
     # the border of cases 1 and 3: T_c = T_f + T_b; that of 1 and 2: the push takes as long
     assert iteration(1.0, 2.0 + 1e-12).delayed_seconds(3) == pytest.approx(iteration(1.0, 2.0).delayed_seconds(3))
     assert iteration(3.0, 4.0).delayed_seconds(3) == pytest.approx(iteration(3.0 - 1e-12, 4.0).delayed_seconds(3))

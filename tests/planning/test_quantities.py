@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from lightning_hiercomm.planning import quantities
@@ -50,7 +48,7 @@ def test_counts(text, value):
     ("reader", "text", "message"),
     [
         (quantities.bandwidth, "10", "10gbit or 300gbyte"),
-        (quantities.bandwidth, "10 parsec", "no unit that is known"),
+        (quantities.bandwidth, "10 parsec", "not a bandwidth"),
         (quantities.bandwidth, "fast", "not a bandwidth such as 10gbit"),
         (quantities.bandwidth, "0gbit", "must be positive"),
         (quantities.bandwidth, "1e999gbit", "must be positive and finite"),
@@ -59,12 +57,12 @@ def test_counts(text, value):
         (quantities.duration, "0.4/s", "not a duration"),
         (quantities.count, "350m/s", "not a number"),
         (quantities.size, "80gbyte/s", "not a size"),
-        (quantities.size, "80", "no unit"),
+        (quantities.size, "80", "not a size"),
         (quantities.count, "1.2.3", "not a number"),
         (quantities.count, "3 dozen", "not a number"),
     ],
 )
-def test_what_makes_no_sense_is_named(reader, text, message):
+def test_invalid_quantities_are_refused(reader, text, message):
     with pytest.raises(ValueError, match=message):
         reader(text)
 
@@ -83,10 +81,5 @@ def test_what_makes_no_sense_is_named(reader, text, message):
         (quantities.shown_seconds(2e-8), "20 ns"),
     ],
 )
-def test_people_see_three_digits(shown, value):
+def test_quantities_are_shown_with_three_digits(shown, value):
     assert shown == value
-
-
-def test_prices_are_shown_by_three_digits():
-    prices = {0.0: "0", 0.012345: "0.0123", 99.94: "99.9", 101.4: "101", 27345.0: "27,300", math.inf: "inf"}
-    assert {value: quantities.shown_price(value) for value in prices} == prices

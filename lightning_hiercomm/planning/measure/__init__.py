@@ -1,1 +1,1 @@
-"""What this cluster and this program do: probes, timed steps, the doctor."""
+"""Measurements: the doctor, the probe, and timed training steps."""

@@ -1,7 +1,7 @@
-"""Measures what collectives and training cost each other where they share processors.
+"""Measure how much collectives and training slow each other down on shared processors.
 
-A process is billed for its threads only. The kernel's work for packets, threads that wake up in turn and the shared
-interpreter are billed to no process, so the cost is measured while both run.
+The operating system counts the threads of a process only. The kernel's work for packets, and the time of waking
+threads, belong to no process. So the cost is measured while training and collectives overlap.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from lightning_hiercomm.planning.measure.steps import StepTimes
 from lightning_hiercomm.planning.measure.stopwatch import IN_FLIGHT, ProcessorShare
 
 SIZE = 2**20
-"""Bytes of the tensors that are all-reduced meanwhile."""
+"""Bytes of each all-reduced tensor."""
 
 _LEAST_COUNT = 4
 
 
 class Traffic:
-    """All-reduces between nodes, overlapped with what this rank does; all members begin and end together.
+    """All-reduces between nodes in a thread, overlapped with training; all members start and end together.
 
     Args:
-        group: Between the nodes, not used by others meanwhile. None: this rank is in none.
+        group: The inter-node group, which nothing else uses meanwhile. None: this rank has none.
         device: Of this rank.
 
     Attributes:
@@ -85,7 +85,7 @@ def measure_contention(
     workload: Workload,
     share: ProcessorShare,
 ) -> Contention:
-    """Train while tensors are reduced between the nodes; collective.
+    """Train while all-reduces run between the nodes; collective.
 
     Args:
         group: Between the nodes, see :class:`Traffic`.

@@ -1,4 +1,4 @@
-"""Checks the ground that training will stand on: one line each, with a remedy where something is off."""
+"""Check versions, network and processes before a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import Literal
 
 import torch
-from packaging.version import Version
+from packaging.requirements import Requirement
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.control.open_files import needed_files
@@ -25,20 +25,18 @@ from lightning_hiercomm.planning.measure.ranks import Machine, Ranks, cluster_en
 
 Level = Literal["ok", "note", "FAIL"]
 
-_REQUIRED = {"torch": "2.4", "lightning": "2.6.1"}
-_MALICIOUS = ("2.6.2", "2.6.3")
 _CONNECT = timedelta(seconds=60)
-_KNOCK_SECONDS = 5.0
+_CONNECT_TO_PORT = 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """A line of the output.
 
     Attributes:
-        level: ``"FAIL"`` where training would not work.
-        text: What was found.
-        remedy: What to do about it.
+        level: ``"FAIL"`` if training would not work.
+        text: The result of the check.
+        remedy: What to do.
     """
 
     level: Level
@@ -50,40 +48,35 @@ class Finding:
 
 
 def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = print) -> int:
-    """Check this process, or under a launcher all of them; returns the exit status, 1 if something would fail.
+    """Check this process, or all processes of a launcher; return the exit status, 1 if training would fail.
 
     Args:
         ranks_per_node: As for the strategy.
-        say: Takes each line; called on rank 0.
+        say: Receives each line, on rank 0.
 
     Raises:
-        ValueError: If ``ranks_per_node`` does not make the world.
+        ValueError: If ``ranks_per_node`` does not divide the world.
     """
     environment = cluster_environment()
     size = environment.world_size()
-    if ranks_per_node is not None and (size > 1 or ranks_per_node < 1):  # one does not tell how many there will be
+    # a single process does not know the later world size
+    if ranks_per_node is not None and (size > 1 or ranks_per_node < 1):
         nodes_by_count(ranks_per_node, size)
-    own = list(local_findings(size, environment.local_rank()))
+    found = list(local_findings(size, environment.local_rank()))
+    prints = environment.global_rank() == 0
     if size == 1:
-        for finding in own:
-            say(str(finding))
-        say(str(Finding("note", "one process", "start this with torchrun, mpiexec or srun to check the network, too")))
-        return _status(own)
-    is_first = environment.global_rank() == 0
-    try:
-        with connected(ranks_per_node, _CONNECT) as ranks:
-            found = [*gathered(ranks.topology.world, own), *_together(ranks)]
-    except (RuntimeError, ValueError, OSError) as error:
-        found = [*own, _not_connected(error, environment.main_address, environment.main_port)]
-        is_first = True  # whoever got this far is to be heard
-    if is_first:
+        found.append(Finding("note", "one process", "start this with torchrun, mpiexec or srun to check the network"))
+    else:
+        try:
+            with connected(ranks_per_node, _CONNECT) as ranks:
+                found = [*gathered(ranks.topology.world, found), *_together(ranks)]
+        except (RuntimeError, ValueError, OSError) as error:
+            found.append(_not_connected(error, environment.main_address, environment.main_port))
+            prints = True  # rank 0 may be unable to
+    if prints:
         for finding in found:
             say(str(finding))
-    return _status(found)
-
-
-def _status(findings: Sequence[Finding]) -> int:
-    return int(any(finding.level == "FAIL" for finding in findings))
+    return int(any(finding.level == "FAIL" for finding in found))
 
 
 def _not_connected(error: Exception, address: str, port: int) -> Finding:
@@ -91,15 +84,15 @@ def _not_connected(error: Exception, address: str, port: int) -> Finding:
     return Finding(
         "FAIL",
         f"the ranks did not connect at {address}:{port} ({type(error).__name__}: {reason})",
-        "open that port between the nodes, and see the lines above on interfaces and addresses",
+        "open that port between the nodes, and check the interfaces and addresses above",
     )
 
 
-# ---- what one process can see ----------------------------------------------------------------------------------------
+# ---- checks of one process -------------------------------------------------------------------------------------------
 
 
 def local_findings(world_size: int, local_rank: int = 0) -> Iterator[Finding]:
-    """Return what one process can find."""
+    """Run the checks of one process."""
     yield from versions(_installed)
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
@@ -107,7 +100,9 @@ def local_findings(world_size: int, local_rank: int = 0) -> Iterator[Finding]:
         if local_rank < count:
             yield Finding("ok", f"{gpus}, backend nccl")
         else:
-            yield Finding("FAIL", f"{gpus} and more ranks: nccl refuses two on one", "start one process for each GPU")
+            yield Finding(
+                "FAIL", f"{gpus}, but more ranks: nccl refuses two ranks on a GPU", "start one process per GPU"
+            )
         yield interface("NCCL_SOCKET_IFNAME", os.environ, interfaces())
     else:
         yield Finding("ok", "no GPU, backend gloo")
@@ -125,41 +120,38 @@ def _installed(package: str) -> str | None:
 
 
 def versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Which packages there are, and whether they go together.
+    """Check the versions of packages.
 
     Args:
-        installed: The version of a package, or None.
+        installed: Returns the version of a package, or None.
     """
+    requirements = map(Requirement, metadata.requires("lightning-hiercomm") or ())
+    required = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+    found = {each.name: installed(each.name) for each in required}
+    missing = [str(each) for each in required if not each.specifier.contains(found[each.name] or "0")]
     python = ".".join(map(str, sys.version_info[:3]))
-    found = {package: installed(package) for package in _REQUIRED}
-    shown = ", ".join(f"{package} {version or 'missing'}" for package, version in found.items())
-    level: Level = "ok"
-    remedy = ""
-    for package, version in found.items():
-        if version is None or Version(version) < Version(_REQUIRED[package]):
-            level, remedy = "FAIL", f"pip install '{package}>={_REQUIRED[package]}'"
-    if found["lightning"] in _MALICIOUS:
-        level, remedy = (
-            "FAIL",
-            "this lightning was a malicious upload: pip install 'lightning>=2.6.4', and check the host",
-        )
-    yield Finding(level, f"python {python}, {shown}, lightning-hiercomm {installed('lightning-hiercomm')}", remedy)
+    shown = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
+    yield Finding(
+        "FAIL" if missing else "ok",
+        f"python {python}, {shown}, lightning-hiercomm {installed('lightning-hiercomm')}",
+        f"pip install {' '.join(map(repr, missing))}" if missing else "",
+    )
     second = installed("pytorch-lightning")
     if second is not None:
         yield Finding(
             "note",
-            f"pytorch-lightning {second} is another class tree than lightning.pytorch",
-            "with its Trainer import lightning_hiercomm.pytorch_lightning",
+            f"pytorch-lightning {second} has other classes than lightning.pytorch",
+            "with its Trainer, import lightning_hiercomm.pytorch_lightning",
         )
     mpi = installed("mpi4py")
     if mpi is None:
-        yield Finding("note", "no mpi4py", "for inter_node='mpi' pip install 'lightning-hiercomm[mpi]'")
+        yield Finding("note", "no mpi4py", "for inter_node='mpi', pip install 'lightning-hiercomm[mpi]'")
     else:
         yield Finding("ok", f"mpi4py {mpi}")
 
 
 def interfaces() -> dict[str, str | None]:
-    """This machine's network interfaces, with their IPv4 addresses."""
+    """Return this machine's network interfaces with their IPv4 addresses."""
     return {name: _address_of(name) for _, name in socket.if_nameindex()}
 
 
@@ -174,7 +166,7 @@ def _address_of(name: str) -> str | None:
 
 
 def interface(variable: str, environment: Mapping[str, str], known: Mapping[str, str | None]) -> Finding:
-    """Which network interface the backend will take.
+    """Check which network interface the backend uses.
 
     Args:
         variable: ``"GLOO_SOCKET_IFNAME"``, or ``"NCCL_SOCKET_IFNAME"``, which holds prefixes.
@@ -184,7 +176,7 @@ def interface(variable: str, environment: Mapping[str, str], known: Mapping[str,
     shown = ", ".join(f"{name} {address or 'without address'}" for name, address in known.items())
     wanted = environment.get(variable)
     if not wanted:
-        how = "gloo takes the one of the host name's address" if "GLOO" in variable else "nccl takes what is not lo"
+        how = "gloo uses that of the host name's address" if "GLOO" in variable else "nccl uses any except lo"
         return Finding("ok", f"interfaces {shown}; {variable} is not set, {how}")
     names = wanted.lstrip("^=").split(",")
     is_exact = "GLOO" in variable or wanted.startswith("=")
@@ -196,19 +188,19 @@ def interface(variable: str, environment: Mapping[str, str], known: Mapping[str,
     first = chosen[0]
     if known[first] is None and sys.platform == "linux":
         return Finding(
-            "FAIL", f"{variable}={wanted} chooses {first}, which has no address", "choose another, or set it up"
+            "FAIL", f"{variable}={wanted} chooses {first}, which has no address", "choose another one, or configure it"
         )
     return Finding("ok", f"interfaces {shown}; {variable}={wanted} chooses {first}")
 
 
 def addresses(environment: Mapping[str, str], world_size: int) -> Iterator[Finding]:
-    """Whether the names of the first rank and of this host mean something here."""
+    """Check that the names of the first rank and of this host resolve."""
     master = environment.get("MASTER_ADDR")
     if master is not None:
         resolved = _resolved(master)
         if resolved is None:
             yield Finding(
-                "FAIL", f"MASTER_ADDR={master} does not resolve on {socket.gethostname()}", "give its address instead"
+                "FAIL", f"MASTER_ADDR={master} does not resolve on {socket.gethostname()}", "set it to an IP address"
             )
         else:
             yield Finding("ok", f"MASTER_ADDR={master} is {resolved}")
@@ -217,13 +209,13 @@ def addresses(environment: Mapping[str, str], world_size: int) -> Iterator[Findi
     if own is None:
         level: Level = "FAIL" if world_size > 1 and not environment.get("GLOO_SOCKET_IFNAME") else "note"
         yield Finding(
-            level, f"the host name {host} does not resolve", "set GLOO_SOCKET_IFNAME, or add it to /etc/hosts"
+            level, f"the host name {host} does not resolve", "set GLOO_SOCKET_IFNAME, or add the name to /etc/hosts"
         )
     elif own.startswith("127."):
         yield Finding(
             "note",
             f"the host name {host} is {own}, which other machines cannot reach",
-            "with several machines set GLOO_SOCKET_IFNAME to the network's interface",
+            "on several machines, set GLOO_SOCKET_IFNAME to the network's interface",
         )
     else:
         yield Finding("ok", f"the host name {host} is {own}")
@@ -237,18 +229,18 @@ def _resolved(name: str) -> str | None:
 
 
 def open_files(soft: int, hard: int, world_size: int) -> Finding:
-    """Whether a process may open as many connections as all process groups need; the strategy raises the soft limit."""
+    """Check the hard limit on open files; the strategy raises the soft limit."""
     if hard == resource.RLIM_INFINITY or max(soft, hard) >= needed_files(world_size):
         return Finding("ok", f"a process may open {'any number of' if hard == resource.RLIM_INFINITY else hard} files")
-    found = f"a process may open {hard} files at most, rank 0 of {world_size} on gloo needs {needed_files(world_size)}"
-    return Finding("FAIL", found, f"ask for a higher hard limit (ulimit -Hn {needed_files(world_size)})")
+    found = f"a process may open {hard} files; on gloo, rank 0 of {world_size} needs {needed_files(world_size)}"
+    return Finding("FAIL", found, f"raise the hard limit (ulimit -Hn {needed_files(world_size)})")
 
 
-# ---- what only all of them can see -----------------------------------------------------------------------------------
+# ---- checks of all ranks ---------------------------------------------------------------------------------------------
 
 
 def gathered(world: Communicator, own: list[Finding]) -> list[Finding]:
-    """Every rank's findings, equal ones once."""
+    """Return the findings of all ranks; equal ones once, with their ranks."""
     everyone: list[list[Finding]] = world.all_gather_object(own)
     who: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(everyone):
@@ -263,7 +255,7 @@ def gathered(world: Communicator, own: list[Finding]) -> list[Finding]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """``"rank 3"``, ``"ranks 0-3, 8"``."""
+    """Return ranks as text: ``"rank 3"``, ``"ranks 0-3, 8"``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -286,25 +278,25 @@ def _together(ranks: Ranks) -> Iterator[Finding]:
 
 
 def layout(nodes: Sequence[Sequence[int]], machines: Sequence[Machine]) -> Iterator[Finding]:
-    """Which ranks share a node, and whether nodes are machines."""
+    """Report the nodes, and check that each is one machine."""
     shown = "; ".join(f"node {m} ({machines[node[0]].host}): {named(node)}" for m, node in enumerate(nodes))
     yield Finding("ok", shown if len(nodes) <= 16 else f"{len(nodes)} nodes of {len(nodes[0])} ranks")
     if len({len(node) for node in nodes}) > 1:
         least = min(map(len, nodes))
-        yield Finding("note", f"nodes are unequal, so only the first {least} ranks of each carry traffic between nodes")
+        yield Finding("note", f"nodes are unequal: only the first {least} ranks of each communicate with other nodes")
     homes = [{machines[rank].boot for rank in node} for node in nodes]
     if any(len(home) > 1 for home in homes):
         yield Finding(
-            "FAIL", "a node has ranks on several machines", "leave ranks_per_node out, or start ranks node by node"
+            "FAIL", "a node has ranks on several machines", "omit ranks_per_node, or start ranks node by node"
         )
     elif len(nodes) > 1 and len(set.union(*homes)) < len(nodes):
-        yield Finding("note", "several nodes are one machine, so what they exchange does not cross a network")
+        yield Finding("note", "several nodes are one machine: their traffic does not cross a network")
     elif len(nodes) == 1:
-        yield Finding("note", "all ranks share one node, so every scheme trains as DDP does")
+        yield Finding("note", "all ranks are one node: every scheme trains as DDP does")
 
 
 def control_port(topology: Topology, host: str) -> Finding:
-    """Whether every rank reaches rank 0 at a port of its own choice, as the control plane needs; collective."""
+    """Check that every rank reaches rank 0 at a free port, as the control plane needs; collective."""
     with contextlib.ExitStack() as stack:
         port = 0
         if topology.rank == 0:
@@ -313,28 +305,28 @@ def control_port(topology: Topology, host: str) -> Finding:
         port = topology.world.all_gather_object(port)[0]
         has_reached = topology.rank == 0
         with contextlib.suppress(OSError):
-            stack.enter_context(socket.create_connection((host, port), timeout=_KNOCK_SECONDS))
+            stack.enter_context(socket.create_connection((host, port), timeout=_CONNECT_TO_PORT))
             has_reached = True
         everyone = topology.world.all_gather_object(has_reached)
     shut_out = [rank for rank, reached in enumerate(everyone) if not reached]
     if shut_out:
         return Finding(
             "FAIL",
-            f"{named(shut_out)} cannot reach {host}:{port}, so failures elsewhere would show after the timeout only",
-            "open rank 0's high ports to the other nodes",
+            f"{named(shut_out)} cannot reach {host}:{port}: failures would show after the timeout only",
+            "open rank 0's ephemeral ports to the other nodes",
         )
-    return Finding("ok", f"every rank reaches the control plane's kind of port at {host}")
+    return Finding("ok", f"every rank reaches an ephemeral port of {host}, as the control plane needs")
 
 
 def threads(machines: Sequence[Machine], per_rank: Sequence[int]) -> Finding:
-    """Whether ranks of a machine compute with more threads than it has cores."""
+    """Check that the ranks of a machine have no more threads than it has cores."""
     for boot in dict.fromkeys(machine.boot for machine in machines):
         here = [rank for rank, machine in enumerate(machines) if machine.boot == boot]
         wanted, cores = sum(per_rank[rank] for rank in here), machines[here[0]].processors
         if wanted > cores:
             fitting = max(1, int(cores / len(here)))
-            crowd = f"{len(here)} ranks on {machines[here[0]].host} compute with {wanted} threads on {cores:g} cores"
+            crowd = f"{len(here)} ranks on {machines[here[0]].host} have {wanted} threads on {cores:g} cores"
             if fitting * len(here) > cores:
-                return Finding("note", crowd, f"at best OMP_NUM_THREADS={fitting}, or fewer ranks")
+                return Finding("note", crowd, f"start fewer ranks, or set OMP_NUM_THREADS={fitting}")
             return Finding("note", crowd, f"set OMP_NUM_THREADS={fitting}")
-    return Finding("ok", f"{per_rank[0]} threads per rank, as many as there are cores, or fewer")
+    return Finding("ok", f"{per_rank[0]} threads per rank, no more than cores")

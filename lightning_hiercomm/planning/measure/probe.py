@@ -1,4 +1,4 @@
-"""Measures a cluster: collectives inside and between nodes, and a training step of every rank."""
+"""Measure a cluster: collectives inside and between nodes, and a training step of every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.planning.cluster import Algorithm, Cluster, CostCurve, Link, Move, Workload
+from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Collective, CostCurve, Link, Workload
 from lightning_hiercomm.planning.measure.contention import measure_contention
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
@@ -24,10 +24,10 @@ from lightning_hiercomm.planning.predict.node import Node
 
 _SIZES = (2**16, 2**20, 2**22)
 _WITH_GRADIENTS = (*_SIZES, 2**24)  # DDP's buckets are larger than ours
-_INTRA: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-_INTER: tuple[Move, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
+_INTRA: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+_INTER: tuple[Collective, ...] = ("all_reduce", "reduce_scatter", "all_gather", "exchange")
 _AVERAGED_STEPS = 10  # steps with averages take as long as this number of kinds and sizes of collectives
-_COPIED = 2**25  # bytes: more than caches hold
+_COPIED = 2**25  # bytes, more than caches hold
 
 
 class Train(Protocol):
@@ -60,14 +60,14 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     copying = share.uncrowded(watch.copy(_COPIED))
     say(f"copying: {_COPIED / copying.seconds / 1e9:.1f} GB/s on every rank")
 
-    def link(name: str, group: Communicator | None, members: int, sharing: int, moves: tuple[Move, ...]) -> Link:
+    def link(name: str, group: Communicator | None, members: int, sharing: int, kinds: tuple[Collective, ...]) -> Link:
         sizes = _WITH_GRADIENTS if name != "between nodes" else _SIZES
-        curves: dict[Move, CostCurve] = {}
-        for move in moves if members > 1 else ():
-            curve = curves[move] = watch.curve(group, members, sharing, move, sizes, share)
+        curves: dict[Collective, CostCurve] = {}
+        for kind in kinds if members > 1 else ():
+            curve = curves[kind] = watch.curve(group, members, sharing, kind, sizes, share)
             (_, latency, _), *_, (sent, longest, _) = curve.points
             rate = sharing * sent / longest * 8 / 1e9
-            say(f"{name}, {move.replace('_', '-')}: {latency * 1e6:.0f} us, {rate:.3g} Gbit/s")
+            say(f"{name}, {kind.replace('_', '-')}: {latency * 1e6:.0f} us, {rate:.3g} Gbit/s")
         return _link(curves, "halving" if ranks.backend == "nccl" else "ring")
 
     smallest = topology.num_shards
@@ -171,7 +171,7 @@ def _averaging(cluster: Cluster, workload: Workload, seconds: float) -> float:
     return unexplained * min(1.0, cluster.processors / (cluster.ranks_per_node * workload.threads))
 
 
-def _link(curves: dict[Move, CostCurve], algorithm: Algorithm) -> Link:
+def _link(curves: dict[Collective, CostCurve], algorithm: Algorithm) -> Link:
     """Summarize curves as a link with a latency and a bandwidth."""
     if not curves:
         return Link(float("inf"), algorithm=algorithm)

@@ -9,13 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_hiercomm.planning.cluster import Cluster, Contention, CostCurve, Link, Workload
+from lightning_hiercomm.planning.cluster import Cluster, Contention, CostCurve, Link, PlanningError, Workload
 
 _FORMAT = 2
-
-
-class ProfileError(ValueError):
-    """A file is not a usable profile."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class Profile:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON's primitives."""
+        """Return values for JSON."""
         return {
             "format": _FORMAT,
             "about": dict(self.about),
@@ -46,9 +42,11 @@ class Profile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Profile:
-        """Reverse :meth:`to_dict`; raises ProfileError."""
+        """Reverse :meth:`to_dict`; raises PlanningError."""
         if not isinstance(values, Mapping) or values.get("format") != _FORMAT:
-            raise ProfileError("it was not written by `python -m lightning_hiercomm probe` of this version")
+            raise PlanningError(
+                "it was not written by `python -m lightning_hiercomm probe` of this version: run it again"
+            )
         try:
             cluster = dict(values["cluster"])
             links = {name: _link(cluster.pop(name)) for name in ("intra", "inter", "world")}
@@ -59,7 +57,7 @@ class Profile:
                 values.get("about", {}),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ProfileError(f"{type(error).__name__}: {error}") from error
+            raise PlanningError(f"{type(error).__name__}: {error}") from error
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -67,26 +65,27 @@ class Profile:
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Read a file; raises ProfileError."""
+        """Read a file; raises PlanningError."""
         try:
             return cls.from_dict(json.loads(path.read_text()))
         except OSError as error:
-            raise ProfileError(f"cannot read {path}: {error.strerror}") from error
+            raise PlanningError(f"cannot read {path}: {error.strerror}") from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ProfileError(f"{path} is not JSON: {error}") from error
-        except ProfileError as error:
-            raise ProfileError(f"{path} is not a profile: {error}") from error
+            raise PlanningError(f"{path} is not JSON: {error}") from error
+        except PlanningError as error:
+            raise PlanningError(f"{path} is not a profile: {error}") from error
 
 
 def _link(values: Mapping[str, Any] | None) -> Link | None:
     if values is None:
         return None
     curves = {
-        move: CostCurve(curve["members"], curve["sharing"], tuple(tuple(point) for point in curve["points"]))
-        for move, curve in values["curves"].items()
+        kind: CostCurve(curve["members"], curve["sharing"], tuple(tuple(point) for point in curve["points"]))
+        for kind, curve in values["curves"].items()
     }
-    limits = {name: math.inf if values[name] is None else values[name] for name in ("bandwidth", "stream_bandwidth")}
-    return Link(**{**values, **limits, "curves": curves, "contention": Contention(**values["contention"])})
+    bandwidth = math.inf if values["bandwidth"] is None else values["bandwidth"]
+    contention = Contention(**values["contention"])
+    return Link(bandwidth, values["latency"], values["algorithm"], curves, contention)
 
 
 def _without_infinity(value: Any) -> Any:

@@ -1,12 +1,8 @@
-"""Times training steps of a LightningModule on one rank, in Lightning's loop."""
+"""Time training steps of a LightningModule on one rank, in Lightning's loop."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
-import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -30,6 +26,7 @@ from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import PlanningError
 from lightning_hiercomm.planning.measure.stopwatch import queued_seconds
+from lightning_hiercomm.planning.user_code import json_object, load_object
 from lightning_hiercomm.schemes.gradients import NodeMean
 
 LEAST_STEPS = 6
@@ -194,45 +191,29 @@ class _Clock(pl.Callback):
         return time.perf_counter()
 
 
-# ---- what is trained -------------------------------------------------------------------------------------------------
+# ---- modules ---------------------------------------------------------------------------------------------------------
 
 
-def load_module(path: str, arguments: str | None = None) -> tuple[pl.LightningModule, Any]:
-    """Build a LightningModule and its dataloaders, which are None if the module has its own.
+def load_module(path: str, arguments: str | None = None) -> pl.LightningModule:
+    """Build a LightningModule that has its own dataloader.
 
     Args:
         path: Of the class: ``"package.module:Class"``.
         arguments: Of its constructor, as a JSON object.
 
     Raises:
-        PlanningError: If there is no such module, or it has no data.
+        PlanningError: If there is no such module, or it has no ``train_dataloader``.
     """
-    name, separator, kind = path.partition(":")
-    if not separator or not name or not kind:
-        raise PlanningError(f"--module {path!r} must look like package.module:Class")
-    try:
-        values = json.loads(arguments) if arguments else {}
-    except json.JSONDecodeError as error:
-        raise PlanningError(f"--module-args is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise PlanningError('--module-args must be a JSON object, such as {"width": 512}')
-    if os.getcwd() not in sys.path:  # not every launcher adds it
-        sys.path.insert(0, os.getcwd())
-    try:
-        made = getattr(importlib.import_module(name), kind)
-    except (ImportError, AttributeError) as error:
-        raise PlanningError(f"--module {path!r} cannot be imported: {error}") from error
+    made, values = load_object("--module", path), json_object("--module-args", arguments, '{"width": 512}')
     try:
         module = made(**values)
     except TypeError as error:
         raise PlanningError(f"{path} cannot be made: {error}; give its arguments with --module-args") from error
     if not isinstance(module, pl.LightningModule):
         raise PlanningError(f"{path} is not a LightningModule of `lightning.pytorch`")
-    if is_overridden("train_dataloader", module, pl.LightningModule):
-        return module, None
-    if module.example_input_array is None:
-        raise PlanningError(f"{path} needs a train_dataloader or an example_input_array to be trained on")
-    return _Example(module), DataLoader(_Same(module.example_input_array), batch_size=None)
+    if not is_overridden("train_dataloader", module, pl.LightningModule):
+        raise PlanningError(f"{path} has no train_dataloader: define one in a subclass, or use --params instead")
+    return module
 
 
 class StandIn(pl.LightningModule):
@@ -257,25 +238,6 @@ class StandIn(pl.LightningModule):
         return DataLoader(_Same(torch.randn(_BATCH, self.width)), batch_size=None)
 
 
-class _Example(pl.LightningModule):
-    """Trains a module on its example inputs; the loss is the mean of its outputs."""
-
-    def __init__(self, module: pl.LightningModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if isinstance(batch, dict):
-            outputs = self.module(**batch)
-        else:
-            outputs = self.module(*batch) if isinstance(batch, tuple) else self.module(batch)
-        found = [tensor.float().mean() for tensor in _tensors(outputs) if tensor.requires_grad]
-        return torch.stack(found).sum()
-
-    def configure_optimizers(self) -> Any:
-        return self.module.configure_optimizers()
-
-
 class _Same(IterableDataset[Any]):
     """Repeats one batch without end."""
 
@@ -285,17 +247,6 @@ class _Same(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         while True:
             yield self._batch
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Times collectives on all ranks at once: seconds and processor time."""
+"""Time collectives on all ranks at once: seconds and processor time."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
-from lightning_hiercomm.planning.cluster import CostCurve, Move, sent_bytes
+from lightning_hiercomm.planning.cluster import Collective, CostCurve, sent_bytes
 from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation, round_of
 
 IN_FLIGHT = 3
-"""Collectives in flight: a single one would time how long a thread waits for its turn."""
+"""Collectives in flight; with a single one, the time of waking a thread would dominate."""
 
-_COLD = 2**26  # bytes of tensors that take turns: parameters are not in a cache either
+_COLD = 2**26  # bytes of tensors that are used in turn, so that none is in a cache, as in training
 _MOST_TURNS = 1024
-_BLOCKS = 3  # whatever else the machine does comes and goes
+_BLOCKS = 3  # the median excludes other load of the machine
 _SMALLEST = 16  # bytes: all latency
 _LONGEST = 1.0
-_CROWDED = 0.6  # of a node's processors: the rest of them wakes threads, or works for the kernel
-_NEVER_QUEUED = 0.95  # of the time in which a thread could run, it did
+_CROWDED = 0.6  # share of a node's processors in use; the kernel uses the others
+_NEVER_QUEUED = 0.95  # share of the time in which a runnable thread ran
 
 StartCollective = Callable[[int], Handle]
 """Starts the i-th of many collectives."""
@@ -69,7 +69,7 @@ class ProcessorShare:
     def found(cls, cores: float, steps: Sequence[Timing], threads: int) -> ProcessorShare:
         """Derive the share from simultaneous steps of all ranks with ``threads`` threads each, on ``cores`` cores."""
         ranks = len(steps)
-        if cores >= 2 * ranks * threads:  # one for what computes, one for what communicates
+        if cores >= 2 * ranks * threads:  # one for training, one for communication
             return cls(None, ranks)
         running = [step.running(threads) for step in steps]
         if min(running) > _NEVER_QUEUED:
@@ -134,7 +134,7 @@ class Stopwatch:
         group: Communicator | None,
         members: int,
         sharing: int,
-        move: Move,
+        kind: Collective,
         sizes: Sequence[int],
         share: ProcessorShare,
     ) -> CostCurve:
@@ -144,16 +144,16 @@ class Stopwatch:
             group: Of this rank; None if it is in none.
             members: Number of ranks in each group.
             sharing: Number of groups that share the link.
-            move: The kind.
+            kind: The kind.
             sizes: Bytes of the tensors, ascending. Those that would take too long are left out.
             share: Of the processors.
         """
         points: list[tuple[float, float, float]] = []
         for size in (_SMALLEST * members, *sizes):
-            sent = sent_bytes(move, members, size)
+            sent = sent_bytes(kind, members, size)
             if len(points) > 1 and CostCurve(members, sharing, tuple(points)).seconds(sent, 1) > _LONGEST:
                 break
-            timing = share.uncrowded(self.time(_nothing if group is None else self._launch(group, move, size)))
+            timing = share.uncrowded(self.time(_nothing if group is None else self._launch(group, kind, size)))
             points.append((sent, timing.seconds, timing.processor_seconds))
         return CostCurve(members, sharing, tuple(points))
 
@@ -182,8 +182,8 @@ class Stopwatch:
         streams.synchronize(self._device)
         return time.perf_counter() - start, time.process_time() - processor_start
 
-    def _launch(self, group: Communicator, move: Move, size: int) -> StartCollective:
-        """Return what starts a collective of ``size`` bytes, in other buffers than those before it."""
+    def _launch(self, group: Communicator, kind: Collective, size: int) -> StartCollective:
+        """Return a function that starts a collective of ``size`` bytes, each time in other buffers."""
         part = max(1, size // 4 // group.size)
         numel = part * group.size
         turns = min(max(IN_FLIGHT, _COLD // (8 * numel)), _MOST_TURNS)
@@ -191,15 +191,15 @@ class Stopwatch:
 
         def launch(i: int) -> Handle:
             whole, other = wholes[i % turns], others[i % turns]
-            if move == "all_reduce":
+            if kind == "all_reduce":
                 return group.all_reduce(whole)
-            if move == "reduce_scatter":
+            if kind == "reduce_scatter":
                 return group.reduce_scatter(other[:part], whole)
-            if move == "all_gather":
+            if kind == "all_gather":
                 return group.all_gather(whole, other[:part])
-            if move == "broadcast":
+            if kind == "broadcast":
                 return group.broadcast(whole, source=i % group.size)
-            # with the random peers of gossip, of which some wait for others
+            # with the random peers of gossip, which wait for each other
             peers = round_of(RandomPermutation(), group.size, i)
             return group.exchange(
                 [(whole, peer) for peer in peers.send_to[group.rank]],
@@ -209,7 +209,7 @@ class Stopwatch:
         return launch
 
     def _zeros(self, numel: int) -> Tensor:
-        """Return memory that was written before: its first use takes longer than most collectives."""
+        """Return memory that was written before; the first use of memory is slow."""
         if len(self._memory) < numel:
             self._memory = torch.full((numel,), 0.0, device=self._device)
         return self._memory[:numel]

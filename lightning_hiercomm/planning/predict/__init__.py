@@ -1,1 +1,1 @@
-"""What a scheme would cost there: the cost model, its timeline, a recommendation."""
+"""The cost model and the recommendation."""

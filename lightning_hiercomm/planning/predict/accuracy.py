@@ -1,4 +1,4 @@
-"""Accuracy that was measured against float32 all-reduce, for a configuration of a plan."""
+"""Look up the measured accuracy of a scheme against float32 all-reduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme
 
 WIRES = ("float32", "bfloat16", "int8", "int4", "top4")
-"""What may travel between nodes, the most exact first."""
+"""Payload types between nodes, the most exact first."""
 
 Kind = Literal["as DDP", "none lost seen", "lost", "not measured"]
 
@@ -50,12 +50,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """What was measured of the accuracy of a configuration.
+    """The measured accuracy of a configuration.
 
     Attributes:
         kind: ``"as DDP"``: the training is DDP's. ``"none lost seen"``: no interval lies below zero. ``"lost"``: one
-            does. ``"not measured"``: no table holds the configuration, and none decides for it.
-        measured: The row with the lowest interval that decides; None if there is none.
+            interval does. ``"not measured"``: no measured configuration decides.
+        measured: The deciding row with the lowest interval; None without any.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ class Accuracy:
 
     @property
     def is_kept(self) -> bool:
-        """Whether no loss was seen."""
+        """Whether no loss was measured."""
         return self.kind in ("as DDP", "none lost seen")
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Accuracy:
 
 @cache
 def measured() -> tuple[Measured, ...]:
-    """Return all rows that the package knows."""
+    """Return all measured rows of the package."""
     with (files(__package__) / "accuracy.csv").open() as file:
         return tuple(
             Measured(
@@ -98,16 +98,15 @@ def accuracy(
 ) -> Accuracy:
     """Look up the accuracy of a configuration.
 
-    A configuration that no row holds gets the result of another period or type of the same scheme where that decides:
-    no loss was seen with a longer period and a narrower type, or a loss was seen with a shorter period and a wider one.
+    Other rows of the same scheme decide for a configuration without a row: no loss with a longer period and a narrower
+    type, or a loss with a shorter period and a wider type.
 
     Args:
         kind: The scheme's class; None is DDP.
         arguments: Of its constructor.
         wire_dtype: Payload type between nodes; None: that of the parameters.
-        nodes: Number of nodes. Rows of the smallest measured number that is no smaller count; above all of them, those
-            of the largest.
-        rows: What was measured. Default: :func:`measured`.
+        nodes: Number of nodes. The rows of the next larger measured number decide, or those of the largest.
+        rows: Measured rows. Default: :func:`measured`.
     """
     if kind is None or (kind is AllReduce and wire_dtype in (None, "float32")):
         return Accuracy("as DDP")
@@ -137,7 +136,7 @@ def accuracy(
 
 
 def _period(kind: type[Scheme], arguments: Mapping[str, Any]) -> int | None:
-    """The period of a configuration of a kind that was measured; None of other kinds."""
+    """Return the period of a configuration of a measured kind; None for other kinds."""
     others = {name: value for name, value in arguments.items() if name != "sync_every"}
     if kind is DASO:
         return 4 if arguments == {"sync_every": 4, "staleness": 1, "merge": "delta"} else None

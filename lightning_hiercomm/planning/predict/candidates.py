@@ -1,4 +1,4 @@
-"""Which configurations are considered, and which one is recommended."""
+"""Predict many configurations on a cluster, and recommend one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
-from lightning_hiercomm.planning.predict import cycles
 from lightning_hiercomm.planning.predict.accuracy import WIRES, Accuracy, accuracy
 from lightning_hiercomm.planning.predict.cost import Prediction, predict
+from lightning_hiercomm.planning.predict.cycles import drift
 from lightning_hiercomm.planning.predict.schemes import Payload
 from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
 from lightning_hiercomm.schemes import (
@@ -23,7 +23,7 @@ from lightning_hiercomm.schemes import (
 )
 
 DEFAULT_WIRES = (None, "bfloat16", "int8", "int4")
-"""What may travel between nodes, if nothing is said."""
+"""Default payload types between nodes; None: the parameters' own."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Candidate:
 
     Attributes:
         kind: The scheme's class; None is Lightning's ``DDPStrategy``.
-        arguments: Of its constructor.
-        wire_dtype: As for the strategy; None: as it is.
+        arguments: Arguments of its constructor.
+        wire_dtype: As for the strategy; None: the parameters' own type.
     """
 
     kind: type[Scheme] | None
@@ -42,38 +42,34 @@ class Candidate:
 
     @property
     def scheme(self) -> Scheme | None:
-        """With its arguments."""
+        """The scheme; None is Lightning's ``DDPStrategy``."""
         return None if self.kind is None else self.kind(**self.arguments)
 
     @property
     def name(self) -> str:
-        """Of the class."""
+        """The name of the class."""
         return "DDPStrategy" if self.kind is None else self.kind.__name__
 
     @property
     def title(self) -> str:
-        """As one would write it in Python."""
+        """The constructor's call in Python."""
         if self.kind is None:
             return self.name
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
-    def drift(self, nodes: int) -> float:
-        """See :func:`lightning_hiercomm.planning.predict.cycles.drift`."""
-        return cycles.drift(self.scheme, nodes)
-
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration and what it would do.
+    """A configuration with its prediction.
 
     Attributes:
         candidate: The configuration.
-        prediction: Of its step.
-        speedup: Against Lightning's ``DDPStrategy`` on the same cluster.
-        overhead: How much longer a step takes than on one node alone, as a share of that.
-        drift: See :meth:`Candidate.drift`.
+        prediction: The predicted step.
+        speedup: Speed relative to Lightning's ``DDPStrategy`` on the same cluster.
+        overhead: Extra time of a step as a share of a step on one node alone.
+        drift: See :func:`lightning_hiercomm.planning.predict.cycles.drift`.
         fits: Whether a rank's memory is enough.
-        accuracy: What was measured of its accuracy.
+        accuracy: The measured accuracy.
     """
 
     candidate: Candidate
@@ -90,13 +86,13 @@ class Plan:
     """All configurations on one cluster.
 
     Attributes:
-        cluster: Where.
-        workload: What.
+        cluster: The cluster.
+        workload: The training of a rank.
         rows: All configurations, DDP first.
-        alone: Seconds of a step on one node of the cluster, without the others.
-        target: The overhead that is accepted.
+        alone: Seconds of a step on one node alone.
+        target: Accepted overhead.
         chosen: The recommended row.
-        reason: Why it is recommended, one sentence or two.
+        reason: The reason for the recommendation, in a few sentences.
     """
 
     cluster: Cluster
@@ -108,11 +104,11 @@ class Plan:
     reason: str
 
     def best_of_each(self) -> list[Row]:
-        """One row per scheme: the one with least drift that meets the target, else the fastest."""
+        """Return the row of each scheme that :func:`plan` would recommend."""
         return [_best(self.rows, name, self.target) for name in dict.fromkeys(row.candidate.name for row in self.rows)]
 
     def left_out(self) -> dict[str, str]:
-        """Schemes that are in no row, each with the reason."""
+        """Return the schemes without a row, with the reasons."""
         found = {row.candidate.kind for row in self.rows}
         if StepsDelay in found:
             return {}
@@ -122,17 +118,17 @@ class Plan:
 def candidates(
     cluster: Cluster, workload: Workload, wires: Iterable[str | None] = DEFAULT_WIRES
 ) -> Iterator[Candidate]:
-    """Settings in the range in which papers and users have trained well; DDP first.
+    """Generate settings in the range of papers and users; DDP first.
 
     Args:
-        cluster: Where.
-        workload: What. ``StepsDelay`` is left out for optimizers with more state than momentum: its local rule is made
-            for SGD.
-        wires: What may travel between nodes.
+        cluster: The cluster.
+        workload: The training of a rank. ``StepsDelay`` needs an optimizer with no more state than momentum, because
+            its local rule is made for SGD.
+        wires: Payload types between nodes.
     """
     refused = {*((StepsDelay, wire) for wire in ("int8", "int4", "top4")), (Gossip, "top4")}
     yield Candidate(None)
-    # what would not be narrower than the parameters is what travels as it is
+    # a type that is no narrower than the parameters' equals their own
     for wire in dict.fromkeys(wire if Payload.named(wire, workload).narrows else None for wire in wires):
         for kind, arguments in _settings(cluster, workload):
             if (kind, wire) not in refused:
@@ -161,7 +157,7 @@ def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Schem
 
 
 def _keeps_more(workload: Workload) -> bool:
-    """Whether the optimizer keeps more than momentum."""
+    """Return whether the optimizer has more state than momentum."""
     return workload.state_per_parameter > 1.5
 
 
@@ -174,17 +170,17 @@ def plan(
 ) -> Plan:
     """Predict all configurations, and recommend one.
 
-    Recommended is a configuration that trains as DDP does or of which no loss of accuracy was seen
-    (:func:`~lightning_hiercomm.planning.predict.accuracy.accuracy`): among those that take no more than ``target``
-    longer than one node alone, the one with the fewest steps between synchronizations and the widest type between
-    nodes; where none does, the fastest.
+    The recommended configuration has no measured loss of accuracy
+    (:func:`~lightning_hiercomm.planning.predict.accuracy.accuracy`). Among those with an overhead of at most
+    ``target``, it has the fewest steps between synchronizations, then the widest type between nodes. If none meets the
+    target, the fastest is recommended.
 
     Args:
-        cluster: Where.
-        workload: What.
-        wires: What may travel between nodes.
-        memory: Bytes that a rank has. None: enough.
-        target: The overhead that is accepted.
+        cluster: The cluster.
+        workload: The training of a rank.
+        wires: Payload types between nodes.
+        memory: Bytes of a rank's memory. None: enough.
+        target: Accepted overhead.
 
     Raises:
         ValueError: If no configuration fits into the memory.
@@ -199,7 +195,7 @@ def plan(
                 prediction,
                 rows[0].prediction.seconds / prediction.seconds if rows else 1.0,
                 prediction.seconds / alone - 1,
-                candidate.drift(cluster.nodes),
+                drift(candidate.scheme, cluster.nodes),
                 memory is None or prediction.memory_bytes <= memory,
                 accuracy(candidate.kind, candidate.arguments, candidate.wire_dtype, cluster.nodes),
             )
@@ -207,12 +203,11 @@ def plan(
     if not any(row.fits for row in rows):
         least = min(row.prediction.memory_bytes for row in rows)
         raise ValueError(
-            f"a rank needs at least {shown_bytes(least)} for the model, its gradients and the optimizer, which is more"
-            f" than {shown_bytes(memory or 0)}: shard the model inside the node, or take a smaller one"
+            f"a rank needs at least {shown_bytes(least)} for model, gradients and optimizer, more than"
+            f" {shown_bytes(memory or 0)}: shard the model inside the node, or use a smaller one"
         )
     chosen = _choose([row for row in rows if row.fits and row.candidate.kind is not None] or rows[:1], target)
-    reason = " ".join(filter(None, [_reason(chosen, rows, target), phases(chosen.candidate, cluster, workload)]))
-    return Plan(cluster, workload, rows, alone, target, chosen, reason)
+    return Plan(cluster, workload, rows, alone, target, chosen, _reason(chosen, rows, target))
 
 
 def _choose(rows: Sequence[Row], target: float) -> Row:
@@ -258,21 +253,5 @@ def _with_wire(row: Row) -> str:
     return f" with wire_dtype={wire!r}" if wire else ""
 
 
-def phases(candidate: Candidate, cluster: Cluster, workload: Workload) -> str:
-    """What a step takes in the phases of a scheme that end, which a prediction leaves out; empty if it has none.
-
-    Args:
-        candidate: The configuration.
-        cluster: Where it runs.
-        workload: What is trained.
-    """
-    scheme = candidate.scheme
-    told = cycles.first_phase(scheme)
-    if scheme is None or told is None:
-        return ""
-    waiting = predict(cycles.first_step(scheme, 1), cluster, workload, candidate.wire_dtype)
-    return told.format(seconds=shown_seconds(waiting.seconds))
-
-
-_MADE_FOR_SGD = "its local rule is made for SGD, and this optimizer keeps more state than momentum"
-_NEEDS_SUMS = "what it sends is summed on its way: let float32 or bfloat16 travel (--wires)"
+_MADE_FOR_SGD = "its local rule is made for SGD, and this optimizer has more state than momentum"
+_NEEDS_SUMS = "it supports float32 and bfloat16 only (--wires)"

@@ -1,4 +1,4 @@
-"""Predicts what a step takes, moves and holds on a cluster, for any scheme."""
+"""Predict the time, traffic and memory of a training step on a cluster."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LEAST_STEPS = 4
 _BUSY = 0.9
 
 Limit = Literal["processors", "link", "training", "turns"]
-"""What a step's time depends on most; ``"turns"``: training and the link wait for each other."""
+"""The resource that limits a step; ``"turns"``: training and the link wait for each other."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one optimizer step in the long run; of one node or one rank, since all are alike.
+    """The prediction for one optimizer step in the long run, of one node or rank.
 
     Attributes:
-        seconds: It takes.
-        exposed_seconds: Of these, training waits for communication, inside the node and between nodes.
-        inter_bytes: A node sends to other nodes; the sum of its ranks' meters.
-        memory_bytes: A rank holds: model, gradients, optimizer state and what the scheme needs; no activations.
-        limit: What the step's time depends on most.
+        seconds: Its time.
+        exposed_seconds: The part in which training waits for communication, inside the node or between nodes.
+        inter_bytes: Bytes that a node sends to other nodes: the sum of its ranks' meters.
+        memory_bytes: Memory of a rank: model, gradients, optimizer state and the scheme's own; no activations.
+        limit: The resource that limits the step.
     """
 
     seconds: float
@@ -40,18 +40,18 @@ class Prediction:
 def predict(scheme: Scheme | None, cluster: Cluster, workload: Workload, wire_dtype: str | None = None) -> Prediction:
     """Predict a scheme's step.
 
-    The step is played through on a :class:`~lightning_hiercomm.planning.predict.node.Node`, in virtual time: every
-    message costs ``rounds * latency + bytes / bandwidth`` (or what was measured), one after another on each link,
-    beside whatever the scheme lets go on meanwhile.
+    The step is simulated on a :class:`~lightning_hiercomm.planning.predict.node.Node` in virtual time. A message costs
+    ``rounds * latency + bytes / bandwidth``, or the measured time. Messages on one link follow each other; everything
+    else overlaps as the scheme allows.
 
     Args:
-        scheme: With its arguments; None is Lightning's ``DDPStrategy``. Phases that end are left out.
-        cluster: Where it runs.
-        workload: What is trained, and how long a step takes by itself.
-        wire_dtype: As for the strategy: what travels between nodes.
+        scheme: The scheme; None is Lightning's ``DDPStrategy``. Warm-up and cool-down are left out.
+        cluster: The cluster.
+        workload: The training of a rank, and its step time without communication.
+        wire_dtype: Payload type between nodes, as for the strategy.
 
     Raises:
-        ValueError: For a scheme that has no period.
+        ValueError: If the scheme's period is unknown before a run.
     """
     payload = Payload.named(wire_dtype, workload)
     period = cycle(scheme)

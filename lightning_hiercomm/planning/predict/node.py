@@ -1,4 +1,4 @@
-"""One node of a cluster in virtual time: all nodes do the same, and so do the ranks of a node."""
+"""Simulate one node of a cluster in virtual time; all nodes, and all ranks of a node, do the same."""
 
 from __future__ import annotations
 
@@ -7,59 +7,59 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
-from lightning_hiercomm.planning.cluster import Cluster, Cost, Move, Workload
+from lightning_hiercomm.planning.cluster import Cluster, Collective, Cost, Workload
 from lightning_hiercomm.planning.predict.timeline import Operation, Timeline
 
 _FIRST_DDP_BUCKET = 2**20
 _DDP_BUCKET = 25 * 2**20
-_MOST_PIECES = 16  # more would be more exact by less than anybody can measure
+_MOST_GROUPS = 16  # more groups change predictions by less than measurements can show
 _MOST_STEPS_IN_DETAIL = 4
 _STEPS_ALIKE = 4
 
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """A part of the model that travels by itself.
+    """Some buckets that are sent one after another.
 
     Attributes:
-        bytes: Its size.
-        messages: How many buckets it stands for.
+        bytes: Size of all buckets.
+        messages: Number of buckets.
     """
 
     bytes: float
     messages: int = 1
 
     def scaled(self, by: float) -> BucketGroup:
-        """As many messages of another size."""
+        """Return as many buckets of another size."""
         return BucketGroup(self.bytes * by, self.messages)
 
 
 Average = Callable[["Node", BucketGroup, Operation], Operation]
-"""What becomes of a bucket of gradients that is ready when a task has ended; returns what ends it."""
+"""Adds the averaging of gradient buckets to a node, after an operation; returns the last operation."""
 
 
-def average_in_node(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
-    """The mean of a bucket of gradients over the node."""
+def average_in_node(node: Node, buckets: BucketGroup, ready: Operation) -> Operation:
+    """Average gradients over the ranks of the node."""
     if node.cluster.ranks_per_node == 1:
         return ready
-    return node.intra("all_reduce", piece, [ready])
+    return node.intra("all_reduce", buckets, [ready])
 
 
-def untouched(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
-    """Every rank trains with its own gradients."""
+def untouched(node: Node, buckets: BucketGroup, ready: Operation) -> Operation:
+    """Leave each rank its own gradients."""
     return ready
 
 
 class Node:
-    """Writes down what the ranks of one node do, step by step, then says how long it takes.
+    """Collects the operations of a node, step by step, and then computes their times.
 
     Args:
-        cluster: Of which this is one node.
-        workload: What each of its ranks trains.
+        cluster: The cluster that the node belongs to.
+        workload: The training of each rank.
 
     Attributes:
-        inter_bytes: What this node has sent to others so far.
-        intra_bytes: What its ranks have sent each other so far.
+        inter_bytes: Bytes that this node sent to others so far.
+        intra_bytes: Bytes that its ranks sent each other so far.
     """
 
     def __init__(self, cluster: Cluster, workload: Workload) -> None:
@@ -67,7 +67,7 @@ class Node:
         self.workload = workload
         self.inter_bytes = 0.0
         self.intra_bytes = 0.0
-        self._cost_inside = functools.cache(cluster.intra.cost)  # which every step asks for again
+        self._cost_inside = functools.cache(cluster.intra.cost)  # every step needs the same costs
         self._cost_between = functools.cache(cluster.inter.cost)
         self._timeline = Timeline() if cluster.processors is None else Timeline(cluster.processors)
         self._steps = 0
@@ -77,17 +77,17 @@ class Node:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that carry parts of what goes between the nodes: all of them."""
+        """Number of shards of inter-node traffic: one per rank."""
         return self.cluster.ranks_per_node
 
-    # ---- the training thread -------------------------------------------------------------------------------------
+    # ---- the training thread -----------------------------------------------------------------------------------------
 
     def train(self, steps: int = 1, average: Average = average_in_node) -> None:
-        """Take optimizer steps: forward, backward with DDP's buckets averaged meanwhile, update.
+        """Add optimizer steps: forward, backward overlapped with the averaging of DDP's buckets, update.
 
         Args:
-            steps: How many, with nothing but gradients to be exchanged.
-            average: What becomes of a bucket of gradients.
+            steps: Number of steps without other communication.
+            average: Averages the gradients.
         """
         if steps <= _MOST_STEPS_IN_DETAIL:
             for _ in range(steps):
@@ -99,19 +99,19 @@ class Node:
         self.train_once(average)
 
     def train_once(self, average: Average, before_update: Callable[[], object] | None = None) -> None:
-        """Take one optimizer step.
+        """Add one optimizer step.
 
         Args:
-            average: What becomes of a bucket of gradients.
-            before_update: What is done besides, between backward and update.
+            average: Averages the gradients.
+            before_update: Adds operations between backward and update.
         """
         workload = self.workload
         self._compute(workload.forward)
         backward = workload.backward + (workload.averaging if self._averages(average) else 0.0)
         ends = []
-        for piece in ddp_buckets(workload.model_bytes):
-            ready = self._compute(backward * piece.bytes / workload.model_bytes)
-            ends.append(average(self, piece, ready))
+        for group in ddp_buckets(workload.model_bytes):
+            ready = self._compute(backward * group.bytes / workload.model_bytes)
+            ends.append(average(self, group, ready))
         self.wait(*ends)
         if before_update is not None:
             before_update()
@@ -120,11 +120,11 @@ class Node:
         self.mark()
 
     def _averages(self, average: Average) -> bool:
-        """Whether gradients go to other ranks: else a strategy leaves DDP out."""
+        """Whether gradients are averaged at all; otherwise strategies do not use DDP."""
         return average is not untouched and (average is not average_in_node or self.cluster.ranks_per_node > 1)
 
     def _train_at_once(self, steps: int, average: Average) -> None:
-        """Steps that differ in nothing, as one task: nobody wants to wait for a thousand of them."""
+        """Add equal steps as one operation, which is fast to simulate."""
         if average not in self._alike:
             one = Node(self.cluster, self.workload)
             one.train(_STEPS_ALIKE, average)
@@ -141,89 +141,89 @@ class Node:
     def passes(
         self, size: float, times: float = 1.0, resource: str = "training", after: Iterable[Operation] = ()
     ) -> Operation:
-        """Every rank reads ``size`` bytes and writes as many, so many times."""
+        """Add a pass of every rank over memory, which reads and writes ``size`` bytes, ``times`` times."""
         bandwidth = self.cluster.memory_bandwidth
         seconds = 0.0 if bandwidth is None else times * size / bandwidth
         return self._timeline.add(resource, seconds, self.num_shards if self.workload.threads else 0.0, after)
 
-    def wait(self, *tasks: Operation) -> Operation:
-        """Training goes on when these have ended."""
-        return self._timeline.add("training", after=tasks)
+    def wait(self, *operations: Operation) -> Operation:
+        """Let training wait for operations."""
+        return self._timeline.add("training", after=operations)
 
     def mark(self) -> None:
-        """What a step entails has ended; what came after the optimizer belongs to it."""
+        """End a step, including the operations after its optimizer."""
         self._marks.append(_Mark(self._timeline.add("training"), self._steps, self.inter_bytes))
 
     def _compute(self, seconds: float) -> Operation:
         return self._timeline.add("training", seconds, self.cluster.ranks_per_node * self.workload.threads)
 
-    # ---- moves ---------------------------------------------------------------------------------------------------
+    # ---- collectives -------------------------------------------------------------------------------------------------
 
     def intra(
-        self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), resource: str = "node"
+        self, kind: Collective, buckets: BucketGroup, after: Iterable[Operation] = (), resource: str = "node"
     ) -> Operation:
-        """A move of the ranks of the node.
+        """Add a collective of the ranks of the node.
 
         Args:
-            move: What they do.
-            piece: What they end up with, or begin with.
-            after: What must have ended before.
-            resource: Moves on different resources do not wait for each other, but share what joins the ranks.
+            kind: Its kind.
+            buckets: The whole tensors.
+            after: Operations that it waits for.
+            resource: Collectives on different resources overlap, but share the network inside the node.
         """
         ranks = self.cluster.ranks_per_node
         if ranks == 1:
             return self._timeline.add(resource, after=after)
-        cost = self._cost_inside(move, ranks, piece.bytes / piece.messages)
-        senders = 1 if move == "broadcast" else ranks
-        self.intra_bytes += senders * piece.messages * cost.bytes
-        return self._move(resource, cost, piece, ranks, after, "inside")
+        cost = self._cost_inside(kind, ranks, buckets.bytes / buckets.messages)
+        senders = 1 if kind == "broadcast" else ranks
+        self.intra_bytes += senders * buckets.messages * cost.bytes
+        return self._add(resource, cost, buckets, ranks, after, "inside")
 
     def inter(
-        self, move: Move, piece: BucketGroup, after: Iterable[Operation] = (), senders: int | None = None
+        self, kind: Collective, buckets: BucketGroup, after: Iterable[Operation] = (), senders: int | None = None
     ) -> Operation:
-        """A move between the nodes.
+        """Add a collective between the nodes.
 
         Args:
-            move: The collective of each inter-node group.
-            piece: The tensors of all inter-node groups together.
-            after: What must have ended before.
-            senders: How many ranks of the node take equal parts. Default: all.
+            kind: Its kind.
+            buckets: The tensors of all inter-node groups together.
+            after: Operations that it waits for.
+            senders: Ranks of the node that send equal parts. Default: all.
         """
         senders = senders or self.num_shards
-        cost = self._cost_between(move, self.cluster.nodes, piece.bytes / piece.messages / senders, senders)
-        self.inter_bytes += senders * piece.messages * cost.bytes
-        return self._move("link", cost, piece, senders, after)
+        cost = self._cost_between(kind, self.cluster.nodes, buckets.bytes / buckets.messages / senders, senders)
+        self.inter_bytes += senders * buckets.messages * cost.bytes
+        return self._add("link", cost, buckets, senders, after)
 
-    def all_reduce_flat(self, piece: BucketGroup, ready: Operation) -> Operation:
-        """A ring over all ranks in node order, as DDP does it: each node sends everything to the next."""
-        cluster, size = self.cluster, piece.bytes / piece.messages
+    def all_reduce_flat(self, buckets: BucketGroup, ready: Operation) -> Operation:
+        """Add DDP's all-reduce, a ring over all ranks in node order: each node sends everything to the next."""
+        cluster, size = self.cluster, buckets.bytes / buckets.messages
         link = cluster.world or cluster.inter
         cost = link.cost("all_reduce", cluster.ranks, size)
         if cluster.nodes > 1:
-            self.inter_bytes += piece.messages * cost.bytes
+            self.inter_bytes += buckets.messages * cost.bytes
         if cluster.nodes == 1 or (cluster.world is None and cluster.ranks_per_node > 1):
             inside = cluster.intra.cost("all_reduce", cluster.ranks, size)
-            # a ring is as slow as its slowest link; what was measured of the world was measured of all of them
+            # a ring is as slow as its slowest link; a measured `world` includes all links
             cost = inside if cluster.nodes == 1 else max(cost, inside, key=lambda each: each.seconds)
-        return self._move("link", cost, piece, cluster.ranks_per_node, [ready])
+        return self._add("link", cost, buckets, cluster.ranks_per_node, [ready])
 
-    def _move(
+    def _add(
         self,
         resource: str,
         cost: Cost,
-        piece: BucketGroup,
+        buckets: BucketGroup,
         ranks: int,
         after: Iterable[Operation],
         link: str | None = None,
     ) -> Operation:
         processors = ranks * cost.processor_seconds / cost.seconds if cost.seconds else 0.0
-        seconds = piece.messages * cost.seconds
+        seconds = buckets.messages * cost.seconds
         return self._timeline.add(resource, seconds, processors, after, cost.delay, cost.longer, link)
 
-    # ---- what came out -------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def run(self, steps: int) -> Result:
-        """What the last steps took, on average."""
+        """Return the mean of the last steps."""
         self._timeline.run()
         last = self._marks[-1]
         *_, first = (mark for mark in self._marks if mark.steps == last.steps - steps)
@@ -241,14 +241,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one step, on average.
+    """The mean step of a node.
 
     Attributes:
-        seconds: It took.
-        exposed_seconds: Of these, training waited.
-        inter_bytes: A node sent to others.
-        processors_busy: ProcessorShare of the node's processors that was in use.
-        link_busy: ProcessorShare of the time in which the node's link was.
+        seconds: Its time.
+        exposed_seconds: The part of it in which training waits.
+        inter_bytes: Bytes that the node sends to others.
+        processors_busy: Share of the node's processors in use.
+        link_busy: Share of the time in which the node's link is in use.
     """
 
     seconds: float
@@ -267,15 +267,15 @@ class _Mark:
     inter_bytes: float
 
 
-def buckets(model_bytes: float, size: float = BUCKET_BYTES) -> list[BucketGroup]:
-    """The model in equal pieces of at most ``size`` bytes, or of several such if it is large."""
+def bucket_groups(model_bytes: float, size: float = BUCKET_BYTES) -> list[BucketGroup]:
+    """Cut a model into equal buckets of at most ``size`` bytes, and group them if there are many."""
     messages = max(1, round(-(-model_bytes // size)))
-    pieces = min(messages, _MOST_PIECES)
-    counts = [messages * (i + 1) // pieces - messages * i // pieces for i in range(pieces)]
+    groups = min(messages, _MOST_GROUPS)
+    counts = [messages * (i + 1) // groups - messages * i // groups for i in range(groups)]
     return [BucketGroup(model_bytes * count / messages, count) for count in counts]
 
 
 def ddp_buckets(model_bytes: float) -> list[BucketGroup]:
-    """In the order in which DDP makes them: a small one first."""
+    """Cut gradients into DDP's buckets: a small one first."""
     first = min(model_bytes, _FIRST_DDP_BUCKET)
-    return [BucketGroup(first), *(buckets(model_bytes - first, _DDP_BUCKET) if model_bytes > first else [])]
+    return [BucketGroup(first), *(bucket_groups(model_bytes - first, _DDP_BUCKET) if model_bytes > first else [])]

@@ -1,4 +1,4 @@
-"""What each scheme makes a node do, and hold: its schedule, in moves and passes instead of tensors."""
+"""Simulate the schedule of each scheme on a node, and count its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hiercomm.planning.predict.node import (
     BucketGroup,
     Node,
     average_in_node,
-    buckets,
+    bucket_groups,
     untouched,
 )
 from lightning_hiercomm.planning.predict.timeline import Operation
@@ -40,24 +40,24 @@ from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.schemes.steps_delay.buckets import MIN_BUCKET_BYTES, MIN_BUCKETS
 from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation, glu
 
-# How often a rank reads and writes its part of the parameters, beside what moves cost; rounded.
-_MIXING_MERGE = 2.0  # several terms, in parts that stay in the cache
-_OUTER_STEP = 3.0  # difference, step, copy; and one more for each number that it keeps
-_LOCAL_RULE = 2.0  # two terms of GLU, likewise
+# passes over the parameters (a read and a write of each) besides the collectives; rounded
+_MIXING_MERGE = 2.0  # several terms, on chunks that fit the cache
+_OUTER_STEP = 3.0  # difference, step, copy; and one more for each state of the optimizer
+_LOCAL_RULE = 2.0  # two terms of GLU, on chunks that fit the cache
 _SERVER_STEP = 3.0
-_LOOK = 0.5  # at what leaves, whether it is finite: it is only read
-_OF_TWO = 1.5  # a sum or difference with what is there already: two are read
+_CHECK = 0.5  # for non-finite values: read only
+_OF_TWO = 1.5  # adds to a tensor: two reads
 
-_STEPS_COUNTED = 24  # whole rounds of most graphs that go round
+_STEPS_COUNTED = 24  # whole rounds of most time-varying graphs
 
 
 @dataclass(frozen=True)
 class Payload:
-    """What travels between nodes in place of a tensor.
+    """The encoded form of a tensor between nodes.
 
     Attributes:
-        codec: Makes it.
-        dtype: Of the tensor.
+        codec: Encodes it.
+        dtype: Type of the tensor.
     """
 
     codec: Codec
@@ -65,69 +65,69 @@ class Payload:
 
     @classmethod
     def named(cls, wire_dtype: str | None, workload: Workload) -> Payload:
-        """What the argument ``wire_dtype`` makes of a workload's parameters."""
+        """Return the payload of a workload's parameters for a ``wire_dtype``."""
         return cls(codec_named(wire_dtype), getattr(torch, workload.dtype))
 
     @property
     def narrows(self) -> bool:
-        """Whether it is smaller than the tensor."""
+        """Whether the payload is smaller than the tensor."""
         return self.codec.narrows(self.dtype)
 
     @property
     def ratio(self) -> float:
-        """Its size divided by the tensor's."""
+        """Size of the payload divided by the tensor's."""
         numel = 2**20
         return self.codec.payload_bytes(numel, self.dtype) / (numel * self.dtype.itemsize)
 
     @property
     def passes(self) -> float:
-        """Over the tensor, to encode and to decode it."""
+        """Passes over the tensor to encode and to decode it."""
         if not self.narrows:
             return 0.0
         return 2.0 if self.codec.adds else 10.0
 
     @property
     def is_exact(self) -> bool:
-        """Whether tensors travel as they are."""
+        """Whether tensors are sent unchanged."""
         return isinstance(self.codec, AsIs)
 
 
-# ---- what happens in each step ---------------------------------------------------------------------------------------
+# ---- time ------------------------------------------------------------------------------------------------------------
 
 
 @singledispatch
 def follow(scheme: Scheme | None, node: Node, payload: Payload, steps: int) -> None:
-    """Let a node train for some steps with a scheme; None is Lightning's ``DDPStrategy``.
+    """Add the operations of some training steps to a node.
 
     Args:
-        scheme: With its arguments. Phases that end (warm-up, cool-down) are left out.
-        node: Of the cluster. What it does is written down.
-        payload: What travels between nodes.
-        steps: How many.
+        scheme: The scheme; None is Lightning's ``DDPStrategy``. Warm-up and cool-down are left out.
+        node: The node.
+        payload: The payload between nodes.
+        steps: Number of steps.
 
     Raises:
-        TypeError: For a scheme of which nothing is known here.
+        TypeError: If the scheme is not one of this package.
     """
     if scheme is not None:
-        raise TypeError(f"{type(scheme).__name__} is not a scheme that can be planned with")
+        raise TypeError(f"{type(scheme).__name__} has no cost model")
     for _ in range(steps):
         node.train(average=_ddp)
 
 
-def _ddp(node: Node, piece: BucketGroup, ready: Operation) -> Operation:
-    return node.all_reduce_flat(piece, ready)
+def _ddp(node: Node, buckets: BucketGroup, ready: Operation) -> Operation:
+    return node.all_reduce_flat(buckets, ready)
 
 
 @follow.register
 def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
-    def sum_over_world(node: Node, bucket: BucketGroup, ready: Operation) -> Operation:
+    def sum_over_world(node: Node, gradients: BucketGroup, ready: Operation) -> Operation:
         last = ready
-        for piece in buckets(bucket.bytes):
-            part = piece.bytes / node.num_shards
-            summed = node.intra("reduce_scatter", piece, [ready])
-            encoded = node.passes(part, payload.passes, "outbound", [summed])
-            summed = _sum(node, piece, payload, [encoded])
-            last = node.intra("all_gather", piece, [summed], "inbound")
+        for group in bucket_groups(gradients.bytes):
+            shard = group.bytes / node.num_shards
+            summed = node.intra("reduce_scatter", group, [ready])
+            encoded = node.passes(shard, payload.passes, "outbound", [summed])
+            summed = _sum(node, group, payload, [encoded])
+            last = node.intra("all_gather", group, [summed], "inbound")
         return last
 
     for _ in range(steps):
@@ -136,10 +136,9 @@ def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
 
 @follow.register
 def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
-    parts = fragments_of(scheme)
     if scheme.is_exact_overlapped:
         payload = Payload(AsIs(), payload.dtype)
-    exchange = _Exchange(scheme, node, payload, parts)
+    exchange = _Exchange(scheme, node, payload)
     in_node = scheme.node_sync_every if isinstance(scheme, PeriodicAveraging) else None
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0
@@ -153,69 +152,69 @@ def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
         node.train(quiet, exchange.gradients)
         quiet = 0
         if leaving and not scheme.staleness:
-            exchange.agree_now(leaving)
+            exchange.synchronize(leaving)
         elif averages_in_node:
-            exchange.agree_in_node()
+            exchange.average_in_node()
         else:
-            exchange.turn(arrived, leaving)
+            exchange.overlap(arrived, leaving)
         if leaving and scheme.staleness:
             arrives[step + scheme.staleness] = leaving
         node.mark()
 
 
 class _Exchange:
-    """What the nodes do when parts leave and arrive."""
+    """Adds the operations of a synchronization to a node."""
 
-    def __init__(self, scheme: ParameterSync, node: Node, payload: Payload, parts: int) -> None:
+    def __init__(self, scheme: ParameterSync, node: Node, payload: Payload) -> None:
         self._scheme = scheme
         self._node = node
         self._payload = payload
-        self._pieces = buckets(node.workload.model_bytes / parts)
-        self._landing = _OUTER_STEP + outer_copies(scheme) - 1 if isinstance(scheme.merging, OuterOptimizer) else 0.0
+        self._groups = bucket_groups(node.workload.model_bytes / fragments_of(scheme))
+        self._outer_step = _OUTER_STEP + outer_copies(scheme) - 1 if isinstance(scheme.merging, OuterOptimizer) else 0.0
         self._in_flight: dict[int, list[Operation]] = {}
         self.gradients: Average = average_in_node if scheme.gradients == "node" else untouched
 
-    def agree_now(self, parts: Sequence[int]) -> None:
-        """Send, and wait for it: a few buckets are on their way at any time."""
-        self._begin(parts)
+    def synchronize(self, fragments: Sequence[int]) -> None:
+        """Exchange fragments and wait, with a few buckets in flight."""
+        self._begin(fragments)
         node, in_flight = self._node, deque[tuple[BucketGroup, Operation]]()
 
         def finish() -> None:
-            piece, arrived = in_flight.popleft()
+            group, arrived = in_flight.popleft()
             node.wait(arrived)
-            self._merge(piece)
+            self._merge(group)
 
-        for _ in parts:
-            for piece in self._pieces:
-                in_flight.append((piece, self._send(piece, waiting=True)))
+        for _ in fragments:
+            for group in self._groups:
+                in_flight.append((group, self._send(group, waiting=True)))
                 if len(in_flight) == BUCKETS_IN_FLIGHT:
                     finish()
         while in_flight:
             finish()
 
-    def agree_in_node(self) -> None:
-        """Average over the node, and wait for it."""
+    def average_in_node(self) -> None:
+        """Average parameters over the node, and wait."""
         node = self._node
-        for piece in self._pieces:
-            packed = node.passes(piece.bytes)
-            node.wait(node.intra("all_reduce", piece, [packed]))
-            node.passes(piece.bytes)
+        for group in self._groups:
+            packed = node.passes(group.bytes)
+            node.wait(node.intra("all_reduce", group, [packed]))
+            node.passes(group.bytes)
 
     def _begin(self, leaving: Sequence[int]) -> None:
-        """Where ranks train alone, let them agree first with their node: it is nodes that a graph knows."""
+        """Average ranks that train alone over their node first: the members of a graph are nodes."""
         if self._scheme.gradients == "none" and isinstance(self._scheme.reducer, Graph):
             for _ in leaving:
-                self.agree_in_node()
+                self.average_in_node()
 
-    def turn(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
-        """Merge bucket by bucket; the next leave when the last are still on the link."""
+    def overlap(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
+        """Merge arrived fragments bucket by bucket, and send the next while the last buckets arrive."""
         self._begin(leaving)
         node = self._node
-        held = [task for part in arrived for task in self._in_flight.pop(part)]
-        waiting = deque(part for part in leaving for _ in self._pieces)
+        held = [task for fragment in arrived for task in self._in_flight.pop(fragment)]
+        waiting = deque(fragment for fragment in leaving for _ in self._groups)
         for index, task in enumerate(held):
             node.wait(task)
-            self._merge(self._pieces[index % len(self._pieces)])
+            self._merge(self._groups[index % len(self._groups)])
             if index + 2 >= len(held):
                 self._send_all(waiting)
         self._send_all(waiting)
@@ -223,38 +222,38 @@ class _Exchange:
     def _send_all(self, waiting: deque[int]) -> None:
         while waiting:
             sent = self._in_flight.setdefault(waiting.popleft(), [])
-            sent.append(self._send(self._pieces[len(sent)], waiting=False))
+            sent.append(self._send(self._groups[len(sent)], waiting=False))
 
-    def _send(self, piece: BucketGroup, waiting: bool) -> Operation:
-        """A bucket's way to the other nodes and back into this one; what it ends with may be merged."""
+    def _send(self, group: BucketGroup, waiting: bool) -> Operation:
+        """Exchange buckets with other nodes; return the operation after which they can be merged."""
         node, payload, reducer = self._node, self._payload, self._scheme.reducer
         resource = "node" if waiting else "inbound"
-        packed = node.passes(piece.bytes, _LOOK + (2 if self._scheme.merging.needs_sent else 1))
+        packed = node.passes(group.bytes, _CHECK + (2 if self._scheme.merging.needs_sent else 1))
         if isinstance(reducer, Graph):
-            encoded = node.passes(piece.bytes / node.num_shards, 1 + payload.passes, after=[packed])
+            encoded = node.passes(group.bytes / node.num_shards, 1 + payload.passes, after=[packed])
             peers = _out_degree(reducer, node.cluster.nodes)
-            taken = node.inter("exchange", piece.scaled(payload.ratio * peers), [encoded])
-            landed = node.passes(piece.bytes / node.num_shards, 1 + self._landing, resource, [taken])
-            return node.intra("broadcast", piece, [landed], resource)
+            received = node.inter("exchange", group.scaled(payload.ratio * peers), [encoded])
+            updated = node.passes(group.bytes / node.num_shards, 1 + self._outer_step, resource, [received])
+            return node.intra("broadcast", group, [updated], resource)
         senders = 1 if reducer == "leader" else node.num_shards
-        if self._scheme.gradients == "none":  # ranks of a node differ: each gets the sum of what it carries
-            packed = node.intra("reduce_scatter" if senders == node.num_shards else "all_reduce", piece, [packed])
-        part = piece.bytes / senders
-        encoded = node.passes(part, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
-        summed = _sum(node, piece, payload, [encoded], senders)
-        landed = node.passes(part, self._landing + (0 if payload.is_exact else 2), resource, [summed])
-        return node.intra("broadcast" if senders < node.num_shards else "all_gather", piece, [landed], resource)
+        if self._scheme.gradients == "none":  # ranks of a node differ: sum their parameters first
+            packed = node.intra("reduce_scatter" if senders == node.num_shards else "all_reduce", group, [packed])
+        shard = group.bytes / senders
+        encoded = node.passes(shard, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
+        summed = _sum(node, group, payload, [encoded], senders)
+        updated = node.passes(shard, self._outer_step + (0 if payload.is_exact else 2), resource, [summed])
+        return node.intra("broadcast" if senders < node.num_shards else "all_gather", group, [updated], resource)
 
-    def _merge(self, piece: BucketGroup) -> None:
+    def _merge(self, group: BucketGroup) -> None:
         is_plain = isinstance(self._scheme.merging, Replace | OuterOptimizer)
-        self._node.passes(piece.bytes, 1 if is_plain else _MIXING_MERGE)
+        self._node.passes(group.bytes, 1 if is_plain else _MIXING_MERGE)
 
 
 def _sum(
-    node: Node, piece: BucketGroup, payload: Payload, after: Sequence[Operation], senders: int | None = None
+    node: Node, group: BucketGroup, payload: Payload, after: Sequence[Operation], senders: int | None = None
 ) -> Operation:
-    """Add the sum over the nodes of each inter-node group's shard."""
-    smaller = piece.scaled(payload.ratio)
+    """Add the sum over nodes in each inter-node group."""
+    smaller = group.scaled(payload.ratio)
     if payload.codec.adds or not payload.narrows:
         return node.inter("all_reduce", smaller, after, senders)
     swapped = node.inter("reduce_scatter", smaller, after, senders)
@@ -262,7 +261,7 @@ def _sum(
 
 
 def _out_degree(graph: Graph, nodes: int) -> int:
-    """To how many others a node sends, on average."""
+    """Return the mean number of nodes that a node sends to."""
     if isinstance(graph, Full):
         return nodes - 1
     if isinstance(graph, Ring):
@@ -272,9 +271,9 @@ def _out_degree(graph: Graph, nodes: int) -> int:
 
 
 def _share_in_node(graph: Graph, cluster: Cluster) -> float:
-    """Of what ranks send that gossip by themselves, the part that stays in their node, on average."""
+    """Return the mean share of the ranks' peers that are on their own node."""
     ranks, on_node = cluster.ranks, cluster.ranks_per_node
-    if isinstance(graph, Full | RandomPermutation):  # all others are alike
+    if isinstance(graph, Full | RandomPermutation):  # all peers are equally likely
         return (on_node - 1) / (ranks - 1)
     stays = [
         rank // on_node == peer // on_node
@@ -287,33 +286,33 @@ def _share_in_node(graph: Graph, cluster: Cluster) -> float:
 
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
-    sections = _sections(scheme, node.workload.model_bytes)
-    stepped: list[Operation | None] = [None] * len(sections)
+    groups = _push_groups(node.workload.model_bytes)
+    stepped: list[Operation | None] = [None] * len(groups)
     pulled: list[Operation] = []
     for step in range(1, steps + 1):
         node.train()
-        node.passes(node.workload.model_bytes, _LOOK)
+        node.passes(node.workload.model_bytes, _CHECK)
         arrivals = [
-            node.intra("all_gather", section.scaled(payload.ratio), [pull])
-            for section, pull in zip(sections, pulled, strict=False)
+            node.intra("all_gather", group.scaled(payload.ratio), [pull])
+            for group, pull in zip(groups, pulled, strict=False)
         ]
         pulls = step % scheme.delay == 0
-        for index, section in enumerate(sections):
-            part = section.bytes / node.num_shards
+        for index, group in enumerate(groups):
+            shard = group.bytes / node.num_shards
             if arrivals:
                 node.wait(arrivals[index])
             before = stepped[index]
             if before is not None:
                 node.wait(before)
-            packed = node.passes(part, 1 + payload.passes / 2)
-            pushed = node.inter("reduce_scatter", section.scaled(payload.ratio), [packed])
-            stepped[index] = node.passes(part / node.cluster.nodes, _SERVER_STEP, "outbound", [pushed])
-            node.passes(section.bytes, _LOCAL_RULE * (2 if arrivals else 1))  # on copies of what arrived
+            packed = node.passes(shard, 1 + payload.passes / 2)
+            pushed = node.inter("reduce_scatter", group.scaled(payload.ratio), [packed])
+            stepped[index] = node.passes(shard / node.cluster.nodes, _SERVER_STEP, "outbound", [pushed])
+            node.passes(group.bytes, _LOCAL_RULE * (2 if arrivals else 1))  # also on the pulled copies
         pulled = []
         if pulls:
-            for section, task in zip(sections, stepped, strict=True):
+            for group, task in zip(groups, stepped, strict=True):
                 assert task is not None
-                pulled.append(node.inter("all_gather", section.scaled(payload.ratio), [task]))
+                pulled.append(node.inter("all_gather", group.scaled(payload.ratio), [task]))
         node.mark()
 
 
@@ -322,59 +321,59 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     segments = scheme.segments if isinstance(scheme.segments, int) else len(scheme.segments) + 1
     model_bytes = node.workload.model_bytes
     size = scheme.segment_bytes or model_bytes / segments
-    copies = 1 if scheme.hierarchical else node.num_shards  # of the model that leave a node: one per node, or per rank
+    copies = 1 if scheme.hierarchical else node.num_shards  # of the model that a node sends: one per node, or per rank
     members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
     peers = _out_degree(scheme.graph, members)
     inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
     gradients = average_in_node if scheme.hierarchical else untouched
-    pieces = buckets(model_bytes, size)
+    groups = bucket_groups(model_bytes, size)
     in_flight: list[tuple[BucketGroup, Operation]] = []
 
     def merge() -> None:
-        for piece, task in in_flight:
+        for group, task in in_flight:
             node.wait(task)
-            node.passes(piece.bytes, _OF_TWO)
+            node.passes(group.bytes, _OF_TWO)
         in_flight.clear()
 
     for _ in range(steps):
         node.train_once(gradients, before_update=merge)
-        node.passes(model_bytes, _LOOK)
-        for piece in pieces:
-            part = piece.bytes * copies / node.num_shards
-            packed = node.passes(part, 1 + payload.passes / 2)
-            sent = [node.inter("exchange", piece.scaled(copies * payload.ratio * (peers - inside)), [packed], copies)]
+        node.passes(model_bytes, _CHECK)
+        for group in groups:
+            shard = group.bytes * copies / node.num_shards
+            packed = node.passes(shard, 1 + payload.passes / 2)
+            sent = [node.inter("exchange", group.scaled(copies * payload.ratio * (peers - inside)), [packed], copies)]
             if inside:
-                sent.append(node.intra("exchange", piece.scaled(payload.ratio * inside), [packed]))
-            changed = node.passes(part, _OF_TWO + payload.passes / 2, "inbound", sent)
-            shared = node.intra("broadcast", piece, [changed], "inbound") if scheme.hierarchical else changed
-            in_flight.append((piece, shared))
+                sent.append(node.intra("exchange", group.scaled(payload.ratio * inside), [packed]))
+            changed = node.passes(shard, _OF_TWO + payload.passes / 2, "inbound", sent)
+            shared = node.intra("broadcast", group, [changed], "inbound") if scheme.hierarchical else changed
+            in_flight.append((group, shared))
         if not scheme.overlap:
             merge()
         node.mark()
 
 
-# ---- what a rank holds -----------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 @singledispatch
 def own_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload, payload: Payload) -> float:
-    """Bytes that a scheme holds on every rank beside the model, its gradients and the optimizer's state.
+    """Return the bytes that a scheme holds on every rank besides model, gradients and optimizer state.
 
     Args:
-        scheme: With its arguments; None is Lightning's ``DDPStrategy``, which copies gradients into buckets.
-        cluster: Where it runs.
-        workload: What is trained.
-        payload: What travels between nodes.
+        scheme: The scheme; None is Lightning's ``DDPStrategy``, which copies gradients into buckets.
+        cluster: The cluster.
+        workload: The training of a rank.
+        payload: The payload between nodes.
     """
     return workload.model_bytes
 
 
 @own_bytes.register
 def _(scheme: AllReduce, cluster: Cluster, workload: Workload, payload: Payload) -> float:
-    # each rank's part of every bucket that is on its way, which is all of them where the link is slow
+    # each rank's shard of every bucket in flight: all of them if the link is slow
     held = 1.0
     if payload.narrows:
-        held += payload.ratio if payload.codec.adds else 2 * payload.ratio + 1  # with what encoding has kept back
+        held += payload.ratio if payload.codec.adds else 2 * payload.ratio + 1  # with the error-feedback residual
     return workload.model_bytes / cluster.ranks_per_node * held
 
 
@@ -382,23 +381,19 @@ def _(scheme: AllReduce, cluster: Cluster, workload: Workload, payload: Payload)
 def _(scheme: ParameterSync, cluster: Cluster, workload: Workload, payload: Payload) -> float:
     model = workload.model_bytes
     share = 1.0 if scheme.reducer == "leader" else 1 / cluster.ranks_per_node
-    kept = outer_copies(scheme)  # of this rank's part
-    if not isinstance(scheme.reducer, Graph):  # peers do not know each other's last agreed values
+    kept = outer_copies(scheme)  # copies of this rank's shard
+    if not isinstance(scheme.reducer, Graph):  # neighbors have no common reference parameters
         if not kept and payload.narrows:
-            kept += 1  # what was agreed on last
+            kept += 1  # reference parameters
         if payload.narrows and not payload.codec.adds:
-            kept += 1  # what encoding has kept back
+            kept += 1  # error-feedback residual
     encoded = payload.ratio * share * (1 if payload.codec.adds else 2) if payload.narrows else 0.0
     return kept * share * model + _in_flight_bytes(scheme, model) * (1 + scheme.merging.needs_sent + encoded)
 
 
-def outer_copies(scheme: Scheme | None) -> int:
-    """Copies of the model that an outer optimizer keeps: what was agreed on last, and its state.
-
-    Args:
-        scheme: With its arguments; one without an outer optimizer keeps none.
-    """
-    if not isinstance(scheme, ParameterSync) or not isinstance(scheme.merging, OuterOptimizer):
+def outer_copies(scheme: ParameterSync) -> int:
+    """Return the copies of the model for an outer optimizer: the reference parameters and its state."""
+    if not isinstance(scheme.merging, OuterOptimizer):
         return 0
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.zeros(2)
@@ -409,34 +404,36 @@ def outer_copies(scheme: Scheme | None) -> int:
 
 
 def _in_flight_bytes(scheme: ParameterSync, model: float) -> float:
-    """The most that is packed at any time."""
-    part = model / fragments_of(scheme)
-    return part if scheme.staleness else min(part, BUCKETS_IN_FLIGHT * BUCKET_BYTES)
+    """Return the largest size of all packed buckets."""
+    fragment = model / fragments_of(scheme)
+    return fragment if scheme.staleness else min(fragment, BUCKETS_IN_FLIGHT * BUCKET_BYTES)
 
 
 @own_bytes.register
 def _(scheme: StepsDelay, cluster: Cluster, workload: Workload, payload: Payload) -> float:
     model = workload.model_bytes
-    travelling = model / cluster.ranks_per_node * payload.ratio
-    kept = 1 + payload.ratio + (0 if payload.is_exact else 1)  # weights, mean gradients, what was pulled last
-    sections = _sections(scheme, model)
-    size = model / sum(section.messages for section in sections)
-    ahead = min(2, len(sections))  # arrive while one is taken over
+    sent = model / cluster.ranks_per_node * payload.ratio
+    kept = 1 + payload.ratio + (0 if payload.is_exact else 1)  # weights, mean gradients, the last pull
+    groups = _push_groups(model)
+    size = model / sum(group.messages for group in groups)
+    ahead = min(2, len(groups))  # buckets that arrive while one is merged
     arriving = (ahead * payload.ratio + (0 if payload.is_exact else 1)) * size
-    at_once = min(size, CACHE_SIZED) if workload.threads else size  # a processor's rule works through its cache
+    at_once = (
+        min(size, CACHE_SIZED) if workload.threads else size
+    )  # on a CPU the rule runs on chunks that fit the cache
     working = arriving + at_once
     remembered = model * _remembered_by(scheme)
-    return model + remembered + travelling + kept * model / cluster.ranks + working
+    return model + remembered + sent + kept * model / cluster.ranks + working
 
 
 def _remembered_by(scheme: StepsDelay) -> int:
-    """Numbers per parameter that the local rule keeps on every rank; of a rule of one's own, nobody knows."""
+    """Return the numbers per parameter that the local rule keeps on every rank; 0 for a user's own rule."""
     return int(isinstance(scheme.rule, DelayCompensation) or (scheme.rule is glu and scheme.hold))
 
 
-def _sections(scheme: StepsDelay, model_bytes: float) -> list[BucketGroup]:
+def _push_groups(model_bytes: float) -> list[BucketGroup]:
     fine = max(MIN_BUCKET_BYTES, model_bytes / MIN_BUCKETS)
-    return buckets(model_bytes, min(BUCKET_BYTES, fine))
+    return bucket_groups(model_bytes, min(BUCKET_BYTES, fine))
 
 
 @own_bytes.register
@@ -447,6 +444,6 @@ def _(scheme: Gossip, cluster: Cluster, workload: Workload, payload: Payload) ->
 
 
 def state_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload) -> float:
-    """Bytes of the optimizer's state on every rank; ``StepsDelay`` shares it out."""
+    """Return the bytes of the optimizer's state on every rank, which ``StepsDelay`` shards."""
     whole = workload.model_bytes * workload.state_per_parameter
     return whole / cluster.ranks if isinstance(scheme, StepsDelay) else whole

@@ -1,4 +1,4 @@
-"""Who does what when: tasks on resources, and processors that all of them share."""
+"""A discrete-event simulation of operations on resources that share processors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ _NEVER = math.inf
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """Something that takes time.
+    """An operation on a resource.
 
     Attributes:
-        seconds: How long it takes with all the processors it can use.
-        processors: How many it then keeps busy, on average; 0 where other hardware does the work.
-        after: What must have ended before it begins.
-        delay: Seconds from when its resource is free again until it has ended: a message's way.
-        longer: How many times as long it takes while all processors are busy: threads that have little to do, but at
-            once, then wait for their turn.
-        link: What it occupies meanwhile that tasks of other resources need, too.
-        start: When it began, once the timeline has run.
-        free: When its resource was free again.
+        seconds: Its time with all the processors it can use.
+        processors: Mean number of processors that it then uses; 0 if other hardware does the work.
+        after: Operations that must end before it starts.
+        delay: Seconds between the release of its resource and its end: the latency of a message.
+        longer: Factor of its time while other operations use all processors.
+        link: A link that it occupies, which operations on other resources may also need.
+        start: When it started; all times are known after :meth:`Timeline.run`.
+        free: When it released its resource.
         end: When it ended.
     """
 
@@ -41,14 +40,13 @@ class Operation:
 
 
 class Timeline:
-    """Resources of tasks. A resource does its tasks in the order in which they were added, one at a time.
+    """Operations by resource. A resource runs its operations one at a time, in the order of their addition.
 
-    Tasks that run at the same time on different resources share the processors fairly. A task that needs no more than
-    an equal share gets all it needs; the others divide the rest, and take longer.
+    Operations on different resources overlap and share the processors fairly: one that needs no more than an equal
+    share gets all it needs, and the others divide the rest.
 
     Args:
-        processors: How many there are, to compute and to move bytes. Infinite: other hardware does all that, and tasks
-            slow each other down only where they occupy the same link.
+        processors: Number of processors. Infinite: operations delay each other only on a common link.
     """
 
     def __init__(self, processors: float = _NEVER) -> None:
@@ -67,16 +65,9 @@ class Timeline:
         longer: float = 1.0,
         link: str | None = None,
     ) -> Operation:
-        """Put a task at the end of a resource.
+        """Add an operation to a resource; see :class:`Operation` for the arguments.
 
-        Args:
-            resource: Its name; a new one is made when it is first used.
-            seconds: How long the task takes with all the processors it can use. 0 only waits for ``after``.
-            processors: How many it then keeps busy.
-            after: What must have ended before it begins, on any resource.
-            delay: Seconds from when the resource is free again until the task has ended.
-            longer: How many times as long it takes while all processors are busy.
-            link: What it occupies that tasks of other resources need, too: who was added first goes first.
+        Operations that need the same link use it in the order of their addition.
         """
         task = Operation(seconds, processors, tuple(after), delay, longer, link)
         self._resources.setdefault(resource, []).append(task)
@@ -84,18 +75,14 @@ class Timeline:
         return task
 
     def run(self) -> None:
-        """Give every task its start and its end.
-
-        Raises:
-            ValueError: If tasks wait for each other in a circle.
-        """
+        """Compute the start and the end of every operation."""
         if self.processors == _NEVER:
             self._run_undisturbed()
             return
         waiting = {name: deque(tasks) for name, tasks in self._resources.items()}
         running: dict[str, Operation] = {}
         left: dict[str, float] = {}
-        ends: list[float] = []  # of tasks that have left their resource
+        ends: list[float] = []  # of operations in their delay
         now = 0.0
         while True:
             self._begin(waiting, running, left, ends, now)
@@ -115,20 +102,13 @@ class Timeline:
                 if moment <= passed * (1 + 1e-9):
                     self._end(task, ends, now)
                     del running[name]
-        if stuck := [name for name, tasks in waiting.items() if tasks]:
-            raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
 
     def _run_undisturbed(self) -> None:
-        """In one pass: only what was added before it slows a task down, or is waited for."""
+        """Run in one pass: an operation depends on earlier ones only."""
         free = dict.fromkeys(self._resources, 0.0)
         links: defaultdict[str, _Link] = defaultdict(_Link)
-        for place, (resource, task) in enumerate(self._added):
+        for resource, task in self._added:
             task.start = max(free[resource], *(other.end for other in task.after)) if task.after else free[resource]
-            if task.start == _NEVER:
-                before = {id(other) for _, other in self._added[:place]}
-                if not before.issuperset(map(id, task.after)):
-                    stuck = dict.fromkeys(name for name, left in self._added if id(left) not in before)
-                    raise ValueError(f"the tasks of {', '.join(stuck)} wait for each other")
             ended = links[task.link].take(task.start, task.seconds) if task.link else task.start + task.seconds
             task.free = free[resource] = ended
             task.end = task.free + task.delay
@@ -141,7 +121,7 @@ class Timeline:
         ends: list[float],
         now: float,
     ) -> None:
-        """Let begin what can; a task of no length may let others begin at the same moment."""
+        """Start all operations that can start; those of no length may let others start at once."""
         has_ended = True
         while has_ended:
             has_ended = False
@@ -156,7 +136,7 @@ class Timeline:
                         has_ended = True
 
     def _may_begin(self, resource: str, task: Operation, now: float) -> bool:
-        """Whether all that a resource's next task waits for has ended; what it waited for last is looked at first."""
+        """Return whether a resource's next operation can start; checks first what it waited for last."""
         awaited = self._awaited.get(resource)
         if awaited is not None and awaited.end > now:
             return False
@@ -174,10 +154,8 @@ class Timeline:
             heapq.heappush(ends, task.end)
 
     def _speeds(self, tasks: Sequence[Operation]) -> list[float]:
-        """How fast each task goes, from 0 to 1, when these run at the same time."""
+        """Return the speeds, from 0 to 1, of operations that run at the same time."""
         speeds = [1.0] * len(tasks)
-        if self.processors == _NEVER:
-            return speeds
         wanted = sorted((task.processors, index) for index, task in enumerate(tasks) if task.processors > 0)
         if sum(processors for processors, _ in wanted) <= self.processors:
             return speeds
@@ -190,11 +168,11 @@ class Timeline:
         return speeds
 
     def busy(self, resource: str, start: float, end: float) -> float:
-        """How long a resource had something to do between two moments; call :meth:`run` first."""
+        """Return the time in which a resource was in use between two moments, after :meth:`run`."""
         return sum(_overlap(task, start, end) for task in self._resources.get(resource, []))
 
     def processor_seconds(self, start: float = 0.0, end: float = _NEVER) -> float:
-        """What all tasks took of the processors between two moments; call :meth:`run` first."""
+        """Return the processor time of all operations between two moments, after :meth:`run`."""
         return sum(
             task.seconds * task.processors * _overlap(task, start, end) / (task.free - task.start)
             for tasks in self._resources.values()
@@ -204,14 +182,14 @@ class Timeline:
 
 
 class _Link:
-    """When a link is taken."""
+    """The times in which a link is in use."""
 
     def __init__(self) -> None:
-        self._begins: list[float] = []  # of the times in which it is, in their order
+        self._begins: list[float] = []  # ascending
         self._ends: list[float] = []
 
     def take(self, start: float, seconds: float) -> float:
-        """Take it for so long, from a moment on, wherever it is still free; returns when that has ended."""
+        """Use the link for some seconds from a moment on, in its free times; return the end."""
         if not seconds:
             return start
         first = last = bisect_right(self._ends, start)

@@ -1,1 +1,1 @@
-"""What a scheme would do to a model: many replicas of a small task, on one machine."""
+"""Train many replicas of a model on one machine."""

@@ -1,4 +1,4 @@
-"""What simulations found: a table, and JSON."""
+"""Print the results of simulations as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -9,49 +9,33 @@ from itertools import groupby
 from statistics import fmean
 from typing import Any
 
+from lightning_hiercomm.planning.predict.report import aligned
 from lightning_hiercomm.planning.quantities import shown_seconds
 from lightning_hiercomm.planning.simulate.simulation import Curve
 
 _COLUMNS = (
-    "replicas",
-    "batch",
-    "scheme",
-    "steps",
-    "step",
-    "all of them",
-    "accuracy",
-    "best",
-    "loss",
+    *("replicas", "batch", "scheme", "steps", "step", "all of them", "accuracy", "best", "loss"),
     "to the first row's best",
 )
 
 
 def table(curves: Sequence[Curve]) -> str:
-    """One line per experiment, the mean over those of its seeds that did not diverge.
+    """Return one line per experiment: the mean over the seeds that did not diverge.
 
-    Each number of replicas begins with the experiment to compare with.
-
-    "to the first row's best": the predicted time until the accuracy was first as high as the first row's highest.
+    The first row of each number of replicas is the baseline. "to the first row's best" is the predicted time until the
+    accuracy first reached the baseline's highest.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
-    for _, group in groupby(_grouped(curves), key=lambda runs: runs[0].experiment.replicas):
+    for _, group in groupby(_by_experiment(curves), key=lambda runs: runs[0].experiment.replicas):
         rows = list(group)
         best = [run.best.accuracy for run in rows[0] if not run.has_diverged]
-        target = fmean(best) if best else math.nan  # which nobody reaches
+        target = fmean(best) if best else math.nan  # no accuracy reaches NaN
         lines += [_cells(runs, target) for runs in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = [
-        "  ".join(
-            cell.ljust(width) if column == 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        for cells in lines
-    ]
-    return "\n".join([text[0], "-" * len(text[0]), *text[1:]])
+    return aligned(lines, left=(2,))
 
 
-def _grouped(curves: Iterable[Curve]) -> list[list[Curve]]:
-    """The runs of every experiment, which differ in their seeds."""
+def _by_experiment(curves: Iterable[Curve]) -> list[list[Curve]]:
+    """Group runs that differ in their seeds only."""
     found: dict[tuple[Any, ...], list[Curve]] = {}
     for curve in curves:
         experiment = curve.experiment
@@ -87,7 +71,7 @@ def _cells(runs: list[Curve], target: float) -> tuple[str, ...]:
 
 
 def to_dict(curves: Iterable[Curve]) -> list[dict[str, Any]]:
-    """Everything, as primitives that JSON knows; seconds are predicted, but for ``took``."""
+    """Return everything as values for JSON; seconds are predicted, except ``took``."""
     return [
         {
             "label": curve.experiment.label,

@@ -1,4 +1,4 @@
-"""Convergence of the real schemes with many replicas on one machine, against the time that a cluster would take."""
+"""Train many replicas with the real schemes on one machine, and predict the time that a cluster would take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
-MOST_REPLICAS = 4096
+_MOST_REPLICAS = 4096
 
 _LONGEST_WAIT = 600.0
 _SECONDS_BETWEEN_WAKES = 1e-4
@@ -36,11 +36,11 @@ _SECONDS_BETWEEN_WAKES = 1e-4
 
 @dataclass(frozen=True)
 class Site:
-    """Where it is played that the replicas train: what the virtual clock goes by.
+    """The cluster whose step times are predicted.
 
     Attributes:
-        cluster: Links; its number of nodes is replaced by that of the simulated ones.
-        workload: What a rank trains there, and how long a step takes.
+        cluster: Links; the number of nodes is replaced by that of the experiment.
+        workload: The training of a rank, and its step time.
     """
 
     cluster: Cluster
@@ -52,27 +52,27 @@ class Experiment:
     """One run.
 
     Attributes:
-        label: What tables call it.
-        scheme: With its arguments.
-        nodes: How many.
-        ranks_per_node: Of each; all of them are simulated.
-        task: What is learnt.
+        label: Its name in tables.
+        scheme: The scheme.
+        nodes: Number of nodes.
+        ranks_per_node: Ranks of each node; all are simulated.
+        task: The model and its examples.
         steps: Optimizer steps.
-        batch: Examples that a rank takes per step.
-        learning_rate: The highest. It rises over the first tenth of the run (Goyal et al. 2017), and falls to nothing
-            along a cosine.
+        batch: Examples that a rank uses per step.
+        learning_rate: The highest. It rises over the first tenth of the run (Goyal et al. 2017) and falls to 0 along a
+            cosine.
         wire_dtype: As for the strategy.
         seed: Of the model and of the batches.
-        optimizer: Default: the task's.
-        batches: Examples that each rank takes per step, by world rank, where ranks are unequal; in place of ``batch``.
-        weights: Of the ranks' gradients, by world rank. Default: by their examples.
-        gradient_scale: What every loss is multiplied by before the backward pass.
-        shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Otherwise every rank draws
-            from all of them, with replacement.
+        optimizer: Makes optimizers. Default: the task's.
+        batches: Examples per step by world rank, instead of ``batch``.
+        weights: Weights of the ranks' gradients by world rank. Default: by their examples.
+        gradient_scale: Factor of every loss before the backward pass.
+        shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Default: every rank draws
+            from all examples, with replacement.
         average_optimizer_state: As for the strategy.
 
     Raises:
-        PlanningError: For numbers with which nothing can be trained.
+        PlanningError: For too many replicas, a learning rate that is not positive, or ``sync_every="auto"``.
     """
 
     label: str
@@ -93,35 +93,26 @@ class Experiment:
     average_optimizer_state: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node", "steps", "batch"):
-            if getattr(self, name) < 1:
-                raise PlanningError(f"{name.replace('_', '-')} {getattr(self, name)}: at least 1 is needed")
-        if self.replicas > MOST_REPLICAS:
-            raise PlanningError(f"{self.replicas} replicas: simulations have up to {MOST_REPLICAS}")
-        for name in ("batches", "weights"):
-            values = getattr(self, name)
-            if values is not None and (len(values) != self.replicas or min(values) <= 0):
-                raise PlanningError(
-                    f"{name} {values}: one positive number for each of {self.replicas} replicas is needed"
-                )
+        if self.replicas > _MOST_REPLICAS:
+            raise PlanningError(f"{self.replicas} replicas are more than {_MOST_REPLICAS}: use fewer nodes or ranks")
         if not self.learning_rate > 0:
-            raise PlanningError(f"learning rate {self.learning_rate}: it must be positive")
+            raise PlanningError(f"learning rate {self.learning_rate} must be positive")
         if getattr(self.scheme, "sync_every", None) == "auto":
-            raise PlanningError("sync_every='auto' has nothing to time here: give a number")
+            raise PlanningError("sync_every='auto' needs a real network to measure: give a number")
 
     @property
     def replicas(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps after which as many examples were seen as there are; at most all steps of the run."""
+        """Steps of an epoch, at most those of the run."""
         return min(self.steps, self.task.steps_per_epoch(sum(self.sizes)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Examples that each rank takes per step."""
+        """Examples per step by world rank."""
         return self.batches or (self.batch,) * self.replicas
 
 
@@ -131,9 +122,9 @@ class Point:
 
     Attributes:
         step: Optimizer steps so far.
-        seconds: That they would have taken on the cluster.
+        seconds: Their predicted time on the cluster.
         accuracy: On held-out examples, by the task's own measure.
-        loss: The same.
+        loss: On held-out examples.
     """
 
     step: int
@@ -144,15 +135,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """What came out of one experiment.
+    """The result of one experiment.
 
     Attributes:
-        experiment: Which.
+        experiment: The experiment.
         points: In the order of steps; the last one is the end of the run.
-        inter_bytes: That a node of the simulation sent to others per step, on average; not a number, of a run that was
-            given up.
+        inter_bytes: Mean bytes per step that a node sent to others; NaN if the run ended early.
         took: Seconds on this machine.
-        parameters: Of the averaged model in the end.
+        parameters: Parameters of the averaged model at the end.
     """
 
     experiment: Experiment
@@ -163,25 +153,25 @@ class Curve:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether what it trained became NaN or infinite; where a scheme noticed, the run was given up."""
+        """Whether the model became NaN or infinite, or the scheme ended the run because of that."""
         return not self.points or not all(math.isfinite(point.loss) for point in self.points)
 
     @property
     def best(self) -> Point:
-        """With the highest accuracy; the first of several."""
+        """The first point with the highest accuracy."""
         return max(self.points, key=lambda point: point.accuracy)
 
     def first_to_reach(self, accuracy: float) -> Point | None:
-        """The first point with at least an accuracy; None if there is none."""
+        """Return the first point with at least this accuracy; None without any."""
         return next((point for point in self.points if point.accuracy >= accuracy), None)
 
 
 class VirtualClock:
-    """What each step would take on a cluster, by the cost model; phases that end are told apart.
+    """Predicts each step's time on a cluster, by the phase of the scheme.
 
     Args:
-        experiment: What is trained.
-        site: Where it is played that it is.
+        experiment: The experiment.
+        site: The cluster.
     """
 
     def __init__(self, experiment: Experiment, site: Site) -> None:
@@ -191,7 +181,7 @@ class VirtualClock:
         self._known: dict[str, float] = {}
 
     def seconds_of_step(self, scheme: RunningScheme[Scheme]) -> float:
-        """Of the step that a scheme will take next."""
+        """Return the predicted time of the scheme's next step."""
         like = next_step(scheme, self._experiment.steps_per_epoch)
         key = repr(like)
         if key not in self._known:
@@ -201,17 +191,17 @@ class VirtualClock:
 
 
 def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve:
-    """Train all replicas, as threads of this process, with the scheme's own code.
+    """Train all replicas as threads of this process, with the scheme's own code.
 
-    Sums are made in rank order and every replica draws batches of its own, so a run gives the same bits each time.
+    Sums are made in rank order and every replica has its own random batches, so a run gives the same bits each time.
 
     Args:
-        experiment: What is trained, and how.
-        site: What the virtual clock goes by.
-        evaluations: How often the averaged model is judged.
+        experiment: The experiment.
+        site: The cluster whose step times are predicted.
+        evaluations: How often the averaged model is evaluated.
 
     Raises:
-        PlanningError: If the scheme does not go with the rest.
+        PlanningError: If the scheme does not support the experiment.
         NonfiniteError: If the scheme finds that parameters are NaN or infinite.
     """
     began = time.perf_counter()
@@ -223,17 +213,17 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
 
 
 def check(experiment: Experiment) -> None:
-    """Begin an experiment, and train nothing.
+    """Set up an experiment without training.
 
     Raises:
-        PlanningError: If the scheme does not go with the rest.
+        PlanningError: If the scheme does not support the experiment.
     """
     _on_threads(experiment, _Replica.begin)
 
 
 def _on_threads(experiment: Experiment, task: Callable[[_Replica], object]) -> list[_Replica]:
-    """Let all replicas do something, each on a thread; in the order of ranks."""
-    initial = experiment.task.model(experiment.seed)  # here: threads share one random number generator
+    """Run a function of all replicas, each on a thread; return the replicas in rank order."""
+    initial = experiment.task.model(experiment.seed)  # not on the threads, which share one random number generator
 
     def work(rank: int, world: ThreadWorld) -> _Replica:
         replica = _Replica(experiment, initial, rank, world)
@@ -242,7 +232,7 @@ def _on_threads(experiment: Experiment, task: Callable[[_Replica], object]) -> l
 
     threads, interval = torch.get_num_threads(), sys.getswitchinterval()
     torch.set_num_threads(1)
-    # a thread that waits for the interpreter's lock wakes up so often to ask for it: thousands do little else
+    # waiting threads wake up at this interval to request the interpreter's lock: thousands would do little else
     sys.setswitchinterval(max(interval, experiment.replicas * _SECONDS_BETWEEN_WAKES))
     try:
         return ThreadWorld(experiment.replicas, _LONGEST_WAIT).run(work)
@@ -257,7 +247,7 @@ class _Replica:
     """One rank of an experiment, on its own thread."""
 
     def __init__(self, experiment: Experiment, initial: nn.Module, rank: int, world: ThreadWorld) -> None:
-        torch.set_num_threads(1)  # every thread has a number of its own
+        torch.set_num_threads(1)  # the setting belongs to a thread
         self._experiment = experiment
         self._meter = Meter()
         nodes = nodes_by_count(experiment.ranks_per_node, experiment.replicas)
@@ -276,16 +266,14 @@ class _Replica:
         self.sent = 0.0
 
     def begin(self) -> None:
-        """See that the scheme goes with the rest."""
-        with self._begun():
+        with self._started():
             pass
 
     def train(self, site: Site, evaluations: int) -> None:
-        """All steps."""
         experiment = self._experiment
         clock, seconds, per_epoch = VirtualClock(experiment, site), 0.0, experiment.steps_per_epoch
-        looks = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
-        with self._begun() as run:
+        evaluated = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
+        with self._started() as run:
             for step in range(experiment.steps):
                 if step % per_epoch == 0:
                     run.begin_epoch(step // per_epoch, dict)
@@ -298,14 +286,14 @@ class _Replica:
                     run.step(optimizer, partial(self._step, run, turn, optimizer, batch), last=is_last)
                 if is_last:
                     run.end_epoch()
-                if step + 1 in looks and step + 1 < experiment.steps:
-                    self._look(run, step + 1, seconds)
+                if step + 1 in evaluated and step + 1 < experiment.steps:
+                    self._evaluate(run, step + 1, seconds)
             self.sent += self._meter.bytes["inter"]
             run.finish()
-            self._look(None, experiment.steps, seconds)
+            self._evaluate(None, experiment.steps, seconds)
 
     @contextmanager
-    def _begun(self) -> Iterator[TrainingRun]:
+    def _started(self) -> Iterator[TrainingRun]:
         experiment = self._experiment
         wire = Wire.named(experiment.wire_dtype)
         optimizers = [optimizer for _, optimizer in self._turns]
@@ -318,7 +306,7 @@ class _Replica:
             run.close(timeout=1.0)
 
     def _step(self, run: TrainingRun, turn: Turn, optimizer: Optimizer, batch: Examples) -> None:
-        """An optimizer's step, with gradients that agree as DDP lets them."""
+        """Take an optimizer's step, with gradients averaged as DDP averages them."""
         optimizer.zero_grad()
         loss = turn.loss(self.module, batch)
         (loss * self._experiment.gradient_scale).backward()
@@ -332,8 +320,8 @@ class _Replica:
                 gradient.copy_(part.view_as(gradient))
         optimizer.step()
 
-    def _look(self, run: TrainingRun | None, step: int, seconds: float) -> None:
-        """Judge the averaged model; of a run that is over, it is in the module."""
+    def _evaluate(self, run: TrainingRun | None, step: int, seconds: float) -> None:
+        """Evaluate the averaged model; after the end of the run (None) the module holds it."""
         before = self._meter.bytes["inter"]
         if run is not None:
             run.averaged_model.enter()
@@ -348,6 +336,6 @@ class _Replica:
 
 
 def schedule(step: int, steps: int) -> float:
-    """The share of the highest learning rate."""
+    """Return the learning rate of a step as a share of the highest."""
     rising = max(1, steps // 10)
     return (step + 1) / rising if step < rising else 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))

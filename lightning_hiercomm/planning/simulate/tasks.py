@@ -1,10 +1,7 @@
-"""What replicas of a simulation learn."""
+"""The model and the examples that replicas of a simulation train on."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,28 +12,29 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from lightning_hiercomm.planning.cluster import PlanningError
+from lightning_hiercomm.planning.user_code import load_object
 
 Examples = tuple[Tensor, Tensor]
-"""Inputs and targets, the number of examples first: for most tasks, the numbers of their classes, int64."""
+"""Inputs and targets; the first dimension counts examples. For most tasks, targets are class numbers (int64)."""
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter], float], Optimizer]
-"""Makes an optimizer of parameters and a learning rate."""
+"""Makes an optimizer from parameters and a learning rate."""
 
 
 def momentum_sgd(parameters: Iterable[nn.Parameter], learning_rate: float) -> Optimizer:
-    """SGD with momentum 0.9."""
+    """Make SGD with momentum 0.9."""
     return torch.optim.SGD(parameters, learning_rate, momentum=0.9)
 
 
 def loss_of(model: nn.Module, batch: Examples) -> Tensor:
-    """Cross entropy."""
+    """Return the cross entropy."""
     inputs, targets = batch
     return functional.cross_entropy(model(inputs), targets)
 
 
 @torch.no_grad()
 def judge(model: nn.Module, examples: Examples) -> tuple[float, float]:
-    """The share of right answers, and the loss."""
+    """Return the share of correct predictions, and the loss."""
     inputs, targets = examples
     scores = model(inputs)
     return float((scores.argmax(1) == targets).float().mean()), float(functional.cross_entropy(scores, targets))
@@ -44,11 +42,11 @@ def judge(model: nn.Module, examples: Examples) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one of the task's optimizers does in every step.
+    """The part of a step that belongs to one of several optimizers.
 
     Attributes:
-        loss: Of the model, on a batch; the optimizer follows its gradient.
-        part: The submodule whose parameters the optimizer trains; ``""`` is the whole model.
+        loss: Its loss, given the model and a batch.
+        part: The submodule whose parameters it trains; ``""`` is the whole model.
     """
 
     loss: Callable[[nn.Module, Examples], Tensor] = loss_of
@@ -57,17 +55,21 @@ class Turn:
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt, by which model.
+    """A model, its examples, and its optimizer.
 
     Attributes:
-        name: What tables call it.
-        build: Makes the model from the number of classes; the caller seeds torch first.
-        load: Gives examples to train on, and held-out ones. Every replica calls it: use ``functools.cache``.
-        batch: Examples that a replica takes per step, unless something else is asked for.
+        name: Its name in results.
+        build: Makes the model from the number of classes. Torch's random number generator is seeded before.
+        load: Returns training examples and held-out examples. Every replica calls it: use ``functools.cache``.
+        batch: Default number of examples that a replica uses per step.
         learning_rate: Of ``optimizer``, for one replica.
-        optimizer: Makes one for each turn.
-        turns: Optimizers with their losses, in the order in which they step. Each has a scheme of its own.
-        judge: Gives the accuracy of the model on examples, between 0 and 1 and better when larger, and a loss.
+        optimizer: Makes the optimizer of each turn. Default: SGD with momentum 0.9.
+        turns: Optimizers with their losses, in their order within a step. Each optimizer has its own scheme.
+        judge: Returns an accuracy between 0 and 1, and a loss. Default: for classification.
+
+    Example::
+
+        task = Task("digits", build=lambda classes: nn.Linear(64, classes), load=examples, batch=16, learning_rate=0.1)
     """
 
     name: str
@@ -80,33 +82,28 @@ class Task:
     judge: Callable[[nn.Module, Examples], tuple[float, float]] = judge
 
     def model(self, seed: int = 0) -> nn.Module:
-        """The model, the same for the same seed."""
+        """Return a new model; equal seeds give equal models."""
         (_, targets), _ = self.load()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.build(int(targets.max()) + 1)
 
     def steps_per_epoch(self, examples: int) -> int:
-        """Optimizer steps after which as many examples were seen as there are.
-
-        Args:
-            examples: Of all replicas together, per step.
-        """
+        """Return the optimizer steps of an epoch in which all replicas together use ``examples`` per step."""
         (_, targets), _ = self.load()
         return max(1, len(targets) // examples)
 
 
 class Batches:
-    """One replica's batches: drawn at random, and its own.
+    """Draws the batches of one replica at random.
 
     Args:
-        task: Of which.
-        rank: Of the replica.
-        size: Of a batch.
+        task: The source of examples.
+        rank: Rank of the replica.
+        size: Examples per batch.
         seed: Of the run.
-        shard: As a distributed sampler does it: epochs are shuffled, every example comes once at most, and of each
-            step's examples this replica takes those from the first number on, of as many as the second says. None: with
-            replacement.
+        shard: ``(first, total)`` divides shuffled epochs as a distributed sampler does: of the ``total`` examples of a
+            step, this replica uses ``size`` from the ``first`` on. None: draw from all examples, with replacement.
     """
 
     def __init__(self, task: Task, rank: int, size: int, seed: int = 0, shard: tuple[int, int] | None = None) -> None:
@@ -116,7 +113,7 @@ class Batches:
         self._drawn = 0
 
     def draw(self) -> Examples:
-        """The next one."""
+        """Return the next batch."""
         if self._shard is None:
             chosen = torch.randint(len(self._targets), (self._size,), generator=self._generator)
         else:
@@ -127,31 +124,20 @@ class Batches:
         return self._inputs[chosen], self._targets[chosen]
 
 
-@lru_cache(maxsize=4)  # all replicas of a simulation ask for the same
+@lru_cache(maxsize=4)  # all replicas ask for the same epoch
 def shuffled(examples: int, seed: int, epoch: int) -> Tensor:
-    """The order of an epoch of a run, for all its replicas."""
+    """Return the order of an epoch, which all replicas of a run share."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
     return torch.randperm(examples, generator=generator)
 
 
 def load_task(path: str) -> Task:
-    """Import the task that a person names.
-
-    Args:
-        path: Where it is: ``"package.module:name"``.
+    """Import the task at ``"package.module:name"``.
 
     Raises:
         PlanningError: If there is none.
     """
-    module, separator, name = path.partition(":")
-    if not separator or not module or not name:
-        raise PlanningError(f"--task {path!r} must look like package.module:name")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        task = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise PlanningError(f"--task {path!r} cannot be imported: {error}") from error
+    task = load_object("--task", path)
     if not isinstance(task, Task):
         raise PlanningError(f"--task {path!r} is not a {Task.__module__}.Task")
     return task

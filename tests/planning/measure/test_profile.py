@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from lightning_hiercomm.planning.cluster import Cluster, CostCurve, Link, Workload
-from lightning_hiercomm.planning.measure.profile import Profile, ProfileError
+from lightning_hiercomm.planning.cluster import Cluster, CostCurve, Link, PlanningError, Workload
+from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.schemes import DASO
 
@@ -47,7 +47,7 @@ def test_other_files_are_refused_with_their_name(tmp_path, content, message):
     path = tmp_path / "profile.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ProfileError, match=message) as error:
+    with pytest.raises(PlanningError, match=message) as error:
         Profile.read(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
@@ -56,5 +56,5 @@ def test_other_files_are_refused_with_their_name(tmp_path, content, message):
 def test_a_profile_with_impossible_numbers_is_refused():
     values = a_profile().to_dict()
     values["cluster"]["nodes"] = 0
-    with pytest.raises(ProfileError, match="nodes=0"):
+    with pytest.raises(PlanningError, match="nodes=0"):
         Profile.from_dict(values)

@@ -9,7 +9,7 @@ import torch
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.planning.cluster import Move
+from lightning_hiercomm.planning.cluster import Collective
 from lightning_hiercomm.planning.measure import stopwatch
 from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch, Timing
 
@@ -22,7 +22,7 @@ def test_every_collective_is_timed_with_the_bytes_of_a_member():
     def work(rank, world):
         topology = Topology([[0, 1], [2, 3]], rank, world.connect(rank), Meter())
         watch = Stopwatch(topology.world, torch.device("cpu"), seconds=0.001)
-        return {move: watch.curve(topology.inter, 2, 2, move, sizes, PLENTY) for move in get_args(Move)}
+        return {kind: watch.curve(topology.inter, 2, 2, kind, sizes, PLENTY) for kind in get_args(Collective)}
 
     first, *others = ThreadWorld(4).run(work)
     for move, curve in first.items():
@@ -56,7 +56,7 @@ def test_sizes_that_would_take_too_long_are_left_out(monkeypatch):
     assert len(ThreadWorld(2).run(work)[0].points) == 2
 
 
-def test_tensors_take_turns_so_that_no_cache_holds_them(monkeypatch):
+def test_tensors_alternate_so_that_no_cache_holds_them(monkeypatch):
     monkeypatch.setattr(stopwatch, "_COLD", 5 * 2 * 1024)
     places = []
 
@@ -95,7 +95,7 @@ def test_plenty_of_processors_change_nothing():
     assert ProcessorShare(None, 2).uncrowded_step(Timing(1, 0.9, 0.1), threads=1) == Timing(1, 0.9, 0.1)
 
 
-def test_ranks_that_queue_for_processors_have_what_they_got():
+def test_queueing_ranks_share_the_processors_they_used():
     # four ranks on two cores, of which others took a tenth
     assert ProcessorShare.found(1.0, steps((1, 0.45, 0.55), (1, 0.45, 0.55)), threads=1) == ProcessorShare(0.9, 2)
     # half of the time they wait for data
@@ -117,12 +117,12 @@ def test_a_crowded_step_loses_the_time_that_it_queued():
     assert share.uncrowded_step(Timing(2.0, 1.6, 1.6), threads=2) == Timing(1.2, 1.6)
 
 
-def test_crowded_moves_take_what_a_processor_for_each_rank_would_need():
+def test_crowded_collectives_are_corrected_to_a_processor_each():
     share = ProcessorShare(1.0, 2)
     assert share.uncrowded(Timing(1.0, 0.45)) == Timing(0.5, 0.5)  # two ranks took turns
     assert share.uncrowded(Timing(1.0, 0.2)) == Timing(1.0, 0.2)  # the link was slow, not the processor
     assert ProcessorShare(3.0, 2).uncrowded(Timing(1.0, 0.95)) == Timing(1.0, 1.5)  # with helpers, more than one each
 
 
-def test_queueing_is_what_the_system_counts():
+def test_queueing_time_is_read_from_the_system():
     assert stopwatch.queued_seconds() >= 0

@@ -73,7 +73,7 @@ def test_rows_of_at_least_as_many_nodes_count(nodes):
         (PeriodicAveraging, {"sync_every": "auto"}),
     ],
 )
-def test_settings_that_no_row_holds_are_not_measured(kind, arguments):
+def test_settings_without_a_row_are_not_measured(kind, arguments):
     assert look_up(kind, arguments, None, 8) == "not measured"
 
 

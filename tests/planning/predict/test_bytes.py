@@ -61,13 +61,13 @@ def on(nodes: int, ranks_per_node: int) -> Cluster:
 @pytest.mark.pairwise
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
-def test_a_scheme_sends_what_is_predicted(name, nodes, ranks_per_node):
+def test_predicted_bytes_are_those_of_a_scheme(name, nodes, ranks_per_node):
     check(SCHEMES[name], nodes, ranks_per_node)
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["all_reduce", "periodic", "daso, sharded", "gossip", "diloco, streaming"])
-def test_narrow_payloads_are_as_small_as_is_predicted(name, wire):
+def test_predicted_payloads_have_the_size_of_real_ones(name, wire):
     check(SCHEMES[name], 3, 2, wire)
 
 

@@ -96,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "wire"), selected(CASES))
-def test_a_scheme_holds_what_is_predicted(name, wire):
+def test_predicted_memory_is_that_of_a_scheme(name, wire):
     is_served = name.startswith("steps_delay")
     scheme = SCHEMES[name]()
     predicted = own_bytes(scheme, CLUSTER, WORKLOAD, Payload.named(wire, WORKLOAD)) / MODEL
@@ -109,7 +109,7 @@ def test_a_scheme_holds_what_is_predicted(name, wire):
     assert most_held(scheme, wire) == pytest.approx(predicted, abs=0.02)
 
 
-def test_what_encoding_gradients_keeps_back_is_predicted():
+def test_predicted_memory_includes_residuals_of_gradients():
     def train(rank: Rank) -> float:
         for _ in range(2):
             rank.train()
@@ -122,12 +122,12 @@ def test_what_encoding_gradients_keeps_back_is_predicted():
     assert held == pytest.approx(more / MODEL - sent_and_received, abs=0.02)
 
 
-def test_a_rank_holds_model_gradients_state_and_the_schemes_own():
+def test_predicted_memory_is_the_sum_of_its_parts():
     scheme = PeriodicAveraging(4)
     own = own_bytes(scheme, CLUSTER, WORKLOAD, Payload.named(None, WORKLOAD))
     assert predict(scheme, CLUSTER, WORKLOAD).memory_bytes == 3 * MODEL + own
 
 
-def test_steps_delay_shares_the_optimizers_state():
+def test_steps_delay_shards_optimizer_state():
     assert state_bytes(StepsDelay(4), CLUSTER, WORKLOAD) == MODEL / 4
     assert state_bytes(None, CLUSTER, WORKLOAD) == MODEL

@@ -7,14 +7,14 @@ import pytest
 from lightning_hiercomm.planning.predict.timeline import Timeline
 
 
-def test_tasks_of_a_lane_run_in_order_and_lanes_run_in_parallel():
+def test_a_resource_is_sequential_and_resources_overlap():
     line = Timeline()
     first, second, other = line.add("a", 2.0), line.add("a", 3.0), line.add("b", 4.0)
     line.run()
     assert [(task.start, task.end) for task in (first, second, other)] == [(0, 2), (2, 5), (0, 4)]
 
 
-def test_a_task_waits_for_those_it_comes_after():
+def test_an_operation_waits_for_others():
     line = Timeline()
     sent = line.add("link", 3.0)
     line.add("training", 1.0)
@@ -25,7 +25,7 @@ def test_a_task_waits_for_those_it_comes_after():
     assert line.busy("training", 0, 4) == 2
 
 
-def test_a_delay_leaves_the_lane_free_but_not_the_task_ended():
+def test_a_delay_releases_the_resource():
     line = Timeline()
     messages = [line.add("link", 1.0, delay=5.0) for _ in range(2)]
     arrived = line.add("training", after=messages)
@@ -34,7 +34,7 @@ def test_a_delay_leaves_the_lane_free_but_not_the_task_ended():
     assert arrived.end == 7
 
 
-def test_tasks_of_two_lanes_share_a_link_in_the_order_of_adding():
+def test_resources_share_a_link_in_order():
     line = Timeline()
     line.add("a", 2.0, link="inside")
     waits = line.add("training", 3.0)
@@ -45,7 +45,7 @@ def test_tasks_of_two_lanes_share_a_link_in_the_order_of_adding():
     assert [task.end for task in (late, split, after)] == [5, 6, 7]
 
 
-def test_tasks_without_length_follow_each_other_at_once():
+def test_operations_without_length_end_at_once():
     line = Timeline()
     a = line.add("a")
     b = line.add("b", after=[a])
@@ -54,7 +54,7 @@ def test_tasks_without_length_follow_each_other_at_once():
     assert c.end == 0
 
 
-def test_tasks_share_processors_evenly():
+def test_operations_share_processors_evenly():
     line = Timeline(processors=1.0)
     short, long = line.add("a", 1.0, processors=1.0), line.add("b", 2.0, processors=1.0)
     line.run()
@@ -64,7 +64,7 @@ def test_tasks_share_processors_evenly():
     assert line.processor_seconds(0.0, 2.0) == pytest.approx(1.0 + 2.0 * 2 / 3)  # spread evenly over a task's time
 
 
-def test_who_wants_little_is_not_slowed_down_by_who_wants_much():
+def test_small_operations_get_all_processors_they_need():
     line = Timeline(processors=1.0)
     link, training = line.add("link", 4.0, processors=0.25), line.add("training", 3.0, processors=2.0)
     line.run()
@@ -78,12 +78,3 @@ def test_other_hardware_needs_no_processors():
     gpu, cpu = line.add("gpu", 2.0), line.add("cpu", 2.0, processors=1.0)
     line.run()
     assert (gpu.end, cpu.end) == (2, 2)
-
-
-def test_a_circle_is_refused():
-    line = Timeline()
-    first = line.add("a", 1.0)
-    second = line.add("b", 1.0, after=[first])
-    first.after = (second,)
-    with pytest.raises(ValueError, match="a, b wait for each other"):
-        line.run()
