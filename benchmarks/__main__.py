@@ -9,10 +9,11 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks import gpu, gradients, period, prediction, report, scaling, startup
 from benchmarks.contenders import BOUNDS, ROWS, SCANNED
@@ -32,6 +33,9 @@ from benchmarks.settings import (
 )
 from benchmarks.workloads import WORKLOADS
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET
+
+if TYPE_CHECKING:
+    from benchmarks.papers.tuned import Comparison
 
 SPEED_ROWS = [key for key in ROWS if "@" not in key]
 WIRES = ("bf16", "int8", "int4")
@@ -445,33 +449,35 @@ def papers_command(arguments: argparse.Namespace) -> None:
         sys.exit(unknown)
 
 
+def _tune(arguments: argparse.Namespace, comparisons: Mapping[str, Comparison]) -> Iterator[str]:
+    """Tune and judge the named comparisons as far as unknown; yield each name after it."""
+    from benchmarks.papers import tuned
+
+    if unknown := [name for name in arguments.names if name not in comparisons]:
+        sys.exit(f"unknown: {', '.join(unknown)}; choose from {', '.join(comparisons)}")
+    until = time.time() + 60 * arguments.minutes
+    for name in arguments.names or comparisons:
+        tuned.climb(comparisons[name], arguments.out, until)
+        yield name
+
+
 def tuned_command(arguments: argparse.Namespace) -> None:
-    """Tune and judge what is not known yet; draw what is."""
+    """Tune and judge comparisons, and draw them."""
     from benchmarks.papers import pictures, tuned
 
-    if unknown := [name for name in arguments.names if name not in tuned.COMPARISONS]:
-        sys.exit(f"there is no comparison {', '.join(unknown)}: choose from {', '.join(tuned.COMPARISONS)}")
-    until = time.time() + 60 * arguments.minutes
-    for name in arguments.names or tuned.COMPARISONS:
+    for name in _tune(arguments, tuned.COMPARISONS):
         comparison = tuned.COMPARISONS[name]
-        tuned.climb(comparison, arguments.out, until)
         pictures.ladders(comparison, tuned.load(comparison, arguments.out), arguments.out / f"{name}.png")
 
 
 def front_command(arguments: argparse.Namespace) -> None:
-    """Tune and judge what is not known yet; print the table of what is."""
+    """Tune and judge settings, and print their tables."""
     from benchmarks.papers import front, tuned
 
-    if unknown := [name for name in arguments.names if name not in front.SETTINGS]:
-        sys.exit(f"there is no setting {', '.join(unknown)}: choose from {', '.join(front.SETTINGS)}")
-    until = time.time() + 60 * arguments.minutes
-    for name in arguments.names or front.SETTINGS:
+    for name in _tune(arguments, front.SETTINGS):
         comparison = front.SETTINGS[name]
-        tuned.climb(comparison, arguments.out, until)
-        print(
-            f"{front.title(comparison)}\n\n{front.table(comparison, tuned.load(comparison, arguments.out))}\n",
-            flush=True,
-        )
+        known = tuned.load(comparison, arguments.out)
+        print(f"{front.title(comparison)}\n\n{front.table(comparison, known)}\n", flush=True)
 
 
 def documents_command(_: argparse.Namespace) -> None:
