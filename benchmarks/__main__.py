@@ -130,10 +130,10 @@ def make_parser() -> argparse.ArgumentParser:
     foresight.add_argument("--workload", choices=sorted(WORKLOADS), help="default: by the link's rate")
     foresight.add_argument("--repetitions", type=int, default=3)
     foresight.add_argument("--steps", type=int, default=8, help="least number of steps on the clock")
-    foresight.add_argument("--stored", action="store_true", help="predict anew what was measured before")
+    foresight.add_argument("--stored", action="store_true", help="predict stored measurements again")
     foresight.set_defaults(command=prediction_command)
 
-    papers = commands.add_parser("papers", help="the five papers' claims on small tasks, beside the papers' numbers")
+    papers = commands.add_parser("papers", help="the five papers' claims on small tasks, with the papers' numbers")
     papers.add_argument("numbers", nargs="*", metavar="NUMBER", help="of papers: 000 to 004, or 'tasks'; default: all")
     papers.add_argument(
         "--seeds", type=int, default=5, help="of every setting; those that are known are not done again"

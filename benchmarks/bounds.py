@@ -48,5 +48,5 @@ def limit(row: Row, network: float, least: float) -> str:
 def _together(row: Row, network: float, compute: float) -> float:
     if row.bound != "overlapped":
         return compute + network
-    beside = row.overlap * compute
-    return (max(beside, network * row.period) + (row.period - row.overlap) * compute) / row.period
+    overlapped = row.overlap * compute
+    return (max(overlapped, network * row.period) + (row.period - row.overlap) * compute) / row.period

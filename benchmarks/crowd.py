@@ -1,4 +1,4 @@
-"""The middle of the control plane with thousands of ranks, which one process plays: joins, beats, a failure."""
+"""Measure the control plane's hub with thousands of ranks that one process simulates: joins, heartbeats, a failure."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ HANG_TIMEOUT = 300.0
 
 @dataclass
 class Crowd:
-    """What a hub needed for its ranks.
+    """The cost of a hub.
 
     Attributes:
-        ranks: How many came at once.
-        joined_seconds: Until all of them were members.
-        failure_seconds: From one rank's report until the last one had heard of it.
-        share_of_core: Of a processor, while nothing happened but heartbeats.
-        megabytes: Of memory, at its most.
-        watched_seconds: How long nothing happened.
+        ranks: Number of ranks that joined at once.
+        joined_seconds: Time until all of them were members.
+        failure_seconds: Time from one rank's report of a failure until the last rank received it.
+        share_of_core: Share of a processor during heartbeats only.
+        megabytes: Peak memory.
+        watched_seconds: Duration of the heartbeats.
     """
 
     ranks: int
@@ -40,7 +40,7 @@ class Crowd:
 
 
 def measure(ranks: int, seconds: float = 20.0) -> Crowd:
-    """Play ``ranks`` ranks of one hub, which is a process as ever; watch it for some seconds."""
+    """Simulate the ranks of a hub, which is a real process, with some seconds of heartbeats."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     plane = ControlPlane(0, ranks, "rank 0 (node 0)", hang_timeout=HANG_TIMEOUT)
@@ -49,7 +49,7 @@ def measure(ranks: int, seconds: float = 20.0) -> Crowd:
     began = time.perf_counter()
     crowd = _Ranks(ranks, invitation.port, invitation.token)
     try:
-        crowd.until(lambda: crowd.heard["welcome"] == ranks)
+        crowd.until(lambda: crowd.received["welcome"] == ranks)
         joined = time.perf_counter() - began
         used, began = _processor_seconds(plane.hub_process.pid), time.perf_counter()
         crowd.beat(seconds)
@@ -57,18 +57,18 @@ def measure(ranks: int, seconds: float = 20.0) -> Crowd:
         used = _processor_seconds(plane.hub_process.pid) - used
         began = time.perf_counter()
         crowd.channels[-1].send({"kind": "failed", "message": "the last rank failed"})
-        crowd.until(lambda: crowd.heard["failed"] == ranks)
-        told = time.perf_counter() - began
+        crowd.until(lambda: crowd.received["failed"] == ranks)
+        reported = time.perf_counter() - began
         megabytes = _megabytes(plane.hub_process.pid)
     finally:
         crowd.close()
         plane.close()
-    return Crowd(ranks, joined, told, used / watched, megabytes, watched)
+    return Crowd(ranks, joined, reported, used / watched, megabytes, watched)
 
 
 class _Ranks:
     def __init__(self, ranks: int, port: int, token: str) -> None:
-        self.heard = {"welcome": 0, "failed": 0}
+        self.received = {"welcome": 0, "failed": 0}
         self.channels: list[hub.Channel] = []
         self._token = token
         self._number: dict[hub.Channel, int] = {}
@@ -81,26 +81,26 @@ class _Ranks:
             self.channels.append(channel)
             self._number[channel] = rank
             self._selector.register(channel, selectors.EVENT_READ)
-            if rank % 64 == 0:  # so that nobody is kept waiting whose word is there
+            if rank % 64 == 0:  # answer the ranks whose challenge arrived
                 self._listen(0.0)
 
     def until(self, is_done: Callable[[], bool], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not is_done():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not done after {seconds:g} s: {self.heard}")
+                raise RuntimeError(f"not done after {seconds:g} s: {self.received}")
             self._listen(0.1)
 
     def beat(self, seconds: float) -> None:
-        """Each rank says that it lives as often as a rank does, one after another."""
+        """Send heartbeats of all ranks in turn, each as often as a real rank does."""
         pause = hub.seconds_between_beats(len(self.channels), HANG_TIMEOUT) / len(self.channels)
-        began, said = time.monotonic(), 0
+        began, sent = time.monotonic(), 0
         while time.monotonic() < began + seconds:
-            while said * pause < time.monotonic() - began:
-                beat = {"doing": "training batch 7 of epoch 0, after 7 steps", "progress": said, "stuck": ["", 0.0]}
+            while sent * pause < time.monotonic() - began:
+                beat = {"doing": "training batch 7 of epoch 0, after 7 steps", "progress": sent, "stuck": ["", 0.0]}
                 count = {"batches": 7, "ended": [0, 0], "wait": None, "line": ""}
-                self.channels[said % len(self.channels)].send({"kind": "beat", **beat, **count})
-                said += 1
+                self.channels[sent % len(self.channels)].send({"kind": "beat", **beat, **count})
+                sent += 1
             self._listen(0.01)
 
     def _listen(self, seconds: float) -> None:
@@ -113,8 +113,8 @@ class _Ranks:
                     proof = hub.proof(self._token, message["nonce"], rank)
                     about = {"rank": rank, "place": f"rank {rank} (node {rank // 8})"}
                     channel.send({"kind": "hello", **about, "proof": proof})
-                elif message["kind"] in self.heard:
-                    self.heard[message["kind"]] += 1
+                elif message["kind"] in self.received:
+                    self.received[message["kind"]] += 1
 
     def close(self) -> None:
         self._selector.close()

@@ -240,7 +240,7 @@ def _study(number: str) -> Results:
 
 
 def _papers(number: str, *keys: str) -> str:
-    """Of one setting its accuracy, of two their difference, or by how much less time the model says that one takes."""
+    """Of one setting its accuracy, of two their difference, or the predicted saving of time."""
     if keys[-1] == "less time":
         own, other = (_study(number).seconds(key).mean for key in keys[:2])
         return f"{100 * (1 - own / other):.0f} %"
@@ -249,7 +249,7 @@ def _papers(number: str, *keys: str) -> str:
 
 
 def _model(link: str, delay: str) -> str:
-    """How many times as fast as all-reduce the model says that SSD-SGD is."""
+    """Return the predicted speed-up of SSD-SGD over all-reduce."""
     return f"{json.loads((RESULTS / 'papers' / '001.json').read_text())['extra'][link][delay]:.1f}"
 
 

@@ -133,7 +133,7 @@ def work(row: str, accelerator: str, width: int, depth: int, steps: int) -> dict
     trainer.fit(module)
     measured = {"milliseconds": 1e3 * module.seconds}
     topology = getattr(trainer.strategy, "topology", None)
-    if topology is not None:  # what of the exchanges did not lie beside the computation
+    if topology is not None:  # the exposed part of the exchanges
         waited = topology.meter.snapshot()
         measured["waited_milliseconds"] = 1e3 * waited["inter_exposed_seconds"] / steps
     if accelerator == "gpu":
@@ -180,8 +180,8 @@ def run_ranks(commands: Sequence[Sequence[str]], seconds: float, folder: Path, a
             rank.wait()
     if not any(codes):
         return None
-    said = (folder / f"{codes.index(next(filter(None, codes)))}.log").read_text().strip().splitlines()
-    return said[-1] if said else f"exit codes {codes}"
+    output = (folder / f"{codes.index(next(filter(None, codes)))}.log").read_text().strip().splitlines()
+    return output[-1] if output else f"exit codes {codes}"
 
 
 def time_row(
@@ -192,9 +192,9 @@ def time_row(
         folder = Path(name)
         command = [sys.executable, "-m", "benchmarks.gpu", row, accelerator, *map(str, (width, depth, steps))]
         commands = [[*command, str(folder / f"{rank}.json")] for rank in range(RANKS)]
-        said = run_ranks(commands, seconds, folder, alone=row == "none")
-        if said is not None:
-            return {"row": row, "error": said}
+        error = run_ranks(commands, seconds, folder, alone=row == "none")
+        if error is not None:
+            return {"row": row, "error": error}
         measured = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
     return {"row": row, **{name: max(each[name] for each in measured) for name in measured[0]}}
 
@@ -211,9 +211,9 @@ def compare_fits(accelerator: str, seconds: float) -> dict[str, Any]:
             if where in ended:
                 continue
             command = [sys.executable, "-m", "jobs.on_a_device", where, str(Path(folder) / where)]
-            said = run_ranks([[*command, str(rank)] for rank in range(RANKS)], seconds, Path(folder))
-            if said is not None:
-                return {"error": f"on the {where}: {said}"}
+            error = run_ranks([[*command, str(rank)] for rank in range(RANKS)], seconds, Path(folder))
+            if error is not None:
+                return {"error": f"on the {where}: {error}"}
             ended[where] = torch.load(Path(folder) / f"{where}.0", weights_only=False)
     differences = {}
     for name, fit in ended[accelerator].items():
@@ -249,18 +249,18 @@ def run_tests(marker: str, seconds: float, paths: Sequence[str] = ("tests",)) ->
             running.kill()
             running.wait()
         log.seek(0)
-        said = log.read()
-    counted = count_tests(said)
+        output = log.read()
+    counted = count_tests(output)
     if not counted["rooms"]:
-        return {"error": f"pytest said of no test how it ended: {said.strip().splitlines()[-1:]}"}
+        return {"error": f"pytest reported no test: {output.strip().splitlines()[-1:]}"}
     return {**counted, **stopped}
 
 
-def count_tests(said: str) -> dict[str, Any]:
-    """What ``pytest -v`` says, by room: ``tests/schemes`` and the like."""
+def count_tests(output: str) -> dict[str, Any]:
+    """Count the results of ``pytest -v`` by folder, such as ``tests/schemes``."""
     rooms: dict[str, Counter[str]] = {}
     failed = []
-    for match in _ENDED.finditer(said):
+    for match in _ENDED.finditer(output):
         name = match["one"] or match["of_several"] or match["not_collected"]
         ended = match["ended"] or match["ended_of_several"] or "ERROR"
         outcome = "failed" if ended == "ERROR" else ended.lower()

@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands, as torchrun says it in the environment."""
+    """The rank of this process, from torchrun's environment."""
 
     rank: int
     size: int
@@ -76,7 +76,7 @@ class World:
 class Record:
     """What one rank measured in one job. Times are of the machine's monotonic clock, the same for all ranks.
 
-    The window is the steps on the clock; ``window_busy_share`` is of all processors, whoever keeps them busy.
+    The window is the steps on the clock; ``window_busy_share`` includes other programs.
     """
 
     job: str

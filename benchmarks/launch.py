@@ -1,6 +1,6 @@
 """Runs jobs on a network: one torchrun per node, the jobs in turn inside the same processes.
 
-A job that fails or hangs takes its processes down; the jobs after it start anew.
+A job that fails or hangs takes its processes down; later jobs start new processes.
 """
 
 from __future__ import annotations

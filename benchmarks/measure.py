@@ -29,7 +29,7 @@ class Cell:
         disagreement: Largest relative distance of a rank's parameters from the mean, at the end.
         processor_share: How busy all processors of the machine were, of 1.
         error: Why there is no measurement.
-        when: It was measured, as ISO 8601 says it; empty before it is stored.
+        when: Time of the measurement in ISO 8601; empty before it is stored.
     """
 
     row: str

@@ -50,7 +50,7 @@ ON_THEIR_WAY = 3 * 4 * 2**20  # buckets
 OWN_PART = {
     "all_reduce": (ON_THEIR_WAY, 0),
     "periodic": (ON_THEIR_WAY, PART),
-    "daso": (PART, PART),  # on its way beside training
+    "daso": (PART, PART),  # in flight during training
     "diloco": (2 * PART + ON_THEIR_WAY, 3 * PART),  # outer parameters and momentum
     "diloco, streaming": (2 * PART + PART // 2, 3 * PART + PART // 2),  # and a fragment on its way
     "gossip": (2 * PART, PART),  # what is sent, and what is received

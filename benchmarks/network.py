@@ -47,7 +47,7 @@ def transmitted_bytes(interface: str) -> int:
 
 
 def free_port() -> int:
-    """A port on which nobody listens on this machine, and so nobody on nodes of its own."""
+    """Return a free port of this machine, which is also free on its namespaces."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
@@ -111,7 +111,7 @@ def why_no_namespaces() -> str | None:
 
 
 def open_network(nodes: int, mtu: int = 1500) -> Network:
-    """The best network this machine can make: namespaces, else loopback (and then :attr:`Network.note` says why)."""
+    """The best network this machine can make: namespaces, else loopback (:attr:`Network.note` has the reason)."""
     reason = why_no_namespaces()
     if reason is None:
         return NamespaceNetwork(nodes, mtu=mtu)
@@ -266,7 +266,7 @@ class NamespaceNetwork(Network):
 def burst_bytes(mbit: float) -> int:
     """Size of the token bucket: one millisecond of traffic, at least two of the largest packets (64 KiB each).
 
-    The bucket is what a link that has been idle sends for nothing, so it is kept small beside any payload.
+    The bucket is what a link that has been idle sends for nothing, so it is much smaller than any payload.
     """
     return max(131_072, int(mbit * 1e6 / 8 * 1e-3))
 

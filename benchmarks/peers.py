@@ -29,7 +29,7 @@ PEERS = {
 
 
 class PeerMissing(Exception):
-    """The peer does not install or import here; the message says why."""
+    """The peer cannot be installed or imported here; the message has the reason."""
 
 
 def home() -> Path:

@@ -79,7 +79,7 @@ def step_time_against_bandwidth(settings: Sequence[Sequence[Cell]], path: Path) 
 
 
 def rows_of_a_setting(cells: Sequence[Cell], path: Path) -> None:
-    """A bar per row, the fastest at the top, beside the area of its bound; the upper axis is the speed-up over DDP."""
+    """Draw a bar per row, the fastest at the top, with its bound; the upper axis is the speed-up over DDP."""
     known = {cell.row: cell for cell in cells if cell.step_ms}
     ddp = known["ddp"].step_ms or 1.0
     shown = [cell for row, cell in known.items() if is_ours(row) or is_peer(row)]
@@ -119,7 +119,7 @@ def rows_of_a_setting(cells: Sequence[Cell], path: Path) -> None:
 
 
 def scaling(settings: Sequence[Sequence[Cell]], path: Path) -> None:
-    """Step time and bytes per node, a bar per number of nodes for every row, beside the areas of the formulas."""
+    """Draw step time and bytes per node, with a bar per number of nodes for every row, and the formulas."""
     settings = sorted(settings, key=lambda cells: cells[0].nodes)
     by_nodes = [{cell.row: cell for cell in cells if cell.step_ms} for cells in settings]
     nodes = [cells[0].nodes for cells in settings]

@@ -112,7 +112,7 @@ def compare(setting: Setting) -> Iterable[Compared]:
     profiles = [Profile.from_dict(profile) for profile in setting.profiles]
     for key, seconds in setting.seconds.items():
         row = ROWS[key]
-        if row.module == "plain":  # stored beside the predictions, to judge them by
+        if row.module == "plain":  # a reference, not predicted
             continue
         scheme, wire = _scheme_of(row) if row.module == "ours" else (None, None)
         predictions = [predict(scheme, profile.cluster, profile.workload, wire) for profile in profiles]

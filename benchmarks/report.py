@@ -38,7 +38,7 @@ def save(cells: list[Cell], about: dict[str, Any], folder: Path, prefix: str = "
 
 
 def load(folder: Path, prefix: str = "") -> list[list[Cell]]:
-    """All settings that were stored with a prefix; other results may lie beside them."""
+    """Return all settings that were stored with a prefix."""
     paths = sorted(folder.glob(f"{prefix}*-*x*-*.json"))
     return [load_one(path) for path in paths if path.name.removeprefix(prefix).split("-")[0] in WORKLOADS]
 

@@ -1,4 +1,4 @@
-"""Step time and bytes against the number of nodes, beside what each method's formula says."""
+"""Measure step time and bytes against the number of nodes, and compare them with each method's formula."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def unknown_rows(rows: Iterable[str], known: Mapping[str, Cell], repetitions: in
 
 
 def moment(text: str) -> datetime:
-    """A date, or a date and time, of UTC unless it says otherwise."""
+    """Read a date, or a date and time; the default time zone is UTC."""
     when = datetime.fromisoformat(text)
     return when if when.tzinfo else when.replace(tzinfo=timezone.utc)
 

@@ -117,7 +117,7 @@ def _convolutions(classes: int) -> nn.Module:
 
 
 class _Reader(nn.Module):
-    """Reads a sequence to its end, and says what it was.
+    """Classifies a sequence by its last state.
 
     Args:
         cells: Makes the recurrent layer from the sizes of its input and of its state.
@@ -137,7 +137,7 @@ class _Reader(nn.Module):
 
 
 class _Adversaries(nn.Module):
-    """A generator of points from latent vectors, and a critic that says which points are real."""
+    """A generator of points from latent vectors, and a critic that classifies points as real."""
 
     def __init__(self) -> None:
         super().__init__()

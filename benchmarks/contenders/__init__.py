@@ -21,7 +21,7 @@ class Row:
         title: What the line is called.
         module: Module in :mod:`benchmarks.contenders`.
         options: Passed to the module's ``train``.
-        bound: ``"compute"``: the step alone; ``"blocking"``: compute, then network; ``"overlapped"``: network beside
+        bound: ``"compute"``: the step alone; ``"blocking"``: compute, then network; ``"overlapped"``: network during
             the compute of ``overlap`` steps of each period, then the compute of the others.
         traffic: What has to cross the network in each period.
         period: Steps between two synchronizations.
@@ -44,7 +44,7 @@ class Row:
 
 
 PERIOD = 16
-"""Steps between synchronizations of every row that has a period, unless the row says otherwise."""
+"""Steps between synchronizations of every row that has a period, by default."""
 
 
 def _bounds() -> dict[str, Row]:

@@ -1,4 +1,4 @@
-"""torchft's LocalSGD and DiLoCo: every rank is a replica group of its own, the lighthouse runs beside rank 0."""
+"""torchft's LocalSGD and DiLoCo: every rank is a replica group, and the lighthouse runs on rank 0's node."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from lightning_hiercomm.planning.simulate.tasks import Batches, judge, loss_of, 
 
 
 def asynchronous(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve:
-    """Nodes push gradients to a server that steps at once for each, and pull; nobody waits for anybody.
+    """Nodes push gradients to a server that steps at once for each, and pull; without waiting for each other.
 
     Equally fast nodes push in turn, so every gradient is taken at weights that are ``nodes - 1`` updates old. The
     server is sharded over the nodes. A node waits for its own push and pull, of ``(M - 1) / M`` of the model each,

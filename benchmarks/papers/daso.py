@@ -180,8 +180,8 @@ def _report(results: Results) -> str:
             "only. Seconds are a whole run's,"
             " on nodes of 4 that train ResNet-50 in steps of 75 ms.\n\n" + table(head, rows)
         )
-        if told := _history(results, nodes):
-            parts.append(told)
+        if history := _history(results, nodes):
+            parts.append(history)
     parts.append(
         "The paper: up to 25 % less time than Horovod on ImageNet and up to 35 % on Cityscapes, similar accuracy up "
         "to 128 GPUs, and no more than 75 % beyond (Fig. 6 and 7; at 76 % expected)."
@@ -226,12 +226,12 @@ def _history(results: Results, nodes: int) -> str:
     run = results.runs[_key("DASO", nodes)].get(0)
     if not run or "history" not in run:
         return ""
-    told = []
+    phases: list[tuple[int, str]] = []
     for epoch, phase, every, staleness in run["history"]:
         words = phase if phase != "cycling" else f"B = {every}, S = {staleness}"
-        if not told or told[-1][1] != words:
-            told.append((epoch, words))
-    return "The first seed's schedule: " + "; ".join(f"from epoch {epoch} {words}" for epoch, words in told) + "."
+        if not phases or phases[-1][1] != words:
+            phases.append((epoch, words))
+    return "The first seed's schedule: " + "; ".join(f"from epoch {epoch} {words}" for epoch, words in phases) + "."
 
 
 def _draw(results: Results, path: Path) -> None:

@@ -506,7 +506,7 @@ def synchronous_steps(arena: Arena, share: float) -> int:
 
 
 def warm_up_steps(arena: Arena, delay: int, share: float) -> int:
-    """As many as the share says, to the next multiple of the delay."""
+    """Return the share of the run, rounded up to a multiple of the delay."""
     return -(-round(share * arena.steps_per_epoch * arena.epochs) // delay) * delay
 
 

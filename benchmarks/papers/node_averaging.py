@@ -157,9 +157,9 @@ def _report(results: Results) -> str:
             for scheme in list(SCHEMES)[1:]:
                 key = _key(scheme, nodes, rate)
                 own = results.accuracy(key)
-                beside = _key("AllReduce", nodes, rate)
-                times = [_acceleration(results, key, beside, share) for share in SHARES]
-                times.append(_acceleration(results, key, beside, 1.0, column=0))
+                baseline = _key("AllReduce", nodes, rate)
+                times = [_acceleration(results, key, baseline, share) for share in SHARES]
+                times.append(_acceleration(results, key, baseline, 1.0, column=0))
                 cells += [own.text(), own.against(base), *map(_reached, times)]
             seconds = [results.seconds(_key(scheme, nodes, rate)).mean for scheme in ("AllReduce", "epoch ends")]
             cells.append(f"{100 * (seconds[0] / seconds[1] - 1):.1f} %")

@@ -21,5 +21,5 @@ STUDIES: dict[str, Study] = {
 
 def play(number: str, key: str, seed: int) -> dict[str, Any]:
     """One seed of one setting; in whichever process."""
-    torch.set_num_threads(1)  # other processes train beside it
+    torch.set_num_threads(1)  # other processes train at the same time
     return STUDIES[number].by_key[key].run(seed)

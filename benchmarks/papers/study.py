@@ -45,7 +45,7 @@ class Setting:
     looks: int = _LOOKS
 
     def fingerprint(self, seed: int) -> str:
-        """Another one for another experiment: what is kept under it is then done anew."""
+        """Identifies the experiment; stored runs of another one are repeated."""
         text = repr((described(self.make(seed)), unusual(self.site), self.play.__name__, self.looks))
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -143,7 +143,7 @@ class Results:
 
     Attributes:
         runs: What :meth:`Setting.run` gave, by key and by seed.
-        extra: What the study computed besides.
+        extra: Other results of the study.
     """
 
     runs: Mapping[str, Mapping[int, Mapping[str, Any]]]
@@ -191,10 +191,10 @@ class Study:
         title: Of the section.
         source: The paper, with the tables and figures that this follows, and what is played here in their place.
         settings: Makes them all.
-        report: Markdown: tables beside the paper's numbers, and what follows from them.
+        report: Markdown: tables with the paper's numbers, and conclusions.
         draw: Makes the figure.
         left_out: What of the paper is not here, and why.
-        compute: What no seeds are needed for; kept beside the runs.
+        compute: Results without seeds, stored with the runs.
     """
 
     number: str
@@ -247,7 +247,7 @@ def collect(
         path: Of the JSON file.
         seeds: Of every setting.
         processes: That train at the same time.
-        about: Kept beside the results.
+        about: Stored with the results.
         play: Finds the study in another process. Default: all is done in this one.
     """
     known = known_results(study, path)
@@ -256,9 +256,9 @@ def collect(
 
     def keep() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".tmp")
-        beside.write_text(json.dumps({**about, "extra": extra, "runs": runs}, separators=(",", ":")) + "\n")
-        os.replace(beside, path)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({**about, "extra": extra, "runs": runs}, separators=(",", ":")) + "\n")
+        os.replace(temporary, path)
 
     missing = [(key, seed) for seed in range(seeds) for key in study.by_key if seed not in runs[key]]
     for done, (key, seed, run) in enumerate(_played(study, missing, processes, play), 1):
@@ -275,7 +275,7 @@ def _played(
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Every run as it ends; in this process if one is enough."""
     if processes < 2 or len(missing) < 2 or play is None:
-        torch.set_num_threads(1)  # as where other processes train beside it
+        torch.set_num_threads(1)  # other processes train at the same time
         for key, seed in missing:
             yield key, seed, study.by_key[key].run(seed)
         return

@@ -46,7 +46,7 @@ STORED = Path(__file__).resolve().parents[1] / "results" / "tuned"
 TUNING_SEEDS = (100, 101, 102, 103)
 JUDGING_SEEDS = tuple(range(10))
 _HIGHEST, _LOWEST = 4, -26
-"""Rungs of the ladder, beyond which nobody looks: learning rates 4 and 0.00012."""
+"""Rungs of the ladder, the limits of the search: learning rates 4 and 0.00012."""
 
 
 def rate_of(rung: int) -> float:
@@ -271,8 +271,8 @@ def _rounded(value: float | None, digits: int = 3) -> float | None:
 
 
 def _tell(comparison: Comparison, contender: Contender, means: Mapping[int, float], how: str = "tuning") -> None:
-    told = ", ".join(f"{rate_of(rung):g}: {mean:.1f} %" for rung, mean in sorted(means.items()))
-    print(f"{comparison.name}, {contender.name}, {how}: {told}", file=sys.stderr, flush=True)
+    found = ", ".join(f"{rate_of(rung):g}: {mean:.1f} %" for rung, mean in sorted(means.items()))
+    print(f"{comparison.name}, {contender.name}, {how}: {found}", file=sys.stderr, flush=True)
 
 
 _ALL_REDUCE = Contender("AllReduce", lambda _: Synchronous(), "all-reduce")

@@ -5,7 +5,7 @@ beyond the computation, as a share of the sum's time alone, is 0 when the two ov
 
 - ``tested``: what :mod:`lightning_hiercomm.comm.mpi` does: a thread tests the move, and sleeps between the tests.
 - ``thread``: a thread calls the blocking MPI function.
-- ``library``: nobody calls MPI until the wait.
+- ``library``: the program calls MPI only for the wait.
 
 Run as root, with Open MPI's mpiexec or MPICH's::
 

@@ -19,7 +19,7 @@ from lightning_hiercomm.planning.measure.contention import measure_contention
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
 from lightning_hiercomm.planning.measure.steps import LEAST_STEPS, StepTimes
-from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch, Timing
+from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch
 from lightning_hiercomm.planning.predict.node import Node
 
 _SIZES = (2**16, 2**20, 2**22)
@@ -109,16 +109,12 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     )
 
 
-def _timing(step: StepTimes) -> Timing:
-    return Timing(step.seconds, step.processor_seconds, step.queued_seconds)
-
-
 def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes]) -> ProcessorShare:
     if ranks.device.type != "cpu":
         return ProcessorShare(None, ranks.topology.num_shards)
     threads = torch.get_num_threads()
     shares = [
-        ProcessorShare.found(its, [_timing(steps[rank]) for rank in node], threads)
+        ProcessorShare.found(its, [steps[rank].timing for rank in node], threads)
         for node, its in zip(ranks.topology.nodes, cores, strict=True)
     ]
     crowded = [share for share in shares if share.processors is not None]
@@ -127,7 +123,7 @@ def _fewest_processors(ranks: Ranks, cores: list[float], steps: list[StepTimes])
 
 def _workload(steps: list[StepTimes], share: ProcessorShare, device: torch.device) -> Workload:
     """Return the slowest rank's step, as it would be on processors of its own."""
-    alone = [share.uncrowded_step(_timing(step), torch.get_num_threads()) for step in steps]
+    alone = [share.uncrowded_step(step.timing, torch.get_num_threads()) for step in steps]
     slowest, timing = max(zip(steps, alone, strict=True), key=lambda pair: pair[1].seconds)
     shorter = timing.seconds / slowest.seconds
     return Workload(

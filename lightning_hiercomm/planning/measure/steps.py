@@ -25,7 +25,7 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import PlanningError
-from lightning_hiercomm.planning.measure.stopwatch import queued_seconds
+from lightning_hiercomm.planning.measure.stopwatch import Timing, queued_seconds
 from lightning_hiercomm.planning.user_code import json_object, load_object
 from lightning_hiercomm.schemes.gradients import NodeMean
 
@@ -62,6 +62,11 @@ class StepTimes:
     def seconds(self) -> float:
         """Of a whole step."""
         return self.forward + self.backward + self.update
+
+    @property
+    def timing(self) -> Timing:
+        """The whole step."""
+        return Timing(self.seconds, self.processor_seconds, self.queued_seconds)
 
 
 def time_steps(
