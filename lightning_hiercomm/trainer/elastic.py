@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -143,7 +145,7 @@ class ElasticNode:
             self._random = self._recovered["moment"], self._recovered["random"]
         self._recovered = None
 
-    def go_on(self) -> None:
+    def prepare_loops(self) -> None:
         """Prepare a recovered node's loops, once they are restored."""
         if self._recovered is not None:
             skip_sanity_check(self._trainer)  # which may be a synchronization, in which no other node takes part
@@ -231,7 +233,7 @@ def elastic_node(
     me = Request(
         node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
         replica_id="",
-        run=f"{os.environ.get('HIERCOMM_RUN', '')}:{run.fingerprint()}",
+        run=f"{os.environ.get('HIERCOMM_RUN', '')}:{_fingerprint(run)}",
         ranks=topology.ranks_on_node,
         store=f"{host}:{store.port if store is not None else 0}",
         checkpoint_step=int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
@@ -300,6 +302,13 @@ def _own_store(host: str) -> TCPStore:
             f"elastic nodes: this node does not reach itself at {host} ({str(error).splitlines()[0]}): set"
             " HIERCOMM_ADDRESS to the address of an interface of this machine that other nodes reach"
         ) from error
+
+
+def _fingerprint(run: TrainingRun) -> str:
+    """Return a text that is equal for runs with the same shapes of parameters, scheme and wire."""
+    shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in run.module.named_parameters()]
+    what = re.sub(r" at 0x[0-9a-f]+", "", repr([[scheme.config for scheme in run.schemes], shapes, run.wire]))
+    return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
 
 
 def _was_restarted() -> bool:

@@ -95,7 +95,7 @@ class EpochClock(pl.Callback):
         """The run is over."""
         self._control.note_progress("at the end of training", trainer)
         self._control.barrier("end")
-        self._run.hear_metrics(lambda: trainer.callback_metrics)
+        self._run.record_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Where a program's own training loop is: its modules, its epochs, and the checkpoint that it resumes."""
+"""A program's own training loop: its modules, its epochs, and the checkpoint that it resumes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
-from lightning_hiercomm.run.replicas import broadcast_values, tensors_without
+from lightning_hiercomm.run.replicas import broadcast_values, tensors_without, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.fabric_module import FabricModule
 
@@ -24,19 +25,23 @@ class _Saved:
 
 
 class FabricLoop:
-    """Tells the schemes of all modules where the run and its epochs begin and end. All methods are collective.
+    """Begins and ends the run and its epochs in the schemes of all modules.
 
     Attributes:
         modules: Those with an optimizer in the order in which they got it.
         epochs: The number of epochs, if known.
         steps_of_epoch: The number of optimizer steps in an epoch, if known.
+        has_gone_backward: Whether the program has called ``fabric.backward``.
     """
 
     def __init__(self) -> None:
         self.modules: list[FabricModule] = []
         self.epochs: int | None = None
         self.steps_of_epoch: int | None = None
+        self.has_gone_backward = False
         self._has_begun = False
+        self._losses: list[Tensor] = []  # of the backward passes since the last step
+        self._losses_have_stepped = False
         self._epoch = 0
         self._epoch_is_open = False
         self._loaded = _Saved()  # from load_state_dict until fabric.load has read the parameters
@@ -63,14 +68,70 @@ class FabricLoop:
                 return run
         raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")
 
+    def module_of(self, optimizer: Optimizer) -> FabricModule:
+        """Return the module without an optimizer that an optimizer trains.
+
+        Raises:
+            TypeError: If there is none.
+        """
+        trained = set(map(id, trained_by(optimizer)))
+        for module in self.modules:
+            if module.run is None and any(id(parameter) in trained for parameter in module.module.parameters()):
+                return module
+        raise TypeError(
+            f"{type(optimizer).__name__} trains no module that was set up without an optimizer: call"
+            " fabric.setup(module, optimizer), with all optimizers of a module that has several"
+        )
+
     def start_run(self, module: FabricModule, optimizers: list[Optimizer]) -> None:
-        """Start the run of a module; it joins a loop that has begun."""
+        """Start the run of a module; it joins a loop that has begun. Collective.
+
+        Raises:
+            TypeError: If an optimizer also trains another module.
+        """
+        own = set(map(id, module.module.parameters()))
+        others = {id(parameter) for other in self.modules for parameter in other.module.parameters()} - own
+        for optimizer in optimizers:
+            if any(id(parameter) in others for group in optimizer.param_groups for parameter in group["params"]):
+                raise TypeError(
+                    f"{type(optimizer).__name__} trains parameters of {type(module.module).__name__} and of another"
+                    " module, which was set up apart: put both into one nn.ModuleList or nn.ModuleDict, and give"
+                    " fabric.setup that and the optimizer"
+                )
         run = module.start_run(optimizers, self.begin_if_needed)
         self.modules.remove(module)
         self.modules.append(module)
         if self._has_begun:
             run.begin(self.epochs, self.steps)
             run.begin_epoch(self._epoch, {})
+
+    # ---- losses --------------------------------------------------------------------------------------------------
+
+    @property
+    def _follows_loss(self) -> bool:
+        return any(scheme.config.watches_loss for run in self.runs for scheme in run.schemes)
+
+    def keep_loss(self, loss: Tensor) -> None:
+        """Store a loss for the optimizers that step before the next backward pass."""
+        if self._follows_loss:
+            if self._losses_have_stepped:
+                self._losses, self._losses_have_stepped = [], False
+            self._losses.append(loss.detach())
+
+    def add_losses(self, run: TrainingRun, strategy: type) -> None:
+        """Add the stored losses to those of a run whose optimizer steps.
+
+        Raises:
+            RuntimeError: If the program has not called ``fabric.backward``, and must.
+        """
+        needs_backward = self._follows_loss or any(module.late_parameters() for module in self.modules)
+        if needs_backward and not self.has_gone_backward:
+            raise RuntimeError(
+                f"{strategy.__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
+            )
+        for loss in self._losses:
+            run.loss.add(loss)
+        self._losses_have_stepped = True
 
     # ---- epochs --------------------------------------------------------------------------------------------------
 
@@ -136,7 +197,7 @@ class FabricLoop:
 
     def _load_losses(self, saved: _Saved) -> None:
         for run, state in zip(self.runs, saved.modules, strict=False):
-            run.load_loss(state["loss"])
+            run.loss.load_state_dict(state["loss"])
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 

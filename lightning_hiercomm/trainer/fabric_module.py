@@ -149,18 +149,18 @@ class FabricModule:
         """The schemes' schedules, which are equal on all ranks, and which tensors they concern. Collective."""
         run = self.required_run
         return {
-            "schedules": run.schedules(),
-            "trained": run.trained(),
+            "schedules": run.schedules.state(),
+            "trained": run.schedules.trained(),
             "without_mean": sorted(run.replicas.without_mean),
-            "loss": run.mean_loss_so_far(),
+            "loss": run.loss.common_state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, except the loss, which belongs to an epoch. Collective."""
         run = self.required_run
-        run.exclude_without_mean(state["without_mean"])
-        with run.training(state["trained"]):
-            run.load_schedules(state["schedules"])
+        run.exclude(state["without_mean"])
+        with run.schedules.training(state["trained"]):
+            run.schedules.load(state["schedules"])
 
     def load_inside_loop(self, state: Mapping[str, Any], epochs: int | None, steps: int | None) -> None:
         """Restore :meth:`state_dict`, except the epoch and the step in it. Collective."""

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -342,17 +341,16 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers, self._optimizers = self._optimizers, []
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         finally:
             self._optimizers = optimizers
         reshard(self._module)
-        if is_fitting:
+        if self._is_fitting:
             run, path = self._run, Path(self.broadcast(checkpoint_path))
             run.begin_from_module()
-            with run.training(self._checkpoints.trained):  # torch leaves out the states of frozen parameters
+            with run.schedules.training(self._checkpoints.trained):  # torch leaves out the states of frozen parameters
                 states = checkpoint.pop("optimizer_states", [])
                 if run.optimizers:
                     load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)

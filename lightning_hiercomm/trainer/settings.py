@@ -296,6 +296,16 @@ class DDPArguments:
         """
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)  # type: ignore[call-arg]
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
+        schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+        for name, scheme in schemes.items():
+            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+                description = f"Nodes synchronize by {scheme}; ranks start by {start_method}"
+                arguments = {"scheme": scheme, "start_method": start_method}
+                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+
 
 def constructor_arguments(strategy: type) -> list[str]:
     """List the arguments of a strategy: those of its own constructor and of the next ones, as far as keywords go."""
@@ -377,13 +387,3 @@ def _warn_of_kept_arguments(scheme: Scheme) -> None:
             " which stands for its own defaults.",
             stacklevel=4,
         )
-
-
-def register_schemes(strategy: Callable[..., Any], registry: Any) -> None:
-    """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
-    schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
-    for name, scheme in schemes.items():
-        for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
-            description = f"Nodes synchronize by {scheme}; ranks start by {start_method}"
-            arguments = {"scheme": scheme, "start_method": start_method}
-            registry.register(f"{name}{ending}", strategy, description, override=True, **arguments)

@@ -11,7 +11,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +37,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
-from lightning_hiercomm.trainer.settings import DDPArguments, register_schemes
+from lightning_hiercomm.trainer.settings import DDPArguments
 
 
 class _PlainDDP(DDPStrategy):
@@ -101,11 +100,6 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
         return {**state, "_ddp_kwargs": kwargs, "_seen": []}
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_schemes(cls, strategy_registry)
-
     @override
     def _configure_launcher(self) -> None:
         if self._environment.creates_processes_externally:
@@ -121,8 +115,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._elastic_node is not None:
             return self._elastic_node.sampler_arguments(self.world_size, self.global_rank)
-        elastic, trainer = self._settings.elastic, self._trainer_or_none
-        if elastic is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        elastic = self._settings.elastic
+        if elastic is not None and self._is_fitting:
             # the quorum is not known yet, but `configure_optimizers` asks for the length of the run
             return {"num_replicas": elastic.min_nodes * self.world_size, "rank": self.global_rank}
         return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_hiercomm.comm.dtensor import DTensor
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
@@ -299,7 +300,8 @@ def test_what_was_written_into_the_module_from_outside_is_averaged():
     def work(run: TrainingRun) -> list[float]:
         with torch.no_grad():
             run.module.second.weight.fill_(run.topology.rank)
-        run.restart_from_average()
+        run.averaged_model.average_module()
+        run.begin_from_module()
         return [run.module.second.weight.item(), run.schemes[1].state.unsynchronized_steps]
 
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]
@@ -690,10 +692,10 @@ def test_non_contiguous_parameters_train_and_are_saved(scheme):
                     run.step(optimizer, lambda: optimizer.step(), last=step == 3)  # which schemes replace
                 run.end_epoch()
                 with run.averaged_model():
-                    run.schedules()
+                    run.schedules.state()
                     run.averaged_model.own_values()
                 run.finish()
-                run.load_schedules(run.schedules())
+                run.schedules.load(run.schedules.state())
                 return [*module.images.flatten().tolist(), *module.matrix.flatten().tolist()]
             finally:
                 run.close(timeout=5.0)
@@ -736,10 +738,10 @@ def test_a_loss_that_ranks_of_a_node_hold_together_counts_like_any_other(process
     def work(run: TrainingRun) -> tuple[float, dict[str, float]]:
         loss = torch.tensor(1.0 + 2.0 * run.topology.rank, device=place.device)
         parallel = DTensor.from_local(loss, mesh, run_check=False)
-        run.watch_loss(parallel)
-        common = run.common_loss(parallel)
+        run.loss.add(parallel)
+        common = common_loss(parallel, run.topology, run.gradients_over)
         assert type(common) is torch.Tensor  # process groups take no other
-        return common.item(), {name: float(n) for name, n in run.mean_loss_so_far().items()}
+        return common.item(), {name: float(n) for name, n in run.loss.common_state_dict().items()}
 
     common, watched = zip(*on_two_nodes(scheme, work), strict=True)
     assert common == ((2.0, 2.0) if scheme is AllReduce else (1.0, 3.0))

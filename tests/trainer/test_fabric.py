@@ -514,7 +514,7 @@ def turns(fabric, strategy):
     two, adam = fabric.setup(second, torch.optim.Adam(second.parameters(), 0.1))
     seen = []
     for run in strategy.runs:
-        run.watch_loss = lambda loss, run=run: seen.append((strategy.runs.index(run), float(loss)))
+        run.loss.add = lambda loss, run=run: seen.append((strategy.runs.index(run), float(loss)))
 
     def backward(model, value):
         fabric.backward(0.0 * model(torch.ones(1, 1)).sum() + value)
