@@ -1,4 +1,4 @@
-"""An elastic node in a Trainer: how it joins, recovers and leaves, and which shards of the data it trains on."""
+"""An elastic node in a Trainer: it joins, recovers, trains on its part of the data, and leaves."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class ElasticNode:
         return {**whole, "random": random_state(), "slots": run.replicas.slots}
 
     def begin_training(self) -> None:
-        """Let a recovered node's loops begin where those of its source are."""
+        """Start a recovered node's loops at the batch of its source."""
         if self._recovered is not None:
             begin_as(self._trainer, self._recovered)
             self._random = self._recovered["moment"], self._recovered["random"]
@@ -148,7 +148,7 @@ class ElasticNode:
     def prepare_loops(self) -> None:
         """Prepare a recovered node's loops, once they are restored."""
         if self._recovered is not None:
-            skip_sanity_check(self._trainer)  # which may be a synchronization, in which no other node takes part
+            skip_sanity_check(self._trainer)  # it may synchronize, and no other node takes part
             if self._recovered["moment"] == "end":
                 end_training(self._trainer)
 
@@ -156,11 +156,11 @@ class ElasticNode:
         """End the epoch in which this node has recovered."""
         self._is_in_epoch = False
 
-    # ---- what the strategy asks ----------------------------------------------------------------------------------
+    # ---- checkpoints and data ------------------------------------------------------------------------------------
 
     @property
     def writes(self) -> bool:
-        """Whether this node writes the checkpoints of all; not when it leaves, which would be its own parameters."""
+        """Whether this node writes the checkpoints of all; not while it leaves with parameters of its own."""
         return self._has_left or (self.membership.leads and not (self._has_given_up and self._has_others))
 
     @property
@@ -184,14 +184,14 @@ class ElasticNode:
         self.give_up()
 
     def give_up(self) -> None:
-        """Stop synchronizing: the others are not where this node is."""
+        """Stop synchronizing."""
         self._has_given_up = True
         topology = self._run.topology
         assert isinstance(topology, ElasticTopology)
         topology.synchronize_by(None)
 
     def leave_others(self) -> None:
-        """Stop synchronizing before this node is queued again, unless it is the only one: others have the state."""
+        """Stop synchronizing before this node is queued again, unless it is the only one."""
         if self._has_others:
             self.give_up()
 
@@ -219,7 +219,7 @@ def elastic_node(
     checkpoints: Checkpoints,
     leaves_by: Callable[[], BaseException | None],
 ) -> ElasticNode:
-    """Connect to the lighthouse, and make an :class:`ElasticNode`; ``leaves_by`` is described in Surroundings."""
+    """Connect to the lighthouse, and return an :class:`ElasticNode`; for ``leaves_by`` see ``Surroundings``."""
     address = elastic.address()
     host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
     signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
@@ -289,7 +289,7 @@ def _address_towards(lighthouse: str) -> str:
         return own_address(lighthouse)
     except OSError as error:
         raise ValueError(
-            f"elastic nodes: there is no way to the lighthouse at {lighthouse!r} ({error}): check HIERCOMM_LIGHTHOUSE"
+            f"elastic nodes: there is no route to the lighthouse at {lighthouse!r} ({error}): check HIERCOMM_LIGHTHOUSE"
             " or elastic="
         ) from error
 
@@ -299,7 +299,7 @@ def _own_store(host: str) -> TCPStore:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     except RuntimeError as error:
         raise RuntimeError(
-            f"elastic nodes: this node does not reach itself at {host} ({str(error).splitlines()[0]}): set"
+            f"elastic nodes: this node cannot connect to itself at {host} ({str(error).splitlines()[0]}): set"
             " HIERCOMM_ADDRESS to the address of an interface of this machine that other nodes reach"
         ) from error
 
@@ -312,5 +312,5 @@ def _fingerprint(run: TrainingRun) -> str:
 
 
 def _was_restarted() -> bool:
-    """Whether torchrun has restarted this node in this run; a program may fit again after the run's end."""
+    """Return whether torchrun has restarted this node in this run; a program may fit again after the run's end."""
     return not has_ended_here() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

@@ -1,4 +1,4 @@
-"""HierarchicalFabricStrategy: a scheme between nodes for training loops of one's own, on Lightning Fabric."""
+"""HierarchicalFabricStrategy: a scheme between nodes for a program's own training loop, on Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
     ranks hold different parameters. Validate inside :meth:`averaged_model`; ``fabric.save`` saves the averaged
     parameters. All of these are collective: every rank calls them, like ``fabric.save``.
 
-    The strategy in the saved dictionary is optional. It stands for the schemes' schedule: the steps taken, DASO's
-    plateau, the outer optimizer's state. Load it in the same way, with ``fabric.load``, before :meth:`epochs`.
+    The strategy in the saved dictionary is optional. It adds the schemes' schedule: the steps taken, DASO's plateau,
+    the outer optimizer's state. Load it in the same way, with ``fabric.load``, before :meth:`epochs`.
 
     The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
     :class:`~lightning_hiercomm.trainer.settings.DDPArguments`, except those that need a Trainer, and all of Fabric's
@@ -65,12 +65,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
 
     _unsupported: ClassVar[Mapping[str, str]] = {
         "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
-        "evaluate": "the loop is yours: validate inside `with strategy.averaged_model():`, or outside of it",
+        "evaluate": "in your own loop, validate inside `with strategy.averaged_model():`, or outside of it",
         "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
         "elastic": (
-            "the loop is yours, so the strategy cannot lead a joining node to where the others are in it: take a"
-            " Trainer with HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again"
-            " from what fabric.save wrote"
+            "a joining node cannot continue in the middle of your own loop: use a Trainer with"
+            " HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again from a"
+            " checkpoint of fabric.save"
         ),
     }
 
@@ -80,13 +80,13 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
         scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
         if isinstance(scheme, DASO) and scheme.adapt and scheme.monitor is not None:
             raise ValueError(
-                f"monitor={scheme.monitor!r} is a metric that LightningModules log, and Fabric has none: leave it out,"
-                " which watches the loss that goes through fabric.backward, or take adapt=False"
+                f"monitor={scheme.monitor!r} is a metric that LightningModules log, and Fabric has none: leave it out"
+                " to use the loss of fabric.backward, or use adapt=False"
             )
         if first_phase:
             raise ValueError(
-                f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks between which DDP"
-                " averages gradients: leave it out, or train the first steps with AllReduce"
+                f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks over which DDP averages"
+                " gradients: leave it out, or train the first steps with AllReduce"
             )
         if (settings.health.hang_timeout, settings.health.control_port) != (Health.hang_timeout, Health.control_port):
             raise ValueError(
@@ -111,16 +111,16 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
     # ---- a program's loop ----------------------------------------------------------------------------------------
 
     def epochs(self, count: int, first: int = 0, steps: int | None = None) -> Iterator[int]:
-        """Iterate over the numbers of epochs, and tell the schemes where each epoch, and the run, begin and end.
+        """Iterate over the numbers of epochs, and begin and end each epoch, and the run, in the schemes.
 
-        After the last epoch training is over, and every rank holds the averaged parameters. After a ``break`` that is
-        so when :meth:`finish` is called, or another loop begins.
+        After the last epoch training is over, and every rank holds the averaged parameters. After a ``break`` this
+        happens when :meth:`finish` is called, or another loop begins.
 
         Args:
             count: Epochs of the whole run.
             first: The epoch at which a resumed run continues.
             steps: Optimizer steps of an epoch, if known. Then schemes leave out an exchange that the end of the epoch
-                would make useless, and may count the steps to the end of the run.
+                makes useless, and may count the steps to the end of the run.
 
         Returns:
             ``first``, ..., ``count - 1``.
@@ -140,7 +140,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
         self._loop.finish()
 
     def communication(self) -> dict[str, float]:
-        """This rank's counters, and the schemes' scalars; see ``HierarchicalStrategy.communication``."""
+        """Return this rank's counters and the schemes' scalars; see ``HierarchicalStrategy.communication``."""
         return traffic.communication(None if self.topology is None else self.topology.meter, self.schemes, None)
 
     @property
@@ -271,11 +271,11 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
         return rest
 
     def state_dict(self) -> dict[str, Any]:
-        """The schemes' schedules, which are equal on all ranks, and what they train. Collective."""
+        """Return the schemes' schedules, which are equal on all ranks, and what they train. Collective."""
         return self._loop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict`; it has effect once ``fabric.load`` has read the parameters as well.
+        """Restore :meth:`state_dict` after ``fabric.load`` has read the parameters as well.
 
         Raises:
             ValueError: If another version of this package has saved it in another format.

@@ -149,7 +149,7 @@ class FabricLoop:
         self.finish()
 
     def begin_if_needed(self) -> bool:
-        """Begin a run of one epoch if a program steps without :meth:`run`; True, as steps then count."""
+        """Begin a run of one epoch if a program steps without :meth:`run`; return True, as its steps count."""
         if not self._has_begun:
             resumed = self._begin(None, None)
             if resumed.epoch_is_open:
@@ -169,11 +169,11 @@ class FabricLoop:
             run.remember_values()
 
     def _begin(self, epochs: int | None, steps_of_epoch: int | None) -> _Saved:
-        """Begin a run; return where the run that it resumes was."""
-        goes_on, self._has_begun = self._has_begun, True
+        """Begin a run; return the state of the run that it resumes."""
+        has_begun, self._has_begun = self._has_begun, True
         self.epochs, self.steps_of_epoch = epochs, steps_of_epoch
         for run in self.runs:
-            if goes_on and not run.has_finished:  # the program left the loop before, by `break`
+            if has_begun and not run.has_finished:  # the program left the loop before, by `break`
                 run.finish()
                 run.averaged_model.average_module()
                 run.remember_values()
@@ -202,7 +202,7 @@ class FabricLoop:
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The schemes' schedules, which are equal on all ranks, and what they train."""
+        """Return the schemes' schedules, which are equal on all ranks, and what they train."""
         return {
             "format": FORMAT,
             "modules": [module.state_dict() for module in self.modules if module.run is not None],
@@ -210,7 +210,7 @@ class FabricLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict`; :meth:`load_modules` restores it.
+        """Store :meth:`state_dict` until :meth:`load_modules`.
 
         Raises:
             ValueError: If another version of this package has saved it in another format.
@@ -218,7 +218,7 @@ class FabricLoop:
         check_format(
             state.get("format"),
             "the strategy's entry in the checkpoint",
-            "Leave the strategy out of what fabric.load fills, to go on from the parameters alone.",
+            "Leave the strategy out of the state of fabric.load to continue from the parameters alone.",
         )
         self._loaded = _Saved(list(state["modules"]), *state["epoch"])
 
@@ -237,7 +237,7 @@ class FabricLoop:
                 f"the checkpoint holds the schedules of {len(saved.modules)} modules, but {len(modules)} are set up:"
                 " call fabric.setup(module, optimizer) for the same ones before fabric.load"
             )
-        # inside `epochs`, a program returns to an earlier state, and its loop continues where it is
+        # inside `epochs`, a program returns to an earlier state, and its loop continues at the present epoch
         self._has_begun = self._has_begun and self._epoch_is_open and self.epochs is not None
         for module, state in zip(modules, saved.modules, strict=True):
             if self._has_begun:

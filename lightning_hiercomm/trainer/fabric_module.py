@@ -45,14 +45,13 @@ class FabricModule:
     """A module that ``fabric.setup`` has prepared. The constructor gives all ranks rank 0's values. Collective.
 
     Args:
-        module: The user's own, outside of any wrapper.
-        settings: Of the strategy.
+        module: The user's own module, without any wrapper.
+        settings: The settings of the strategy.
         topology: The nodes.
-        device: On which this rank computes.
+        device: The device on which this rank computes.
         reduction: Reduces the buckets of all modules.
 
     Attributes:
-        module: As above.
         run: Runs the scheme for each of the module's optimizers; None until there is one.
     """
 
@@ -123,7 +122,7 @@ class FabricModule:
         )
 
     def _leave_to_ranks(self, names: Collection[str]) -> None:
-        """Exchange no more tensors whose shapes differ between ranks."""
+        """Stop exchanging tensors whose shapes differ between ranks."""
         self._per_rank.update(names)
         if self._wrapped is not None:
             ignore_in_ddp(self._wrapped, names)
@@ -186,7 +185,7 @@ class FabricModule:
         late = self.late_parameters()
         if not late or not getattr(self._wrapped, "require_backward_grad_sync", True):
             return
-        # a rank may have no gradient, so all decide by the layers which gradients are sparse
+        # a rank may have no gradient, so the layers determine which gradients are sparse
         embeddings = (layer for layer in self.module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
         sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
         used = self._used_on_any_rank(late)
@@ -247,7 +246,7 @@ def _nothing(module: nn.Module, inputs: object) -> None:
 
 
 def _reduce_bucket(own: weakref.ref[FabricModule], bucket: Any) -> Future[Tensor]:
-    """Reduce a bucket; DDP's reducer, in C++, would keep a strong reference, and so itself, alive for ever."""
+    """Reduce a bucket. A strong reference in DDP's reducer, in C++, would form a cycle that is never collected."""
     module = own()
     assert module is not None
     return module._reduction.start(module.required_run.gradients, module._topology, bucket)

@@ -39,13 +39,9 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
-    """Return a mesh over the world; the process makes one for each layout, because a mesh's groups are never closed.
+    """Return a mesh over the world, of ranks by node, data parallel and tensor parallel index.
 
-    It spans the world because making a mesh is collective over the world.
-
-    Args:
-        device: The device's type.
-        ranks: By node, data parallel and tensor parallel index.
+    Making a mesh is collective over the world, and its process groups are never closed, so each layout is made once.
     """
     world = dist.group.WORLD
     for other in [key for key in _meshes if key[0] is not world]:  # the process group was destroyed
@@ -100,19 +96,16 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
         self._setup_distributed()  # without the mesh over the world
 
     def make_mesh(self, topology: Topology) -> None:
-        """Make the node's mesh, as a slice of one over the world, and set the module's ``device_mesh``; collective.
-
-        Args:
-            topology: The nodes, which must be of equal size.
+        """Make the node's mesh, as a slice of one over the world, and set the module's ``device_mesh``. Collective.
 
         Raises:
-            ValueError: If they are not, or do not fit the sizes of the mesh.
+            ValueError: If the nodes have unequal sizes, or do not fit the sizes of the mesh.
         """
         sizes = sorted({len(ranks) for ranks in topology.nodes})
         if len(sizes) > 1:
             raise ValueError(
-                f"the nodes have {' or '.join(map(str, sizes))} ranks, but {type(self).__name__} joins ranks that hold"
-                " the same part of the model: use nodes of equal size, or HierarchicalStrategy"
+                f"the nodes have {' or '.join(map(str, sizes))} ranks, but {type(self).__name__} synchronizes ranks with"
+                " the same shard of the model: use nodes of equal size, or HierarchicalStrategy"
             )
         ranks = sizes[0]
         tensor_parallel = ranks if self._tensor_parallel_size == "auto" else self._tensor_parallel_size
@@ -182,8 +175,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     With ``AllReduce`` nodes average their gradients during each backward pass, which is hybrid sharding. Gradients are
     clipped by the norm over the node, or, with ``AllReduce``, over all nodes.
 
-    All nodes begin with node 0's values, shard by shard, so no rank ever holds all of a module made on the meta device;
-    also where the module itself writes them, in ``on_fit_start`` or ``on_train_start``.
+    All nodes begin with node 0's values, shard by shard, so no rank ever holds a whole module from the meta device.
+    The same applies to values that the module writes in ``on_fit_start`` or ``on_train_start``.
 
     The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
     :class:`~lightning_hiercomm.trainer.model_parallel.NodeModelParallelStrategy`. ``scheme="daso"`` is
@@ -246,7 +239,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def _share(self, tensors: Sequence[Tensor]) -> None:
-        """Give all nodes node 0's values of tensors, shard by shard; collective."""
+        """Broadcast node 0's values of tensors to all nodes, shard by shard. Collective."""
         topology = self._topology
         reshard(self._module)
         if topology.inter is not None:
@@ -310,7 +303,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             self._run.note_reduction()
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> ShardedGradients:
-        """Return what averages these parameters' gradients; a new one if the parameters have changed."""
+        """Return the object that averages these parameters' gradients; a new one if the parameters have changed."""
         parameters, known = list(dict.fromkeys(parameters)), self._gradients
         if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
             if known is not None:
@@ -360,4 +353,4 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` has done it."""
+        """Do nothing: :meth:`load_checkpoint` restores optimizers."""

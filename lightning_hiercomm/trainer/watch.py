@@ -96,11 +96,11 @@ class RunControl:
         Args:
             rank: This rank.
             size: Number of ranks.
-            node: This rank's node, for people.
-            address: Of rank 0, which every rank can reach, and the port on which it listens; 0 for any free port.
-            hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
-            broadcast: Gives all ranks what rank 0 gives.
-            gather: Gives all ranks what each gives; its second argument may raise while it waits.
+            node: This rank's node, for messages.
+            address: The address of rank 0, and the port on which it listens; 0 for any free port.
+            hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
+            broadcast: Broadcasts rank 0's value.
+            gather: Gathers every rank's value; its second argument may raise while it waits.
             timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
         """
         if self.plane is not None:

@@ -205,7 +205,7 @@ def test_the_step_that_is_predicted_is_that_of_the_slowest_rank(clock, capsys):
 
     assert on_ranks([[0], [1]], work) == [[26, 6]] * 2
     assert capsys.readouterr().out.splitlines()[4:] == [
-        "  predicted step: 26 ms in place of 64 ms, 2.46 times as fast as with equal batches",
+        "  predicted step: 26 ms instead of 64 ms, 2.46 times as fast as with equal batches",
         "  the measured step times scattered by up to ±0.0%",
     ]
 

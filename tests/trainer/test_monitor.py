@@ -88,8 +88,8 @@ def test_changing_the_strategy_on_resume_warns_once(tmp_path, capsys):
         fitter.fit(BoringModel())
     about = [str(warning.message) for warning in warned if "CommunicationMonitor" in str(warning.message)]
     assert about == [
-        "CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is SingleDeviceStrategy: it"
-        " logs nothing in this run."
+        "CommunicationMonitor logs nothing in this run: it needs a HierarchicalStrategy, but the strategy is"
+        " SingleDeviceStrategy"
     ]
     assert fitter.global_step == 8
     assert "Communication of" not in capsys.readouterr().out

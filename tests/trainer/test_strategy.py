@@ -880,7 +880,7 @@ def test_the_last_file_holds_the_mean_of_what_callbacks_average_apart(fit, tmp_p
 
 
 def test_timed_validation_is_refused_with_synchronous_schemes(fit):
-    with pytest.raises(ProcessException, match="every rank looks at its own clock"):
+    with pytest.raises(ProcessException, match="every rank measures by its own clock"):
         fit(Net(), {"ranks_per_node": 1}, devices=2, val_check_interval="00:00:10:00", forked=True)
 
 
