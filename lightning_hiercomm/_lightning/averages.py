@@ -24,7 +24,7 @@ def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
     Returns:
         These averages, each with its previous values.
     """
-    sick: list[tuple[Tensor, Tensor]] = []
+    replaced: list[tuple[Tensor, Tensor]] = []
     module = trainer.lightning_module
     weights = dict([*module.named_parameters(), *module.named_buffers()])
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
@@ -36,9 +36,9 @@ def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
                 if value is None or value is average or value.shape != average.shape:
                     continue
                 if is_of_numbers(average) and not average.isfinite().all():
-                    sick.append((average, average.clone()))
+                    replaced.append((average, average.clone()))
                     average.copy_(value)
-    return sick
+    return replaced
 
 
 def _named_tensors(held: object) -> Iterator[tuple[str, Tensor]]:

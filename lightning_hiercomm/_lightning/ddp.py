@@ -32,10 +32,9 @@ Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
 def is_not_insisted_on(backward: Backward) -> Backward:
-    """For a Fabric strategy's own ``backward``: Fabric, which looks for it, does not refuse passes that go without it.
+    """Keep Fabric from refusing backward passes that do not use a strategy's own ``backward``.
 
-    It would refuse every gradient that reaches what a model has returned, of ``torch.autograd.grad``, too: of forces,
-    say, or for a penalty.
+    Otherwise it also refuses ``torch.autograd.grad`` of a model's outputs, for forces or gradient penalties.
     """
     return functools.wraps(FabricStrategy.backward)(backward)  # type: ignore[return-value]
 
@@ -48,17 +47,11 @@ def unused_parameters(module: nn.Module | None) -> list[str]:
 
 
 def warning_of_unused_parameters(unused: Sequence[str], strategy: type, loss: str = "training_step") -> str:
-    """Return a warning about unused parameters in a run without DDP, which would end the same run on larger nodes.
-
-    Args:
-        unused: The names of the parameters.
-        strategy: The name of the strategy with the argument that allows them.
-        loss: The function that returns the loss.
-    """
+    """Return a warning about unused parameters in a run without DDP, which would end the same run on larger nodes."""
     return (
-        f"{_were_not_used(unused, loss)} They are not trained. With one rank per node that is all, but nodes of several"
-        f" ranks would wait for their gradients, and end with an error: set {_FIND_UNUSED.format(strategy.__name__)},"
-        " or freeze them with `requires_grad_(False)`."
+        f"{_were_not_used(unused, loss)} They are not trained. Nodes of several ranks would wait for their gradients,"
+        f" and end with an error: set {_FIND_UNUSED.format(strategy.__name__)}, or freeze them with"
+        " `requires_grad_(False)`."
     )
 
 
@@ -113,7 +106,6 @@ class CopiedDDP(DistributedDataParallel):
         )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Raise an error for torch's C++ hooks, for the same reason."""
         self.register_comm_hook(None, comm_hook_type)
 
     def _assign_modules_buffers(self) -> None:
@@ -132,11 +124,6 @@ class PassThroughDDP(CopiedDDP):
 
     Programs call ``trainer.model.no_sync()``, read ``trainer.model.module`` or test for DDP. A real DDP over one rank
     would take time for its buckets, and would refuse unused parameters, and modules without trainable ones.
-
-    Args:
-        module: The module that trains.
-        device_ids: As in DDP.
-        arguments: Other arguments of DDP.
     """
 
     def __init__(self, module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any]) -> None:
@@ -171,7 +158,6 @@ class PassThroughDDP(CopiedDDP):
             return getattr(self.module, name)  # for programs of one rank, to which `trainer.model` is the module
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module."""
         return self._modules["module"](*inputs, **keywords)  # type: ignore[misc]  # faster than `self.module`
 
     @contextmanager

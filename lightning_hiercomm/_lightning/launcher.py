@@ -152,12 +152,6 @@ def place_of(environment: ClusterEnvironment, node: int, local_rank: int, starts
     torchrun's agents and Lightning's launcher run once per node, so several of them on one host are deliberate. MPI's
     nodes are found by host name. Kubeflow makes every process a separate node, and variables that are set by hand or by
     a scheduler may do so by mistake.
-
-    Args:
-        environment: The Trainer's cluster environment.
-        node: The number of this rank's node in the strategy.
-        local_rank: This rank's number on that node.
-        starts_ranks: Whether the strategy's launcher starts the ranks.
     """
     names_nodes = isinstance(environment, (TorchElasticEnvironment, MPIEnvironment)) or (
         isinstance(environment, LightningEnvironment) and starts_ranks

@@ -147,7 +147,6 @@ class HeterogeneousBatches:
         return {**own, **vars(fresh)}
 
     def __repr__(self) -> str:
-        """The constructor's call."""
         return as_call(self)
 
     # ---- a run begins --------------------------------------------------------------------------------------------
@@ -307,7 +306,6 @@ class HeterogeneousBatches:
             self.clock.start()
 
     def end_step(self) -> None:
-        """End a training step."""
         if self.clock is not None:
             self.clock.stop()
 

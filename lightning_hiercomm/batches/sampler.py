@@ -91,13 +91,11 @@ class EpochOrder:
             self.sampler.set_epoch(epoch)
 
     def indices(self) -> Sequence[Any]:
-        """Return all of the epoch's indices."""
         if self._drawn is None or self._drawn[0] != self.epoch:
             self._drawn = (self.epoch, self._draw())
         return self._drawn[1]
 
     def fingerprint(self) -> int:
-        """Return a checksum of the order."""
         return zlib.crc32(repr(self.indices()).encode())
 
     def _draw(self) -> Sequence[Any]:
@@ -115,11 +113,6 @@ class DividedBatchSampler(Sampler[list[Any]]):
 
     Global batch k is ``order[k G : (k + 1) G]`` for every division, so training uses the same global batches for all
     speeds. There are ``floor(N / G)`` of them; the samples left over change with every epoch's shuffle.
-
-    Args:
-        order: The order of the whole dataset.
-        division: The samples of each rank.
-        on_load: Called before a batch's indices are yielded.
 
     Attributes:
         sampler: The order; Lightning calls ``set_epoch`` of the attribute with this name.

@@ -61,11 +61,6 @@ class StepClock:
     """Measures the seconds per step in which this rank computes, without waiting for other ranks.
 
     It takes the moving median over blocks of a fifth of a second. On CUDA it synchronizes the device once a block.
-
-    Args:
-        meter: Measures how long training waits.
-        device: The device that trains.
-        window: The number of blocks in the median.
     """
 
     def __init__(self, meter: Meter, device: torch.device, window: int = 16) -> None:
@@ -90,7 +85,6 @@ class StepClock:
         self._started = self._meter.mark(self._device)
 
     def stop(self) -> None:
-        """End a step."""
         if self._started is None:
             return
         self._spans.append((self._started, self._meter.mark(self._device)))

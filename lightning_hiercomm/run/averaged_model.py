@@ -65,11 +65,6 @@ class AveragedModel:
     do not exchange these, nor buffers that were infinite when the run began. Where such tensors differ between ranks
     and are finite on all, the averaged model holds their mean.
 
-    Args:
-        schemes: One per optimizer.
-        replicas: The tensors of the module.
-        topology: The nodes.
-
     Attributes:
         barrier: Called before ranks exchange anything for the averaged model. It keeps a rank that asks for the
             averaged model alone from exchanging data with ranks that train.
@@ -196,19 +191,11 @@ class AveragedModel:
         self.means.average_without(tensors, equal_in_node, is_nonfinite=bool(self._nonfinite) or self.is_left_out)
 
     def stand_in(self, replaced: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`.
-
-        Args:
-            replaced: The tensors, each with its own values.
-        """
+        """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`."""
         self._nonfinite.extend(replaced)
 
     def leave(self, kept: Collection[Tensor] = ()) -> None:
-        """Write this rank's own parameters back, at the end of the outermost :meth:`enter`.
-
-        Args:
-            kept: Parameters that keep their present values.
-        """
+        """Write this rank's own parameters back, at the end of the outermost :meth:`enter`."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self._find_buffers()
@@ -240,7 +227,7 @@ class AveragedModel:
             self.leave()
 
     @contextmanager
-    def nobody_asked(self) -> Iterator[None]:
+    def own_as_averaged(self) -> Iterator[None]:
         """Inside, this rank's own parameters count as the averaged ones."""
         self._depth += 1
         try:

@@ -24,13 +24,6 @@ Share = Callable[[Sequence[Tensor]], None]
 class HookWrites:
     """Lets all ranks continue from what a hook has written to the averaged model, as with DDP.
 
-    Args:
-        averaged_model: Enters and leaves the averaged model.
-        schemes: One per optimizer.
-        replicas: The tensors of the module.
-        topology: The nodes.
-        restart: Restarts the schemes from what the module holds.
-
     Attributes:
         has_saved_own_values: Whether ranks have stored their own parameters since the last validation began.
     """

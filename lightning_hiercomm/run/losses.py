@@ -55,7 +55,6 @@ class EpochLoss:
         return {"sum": sums[0].clone(), "count": count} if count else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`, if it is not empty."""
         if state:
             self._sum, self._count = state["sum"].to(self._device), state["count"]
 

@@ -31,11 +31,7 @@ class RankMeans:
 
     @outside_autocast()
     def average_differing(self, tensors: Sequence[Tensor]) -> None:
-        """Average the tensors that differ between ranks; collective, except with elastic nodes, where it does nothing.
-
-        Args:
-            tensors: The same on all ranks, and none sharded.
-        """
+        """Average the tensors that differ between ranks, except elastic nodes. Collective."""
         if not self._topology.may_grow:
             self.average(self.differing(tensors))
 

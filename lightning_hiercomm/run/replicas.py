@@ -89,11 +89,7 @@ class Replicas:
         }
 
     def check_names(self) -> None:
-        """Check that the module has the buffers that ``average_buffers`` names.
-
-        Raises:
-            ValueError: If no buffer matches one of the names.
-        """
+        """Check that the module has the buffers that ``average_buffers`` names."""
         names = [name for name, buffer in self.module.named_buffers() if is_of_numbers(buffer)]
         patterns = [] if isinstance(self.average_buffers, bool) else self.average_buffers
         unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -186,10 +182,6 @@ class Replicas:
 
         These are floating-point parameters that no optimizer trains (except in a sharded module), buffers that had no
         mean when the run began, and buffers that were added since.
-
-        Args:
-            known: The replicas of the schemes.
-            with_buffers: Whether to include buffers.
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
         named = [] if self._node else self.module.named_parameters()
@@ -331,17 +323,7 @@ def _is_averaged(name: str, average_buffers: bool | Sequence[str]) -> bool:
 def per_rank_tensors(
     module: nn.Module, group: Communicator, device: torch.device, average_buffers: bool | Sequence[str]
 ) -> set[str]:
-    """Return the names of frozen parameters and buffers whose shapes differ between ranks. Collective.
-
-    Args:
-        module: The module, before training.
-        group: The ranks.
-        device: The device of the tensors that are exchanged.
-        average_buffers: As for :class:`Replicas`.
-
-    Raises:
-        ValueError: On all ranks, if the shape of a trainable parameter differs.
-    """
+    """Return the names of frozen parameters and buffers whose shapes differ between ranks. Collective."""
     unequal, _ = unequal_tensors(module, group, device)
     _warn_of_unequal(unequal, module, average_buffers, group)
     return set(unequal)
@@ -377,11 +359,7 @@ def _warn_of_unequal(
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Check that all parameters of lazy modules are initialized.
-
-    Raises:
-        RuntimeError: If some are not.
-    """
+    """Check that all parameters of lazy modules are initialized."""
     names = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if names:
         raise RuntimeError(

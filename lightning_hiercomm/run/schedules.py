@@ -46,15 +46,10 @@ class Schedules:
         self._last = self.state()
 
     def forget_last(self) -> None:
-        """Drop the stored state before another step."""
         self._last = None
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore :meth:`state`; all ranks continue from the parameters that the module holds. Collective.
-
-        Raises:
-            ValueError: If it comes from a run with another number of optimizers.
-        """
+        """Restore :meth:`state`; all ranks continue from the parameters that the module holds. Collective."""
         if len(states) != len(self._schemes):
             raise ValueError(
                 f"the checkpoint holds {len(states)} schemes, but this run has {len(self._schemes)} optimizers"
@@ -81,9 +76,6 @@ class Schedules:
 
         Their saved state belongs to these parameters. A resumed program may freeze or unfreeze others, which the next
         step detects.
-
-        Args:
-            names: Names of the parameters, or None if they are not known.
         """
         parameters = dict(self._replicas.module.named_parameters())
         before = {name: parameter.requires_grad for name, parameter in parameters.items()}

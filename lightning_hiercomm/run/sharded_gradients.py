@@ -27,13 +27,6 @@ class ShardedGradients:
     nodes. A bucket is sent when the backward pass has written all its gradients, and the rest at its end. A backward
     pass may write a gradient several times (FSDP2, if the forward pass calls a module several times). If the first
     backward pass does so on any rank, all buckets are sent at the end.
-
-    Args:
-        parameters: The parameters that have gradients.
-        path: Averages a bucket.
-        topology: The nodes.
-        node: The dimensions of the node's mesh and their sizes.
-        bucket_bytes: Upper bound of a bucket's size in bytes.
     """
 
     def __init__(
@@ -62,7 +55,6 @@ class ShardedGradients:
         self._missing: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

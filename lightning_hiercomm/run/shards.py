@@ -11,15 +11,7 @@ from lightning_hiercomm.nodes.bucket import ShardSpec
 
 
 def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, ShardSpec]:
-    """Return which shard of the whole tensor each local tensor is, by its ``id``; plain tensors are left out.
-
-    Args:
-        tensors: Plain tensors and DTensors.
-        node: The dimensions of the node's mesh and their sizes.
-
-    Raises:
-        ValueError: If a tensor is distributed over another mesh, or holds partial sums.
-    """
+    """Return which shard of the whole tensor each local tensor is, by its ``id``; plain tensors are left out."""
     return {id(local(tensor)): _share(tensor, node) for tensor in tensors if isinstance(tensor, DTensor)}
 
 

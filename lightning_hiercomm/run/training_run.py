@@ -121,7 +121,6 @@ class TrainingRun:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The module that trains."""
         return self.replicas.module
 
     @property
@@ -136,11 +135,6 @@ class TrainingRun:
         return next(phases, self._scheme.gradients)
 
     def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:
-        """Return the scheme of an optimizer.
-
-        Raises:
-            RuntimeError: If the optimizer is none of those with which the run began.
-        """
         for scheme, known in zip(self.schemes, self.optimizers, strict=True):
             if known is optimizer:
                 return scheme
@@ -223,12 +217,6 @@ class TrainingRun:
             self._uncounted.begin(self._known)
 
     def begin_epoch(self, epoch: int, metrics: Mapping[str, Tensor]) -> None:
-        """Start an epoch.
-
-        Args:
-            epoch: Its number, from 0.
-            metrics: The metrics that the user has logged so far.
-        """
         self.loss.take_mean()
         for scheme in self.schemes:
             scheme.begin_epoch(epoch, metrics)
@@ -248,9 +236,6 @@ class TrainingRun:
             optimizer: The optimizer.
             run: The user's own step: forward, backward, clipping, ``optimizer.step()``.
             last: Whether it is known to be the last step of the epoch.
-
-        Returns:
-            The result of ``run``.
         """
         self.schedules.forget_last()
         scheme = self.scheme_of(optimizer)
@@ -273,7 +258,6 @@ class TrainingRun:
         return result
 
     def backward(self) -> AbstractContextManager[None]:
-        """Enclose a backward pass of the run."""
         return nullcontext() if self._uncounted is None else self._uncounted.backward()
 
     def note_reduction(self) -> None:
@@ -282,11 +266,7 @@ class TrainingRun:
             self.gradient_check.note_reduction()
 
     def end_batch(self) -> None:
-        """End a batch in which a step was expected.
-
-        Raises:
-            RuntimeError: If parameters change in several batches without a counted step.
-        """
+        """End a batch in which a step was expected."""
         if self._uncounted is not None and not self.optimizer_steps.is_stepping:  # in a closure of LBFGS, for instance
             self._uncounted.after_batch(self.knows_batches)
 
@@ -302,11 +282,7 @@ class TrainingRun:
 
     @outside_autocast()
     def record_metrics(self, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Give the schemes the logged metrics before a checkpoint or the end of the run. Collective.
-
-        Args:
-            logged: Returns the metrics that the user has logged so far.
-        """
+        """Give the schemes the logged metrics before a checkpoint or the end of the run. Collective."""
         for scheme in self.schemes:
             scheme.record_metrics(logged)
 
@@ -358,11 +334,7 @@ class TrainingRun:
         return self.after_healing()
 
     def close(self, timeout: float) -> None:
-        """End background threads, also after an error. Not collective.
-
-        Args:
-            timeout: Seconds to wait for each thread.
-        """
+        """End background threads, also after an error. Not collective."""
         self.is_closed = True
         self.hook_writes.forget()
         self.averaged_model.forget()
@@ -375,16 +347,7 @@ class TrainingRun:
 
 
 def check_equal_layouts(replicas: Sequence[Replica], group: Communicator, device: torch.device) -> None:
-    """Compare the layouts of replicas between ranks, because exchanging unequal sizes ends a process. Collective.
-
-    Args:
-        replicas: One per optimizer.
-        group: All ranks.
-        device: The device of the tensors that are exchanged.
-
-    Raises:
-        ValueError: On all ranks, if the layouts differ.
-    """
+    """Compare the layouts of replicas between ranks, because exchanging unequal sizes ends a process. Collective."""
     own = [each.layout for each in replicas]
     if are_equal(own, group, device):
         return

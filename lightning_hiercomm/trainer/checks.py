@@ -26,11 +26,7 @@ def check_launch(
     world_size: int,
     environment: ClusterEnvironment | None = None,
 ) -> None:
-    """Check devices, backend and ranks before processes start.
-
-    Raises:
-        ValueError: If they cannot run.
-    """
+    """Check devices, backend and ranks before processes start."""
     for device in devices or ():
         streams.check_known(device)
     check_backend(backend, devices or ())
@@ -41,11 +37,7 @@ def check_launch(
 
 
 def check_training(trainer: pl.Trainer, scheme: Scheme, topology: Topology) -> None:
-    """Check that ranks have equal work, and warn if the run is too short for its scheme. Collective.
-
-    Raises:
-        ValueError: If ranks would take unequal numbers of steps, or validate by their own clocks.
-    """
+    """Check that ranks have equal work, and warn if the run is too short for its scheme. Collective."""
     check_equal_work(topology, trainer.num_training_batches)
     if validates_by_the_clock(trainer) and topology.world_size > 1:
         raise ValueError(

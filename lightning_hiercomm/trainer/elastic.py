@@ -17,13 +17,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
-    draw_train_data_anew,
-    draw_train_data_once,
     end_training,
+    note_stage_of_dataloaders,
+    reload_train_data_when_due,
     skip_sanity_check,
     state_of,
+    stop_reloading_train_data,
     take_state,
-    tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
@@ -56,7 +56,7 @@ class ElasticNode:
         self._is_in_epoch = False  # in which it recovered
         self._has_data = False
         self._stage: list[RunningStage | None] = [None]  # for which Lightning prepares a dataloader
-        self._has_given_up = self._has_left = self._was_told_to_leave = False
+        self._has_given_up = self._has_left = self._received_sigterm = False
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
@@ -67,9 +67,9 @@ class ElasticNode:
             self.membership, topology, self._undo_point, self._position, self._batches, self._settle
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        tell_stage_of_dataloaders(trainer, self._stage, lambda: progress.current.ready if self._is_in_epoch else 0)
+        note_stage_of_dataloaders(trainer, self._stage, lambda: progress.current.ready if self._is_in_epoch else 0)
         number_names_by_own_files(trainer)
-        draw_train_data_anew(trainer, self._begin_epoch)
+        reload_train_data_when_due(trainer, self._begin_epoch)
         while (quorum := transaction.begin(self._begin_equal, admits=True)) is not None:
             source = quorum.source_of(self.membership.me.replica_id)
             assert source is not None
@@ -133,7 +133,7 @@ class ElasticNode:
         run = self._run
         if not all(scheme.is_synchronized or scheme.config.requirements.begins_with_copy for scheme in run.schemes):
             return None  # a step was taken since: this node's parameters are its own
-        with run.averaged_model.nobody_asked():
+        with run.averaged_model.own_as_averaged():
             whole = state_of(self._trainer, moment)
         self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
         return {**whole, "random": random_state(), "slots": run.replicas.slots}
@@ -153,7 +153,6 @@ class ElasticNode:
                 end_training(self._trainer)
 
     def end_epoch(self) -> None:
-        """End the epoch in which this node has recovered."""
         self._is_in_epoch = False
 
     # ---- checkpoints and data ------------------------------------------------------------------------------------
@@ -179,12 +178,11 @@ class ElasticNode:
     def note_exception(self, exception: BaseException) -> None:
         """Stop synchronizing, because training ends by this exception."""
         if isinstance(exception, SIGTERMException):
-            self._was_told_to_leave = True
+            self._received_sigterm = True
             exception.code = exception.code or SIGTERM_EXIT_CODE
         self.give_up()
 
     def give_up(self) -> None:
-        """Stop synchronizing."""
         self._has_given_up = True
         topology = self._run.topology
         assert isinstance(topology, ElasticTopology)
@@ -196,18 +194,13 @@ class ElasticNode:
             self.give_up()
 
     def leave(self, at_once: bool) -> None:
-        """Leave the run after the ``fit`` has ended or failed.
-
-        Args:
-            at_once: Do not wait for others, because it has failed.
-        """
         if self._has_left:
             return
         self._has_left = True
         self.give_up()
-        self.membership.leave(at_once=at_once and not self._was_told_to_leave, is_over=not at_once)
+        self.membership.leave(at_once=at_once and not self._received_sigterm, is_over=not at_once)
         prepare_train_dataloaders_again(self._trainer)
-        draw_train_data_once(self._trainer)
+        stop_reloading_train_data(self._trainer)
         restore_numbering(self._trainer)
 
 

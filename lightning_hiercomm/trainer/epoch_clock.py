@@ -16,14 +16,7 @@ from lightning_hiercomm.trainer.watch import RunControl
 
 
 class EpochClock(pl.Callback):
-    """Begins and ends the epochs of a run, before the user's callbacks, validation and checkpoints.
-
-    Args:
-        run: The run of the ``fit`` that is being set up.
-        batches: Measures steps, if it is given.
-        control: Reports exceptions, and what this rank does.
-        begin_validation: Called when a validation starts.
-    """
+    """Begins and ends the epochs of a run, before the user's callbacks, validation and checkpoints."""
 
     def __init__(
         self,
@@ -40,7 +33,6 @@ class EpochClock(pl.Callback):
         self._epoch_end_is_noted = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin an epoch."""
         self._begin_epoch(trainer)
 
     def on_train_batch_start(
@@ -48,9 +40,9 @@ class EpochClock(pl.Callback):
     ) -> None:
         """Begin a batch, and an epoch in a run that was resumed at the end of an epoch."""
         self._control.before_batch()
-        # such a run gets no `on_train_epoch_start`, and one that was resumed in the middle of an epoch must not begin it
-        # again, unless the checkpoint is of another strategy. `batch_idx` may count from the resume: with
-        # `training_step(dataloader_iter)` it does
+        # such a run gets no `on_train_epoch_start`, and one that was resumed in the middle of an epoch must not begin
+        # it again, unless the checkpoint is of another strategy. `batch_idx` counts from the resume if the step takes
+        # batches from the loader itself
         is_new = trainer.fit_loop.batch_idx == 0 or not any(scheme.state.steps for scheme in self._run.schemes)
         if self._epoch_has_ended and is_new:
             self._begin_epoch(trainer)
@@ -80,11 +72,9 @@ class EpochClock(pl.Callback):
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Report progress."""
         self._control.note_progress(f"validating batch {batch_idx}", trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report progress."""
         self._control.note_progress("past validation", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -92,14 +82,12 @@ class EpochClock(pl.Callback):
         self._end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End the run."""
         self._control.note_progress("at the end of training", trainer)
         self._control.barrier("end")
         self._run.record_metrics(lambda: trainer.callback_metrics)
         self._run.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Report the exception."""
         self._control.note_exception(exception, pl_module)
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:

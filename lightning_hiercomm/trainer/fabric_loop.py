@@ -54,26 +54,16 @@ class FabricLoop:
 
     @property
     def runs(self) -> list[TrainingRun]:
-        """The modules' runs, as far as they have an optimizer."""
         return [module.run for module in self.modules if module.run is not None]
 
     def run_of(self, optimizer: Optimizer) -> TrainingRun:
-        """Return the run of an optimizer.
-
-        Raises:
-            RuntimeError: If it was not set up.
-        """
         for run in self.runs:
             if any(own is optimizer for own in run.optimizers):
                 return run
         raise RuntimeError("this optimizer is unknown: set it up together with its module, fabric.setup(module, it)")
 
     def module_of(self, optimizer: Optimizer) -> FabricModule:
-        """Return the module without an optimizer that an optimizer trains.
-
-        Raises:
-            TypeError: If there is none.
-        """
+        """Return the module without an optimizer that an optimizer trains."""
         trained = set(map(id, trained_by(optimizer)))
         for module in self.modules:
             if module.run is None and any(id(parameter) in trained for parameter in module.module.parameters()):
@@ -84,11 +74,7 @@ class FabricLoop:
         )
 
     def start_run(self, module: FabricModule, optimizers: list[Optimizer]) -> None:
-        """Start the run of a module; it joins a loop that has begun. Collective.
-
-        Raises:
-            TypeError: If an optimizer also trains another module.
-        """
+        """Start the run of a module; it joins a loop that has begun. Collective."""
         own = set(map(id, module.module.parameters()))
         others = {id(parameter) for other in self.modules for parameter in other.module.parameters()} - own
         for optimizer in optimizers:
@@ -119,11 +105,7 @@ class FabricLoop:
             self._losses.append(loss.detach())
 
     def add_losses(self, run: TrainingRun, strategy: type) -> None:
-        """Add the stored losses to those of a run whose optimizer steps.
-
-        Raises:
-            RuntimeError: If the program has not called ``fabric.backward``, and must.
-        """
+        """Add the stored losses to those of a run whose optimizer steps."""
         needs_backward = self._follows_loss or any(module.late_parameters() for module in self.modules)
         if needs_backward and not self.has_gone_backward:
             raise RuntimeError(
@@ -136,7 +118,6 @@ class FabricLoop:
     # ---- epochs --------------------------------------------------------------------------------------------------
 
     def run(self, epochs: int, first: int, steps: int | None) -> Iterator[int]:
-        """Iterate over the epochs of a run."""
         resumed = self._begin(epochs, steps)
         if resumed.epoch_is_open and resumed.epoch == first - 1:
             self._begin_epoch(first - 1)
@@ -210,11 +191,7 @@ class FabricLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Store :meth:`state_dict` until :meth:`load_modules`.
-
-        Raises:
-            ValueError: If another version of this package has saved it in another format.
-        """
+        """Store :meth:`state_dict` until :meth:`load_modules`."""
         check_format(
             state.get("format"),
             "the strategy's entry in the checkpoint",
@@ -223,11 +200,7 @@ class FabricLoop:
         self._loaded = _Saved(list(state["modules"]), *state["epoch"])
 
     def load_modules(self) -> None:
-        """Restore the modules' states, if :meth:`load_state_dict` has taken any, after their parameters.
-
-        Raises:
-            ValueError: If they are those of other modules.
-        """
+        """Restore the modules' states, if :meth:`load_state_dict` has taken any, after their parameters."""
         saved, self._loaded = self._loaded, _Saved()
         if not saved.modules:
             return

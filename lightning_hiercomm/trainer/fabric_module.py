@@ -44,13 +44,6 @@ _REMEDY = "Call the module that fabric.setup returned, not the one that was give
 class FabricModule:
     """A module that ``fabric.setup`` has prepared. The constructor gives all ranks rank 0's values. Collective.
 
-    Args:
-        module: The user's own module, without any wrapper.
-        settings: The settings of the strategy.
-        topology: The nodes.
-        device: The device on which this rank computes.
-        reduction: Reduces the buckets of all modules.
-
     Attributes:
         run: Runs the scheme for each of the module's optimizers; None until there is one.
     """
@@ -82,11 +75,6 @@ class FabricModule:
 
     @property
     def required_run(self) -> TrainingRun:
-        """The module's run.
-
-        Raises:
-            RuntimeError: If no optimizer was set up.
-        """
         if self.run is None:
             raise RuntimeError(
                 f"{type(self.module).__name__} has no optimizer yet: call fabric.setup(module, optimizer), or"

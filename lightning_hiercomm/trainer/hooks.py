@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -43,6 +43,7 @@ from lightning_hiercomm.run.replicas import (
     tensors_without,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
 from lightning_hiercomm.trainer.checkpoint_hooks import CheckpointHooks
@@ -151,14 +152,14 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     def _share(self, tensors: Sequence[Tensor]) -> None:
         broadcast_values(tensors, self._topology.world)
 
-    def _new_run(self) -> TrainingRun:
+    def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
         settings = self._settings
         optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
         replicas = Replicas(
-            self._module, optimizers, settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank
+            self._module, optimizers, settings.bucket_bytes, settings.average_buffers, mesh, self._per_rank
         )
         replicas.check_names()
-        return settings.new_run(replicas, self._topology)
+        return settings.new_run(replicas, self._topology, gradients)
 
     def _join(self, trainer: pl.Trainer, elastic: Elastic) -> None:
         """Join the other nodes; a recovering node continues from their state, as from a checkpoint."""
@@ -171,7 +172,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         topology = self._topology
         assert isinstance(topology, ElasticTopology)
         self._elastic_node = node = elastic_node(
-            trainer, elastic, topology, self._run, self._checkpoints, self._control.told_to_leave
+            trainer, elastic, topology, self._run, self._checkpoints, self._control.exception_to_leave
         )
         self._boundary = BoundaryCallback(node)
         put_callback_first(trainer, self._boundary)

@@ -24,7 +24,7 @@ from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, n
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.comm.torch import without_splitting_gloo
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
+from lightning_hiercomm.run.replicas import broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -104,8 +104,8 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
         sizes = sorted({len(ranks) for ranks in topology.nodes})
         if len(sizes) > 1:
             raise ValueError(
-                f"the nodes have {' or '.join(map(str, sizes))} ranks, but {type(self).__name__} synchronizes ranks with"
-                " the same shard of the model: use nodes of equal size, or HierarchicalStrategy"
+                f"the nodes have {' or '.join(map(str, sizes))} ranks, but {type(self).__name__} synchronizes ranks"
+                " with the same shard of the model: use nodes of equal size, or HierarchicalStrategy"
             )
         ranks = sizes[0]
         tensor_parallel = ranks if self._tensor_parallel_size == "auto" else self._tensor_parallel_size
@@ -247,22 +247,11 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         broadcast_values([tensor for tensor in tensors if local(tensor) is tensor], topology.world)
 
     @override
-    def _new_run(self) -> TrainingRun:
-        settings, topology = self._settings, self._topology
-        optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
-        replicas = Replicas(
-            self._module,
-            optimizers,
-            settings.bucket_bytes,
-            settings.average_buffers,
-            node=self.mesh_sizes,
-            per_rank=self._per_rank,
-        )
-        replicas.check_names()
-        gradients: GradientPath = Untouched()
-        if settings.scheme.gradients == "world" and topology.num_nodes > 1:
-            gradients = NodesMean(topology, settings.wire, self._module.parameters())
-        run = settings.new_run(replicas, topology, gradients)
+    def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
+        topology, gradients = self._topology, Untouched()
+        if self.scheme.gradients == "world" and topology.num_nodes > 1:
+            gradients = NodesMean(topology, self.wire, self._module.parameters())
+        run = super()._new_run(self.mesh_sizes, gradients)
         if isinstance(gradients, NodesMean) and topology.inter is not None and not self._module.automatic_optimization:
             run.gradient_check = GradientCheck(self._module, topology.inter, REMEDY_IN_MANUAL_OPTIMIZATION)
         return run

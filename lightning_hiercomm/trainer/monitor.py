@@ -19,11 +19,11 @@ from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 _MB = 1e6
 
-_TIERS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all ranks"}
+_LEVELS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all ranks"}
 
 # Counters of this rank's traffic; every other number of a snapshot is a present value.
-_RATES = ("exposed_seconds", *(f"{tier}_{unit}" for tier in _TIERS for unit in ("bytes", "exposed_seconds")))
-_COUNTERS = (*_RATES, *(f"{tier}_messages" for tier in _TIERS), "steps")
+_RATES = ("exposed_seconds", *(f"{level}_{unit}" for level in _LEVELS for unit in ("bytes", "exposed_seconds")))
+_COUNTERS = (*_RATES, *(f"{level}_messages" for level in _LEVELS), "steps")
 
 _LOGGERS_OF_TEXT = (CSVLogger, WandbLogger)
 """Loggers whose metrics may be text."""
@@ -170,11 +170,11 @@ class CommunicationMonitor(Callback):
             f"Communication of {steps:.0f} optimizer steps on {ranks} ranks, {nodes} nodes, in {seconds:.2f} s",
             f"  {'':<22}{'MB sent':>11}{'MB per step and node':>22}{'messages':>10}{'waited, s per rank':>20}",
         ]
-        for tier, where in _TIERS.items():
-            mb, waited = total[f"{tier}_bytes"] / _MB, total[f"{tier}_exposed_seconds"] / ranks
+        for level, where in _LEVELS.items():
+            mb, waited = total[f"{level}_bytes"] / _MB, total[f"{level}_exposed_seconds"] / ranks
             lines.append(
-                f"  {f'{tier} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.3g}"
-                f"{total[f'{tier}_messages']:>10.0f}{waited:>20.2f}"
+                f"  {f'{level} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.3g}"
+                f"{total[f'{level}_messages']:>10.0f}{waited:>20.2f}"
             )
         waited = total["exposed_seconds"] / ranks
         interval = f"{steps / synchronizations:.3g}" if synchronizations else ""

@@ -85,7 +85,7 @@ class Settings:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if self.transport.wire_raw and codec_named(self.wire_dtype).needs_feedback:
             raise ValueError(
-                f"wire_raw=True sends parameters themselves, of which wire_dtype={self.wire_dtype!r} would drop most:"
+                f"wire_raw=True sends parameters themselves; wire_dtype={self.wire_dtype!r} would drop most of them:"
                 " leave wire_raw out, or use 'bfloat16'"
             )
         if self.average_optimizer_state and not scheme.requirements.can_average_optimizer_state:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.shapes import unequal_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
+from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
 from lightning_hiercomm.trainer.settings import DDPArguments
@@ -169,8 +170,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, own)
 
     @override
-    def _new_run(self) -> TrainingRun:
-        run = super()._new_run()
+    def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
+        run = super()._new_run(mesh, gradients)
         run.averaged_model.has_found_unequal = self._leave_to_ranks
         run.gradient_check = self._new_gradient_check()
         return run

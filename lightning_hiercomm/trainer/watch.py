@@ -44,23 +44,18 @@ class OneRank:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank received a signal to stop."""
         return self._trainer.received_sigterm
 
     def should_stop(self) -> bool:
-        """Return whether to stop or requeue before the next batch."""
         return self.requeue_requested or self.stop_requested
 
     def request_stop(self) -> None:
-        """Request a stop."""
         mark_sigterm_received(self._trainer)
 
     def request_requeue(self) -> None:
-        """Request that the job is queued again."""
         self.requeue_requested = True
 
     def go_on(self) -> None:
-        """Continue after saving a checkpoint."""
         self.requeue_requested = False
 
 
@@ -132,10 +127,10 @@ class RunControl:
         if self._before_batch is not None:
             self._before_batch()
 
-    def told_to_leave(self) -> LeavesTogether | None:
+    def exception_to_leave(self) -> LeavesTogether | None:
         """Return the exception that ends training on this node, if one of its ranks received a signal."""
-        is_told = self._ranks is not None and self._ranks.stop_requested
-        return LeavesTogether() if is_told else None
+        is_due = self._ranks is not None and self._ranks.stop_requested
+        return LeavesTogether() if is_due else None
 
     def note_start(self) -> None:
         """Report that this rank is about to train."""

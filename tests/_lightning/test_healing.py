@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
-    draw_train_data_anew,
-    draw_train_data_once,
     end_training,
+    note_stage_of_dataloaders,
+    reload_train_data_when_due,
     skip_sanity_check,
     state_of,
+    stop_reloading_train_data,
     take_state,
-    tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again, put_callback_first
 from lightning_hiercomm.elastic.transport import packed, unpacked
@@ -250,7 +250,7 @@ def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
         trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=3, enable_checkpointing=False, **quiet)
         put_callback_first(trainer, boundary)
         done = trainer.fit_loop.epoch_loop.batch_progress.current
-        tell_stage_of_dataloaders(trainer, [None], lambda: 0 if state is None else done.ready)
+        note_stage_of_dataloaders(trainer, [None], lambda: 0 if state is None else done.ready)
         samples = TensorDataset(torch.arange(24.0).repeat(4, 1).T)
         share = DistributedSampler(samples, num_replicas=2, rank=1, shuffle=True)
         trainer.fit(Model(), DataLoader(samples, batch_size=2, sampler=share, num_workers=workers))
@@ -272,7 +272,7 @@ def test_a_healed_trainer_begins_a_stream_anew(batch_size):
             return iter(range(6))
 
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    tell_stage_of_dataloaders(trainer, [None], lambda: 2)
+    note_stage_of_dataloaders(trainer, [None], lambda: 2)
     loader = DataLoader(Stream(), batch_size)
     made = trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=RunningStage.TRAINING)
     assert [int(each) for batch in made for each in torch.atleast_1d(torch.as_tensor(batch))] == [*range(6)]
@@ -294,13 +294,13 @@ def test_train_data_are_drawn_anew_before_an_epoch_where_that_is_due():
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
-    draw_train_data_anew(trainer, is_due)
+    reload_train_data_when_due(trainer, is_due)
     model = Net()
     model.schedule = "steps"
     trainer.fit(model, Data())
     assert asked == [0, 0, 1, 2], "when the run begins, and before each epoch"
     assert trainer.global_step == 6 + 4 + 4
-    draw_train_data_once(trainer)
+    stop_reloading_train_data(trainer)
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
@@ -315,7 +315,7 @@ def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
             return {"num_replicas": 2, "rank": 1}
 
     trainer = pl.Trainer(accelerator="cpu", strategy=Strategy(), logger=False, enable_checkpointing=False)
-    tell_stage_of_dataloaders(trainer, told, lambda: 0)
+    note_stage_of_dataloaders(trainer, told, lambda: 0)
     loader = DataLoader(TensorDataset(torch.ones(4, 1)))
     connector = trainer._data_connector
     for stage in (RunningStage.TRAINING, RunningStage.VALIDATING):

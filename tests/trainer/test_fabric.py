@@ -343,7 +343,7 @@ def by_closures(fabric, strategy, make, watched):
         optimizer.step(closure)
         node = fabric.all_gather(module.weight.detach())[fabric.global_rank // 2 * 2 :][:2]
         assert node[0] == node[1] != -1.0
-        assert strategy.runs[0].loss_so_far().get("count", 0) == watched
+        assert strategy.runs[0].loss.state_dict().get("count", 0) == watched
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ RAW = Transport(wire_raw=True)
         ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"transport": RAW}, "wire_raw=True needs a wire_dtype"),
-        ({"transport": RAW, "wire_dtype": "top4"}, "parameters themselves, of which wire_dtype='top4' would drop most"),
+        ({"transport": RAW, "wire_dtype": "top4"}, "parameters themselves; wire_dtype='top4' would drop most of them"),
         ({"health": Health(on_nonfinite="skip")}, "AllReduce averages every gradient over all nodes"),
         (
             {"scheme": Gossip(hierarchical=False), "health": Health(verify_replicas="warn")},

@@ -110,9 +110,9 @@ def test_ranks_that_leave_together_exit_with_0(control):
     """While the node waits for other nodes: there all its ranks are together."""
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     control.watch_over(trainer, leave=lambda: None)
-    assert control.told_to_leave() is None
+    assert control.exception_to_leave() is None
     control.plane.stop_requested = True
-    error = pickle.loads(pickle.dumps(control.told_to_leave()))
+    error = pickle.loads(pickle.dumps(control.exception_to_leave()))
     told = []
     control.plane.report_failure = told.append
     control.note_exception(error)
@@ -136,16 +136,16 @@ def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatc
         control.before_batch()
         signal.raise_signal(signal.SIGUSR2)
         assert not done
-        assert control.told_to_leave() is None, "it could not be queued again there"
+        assert control.exception_to_leave() is None, "it could not be queued again there"
         with pytest.raises(SIGTERMException):
             control.before_batch()
         assert done == ["leaves", "saves", ["scontrol", "requeue", "7"]]
         assert trainer.received_sigterm
-        assert isinstance(control.told_to_leave(), SIGTERMException)
+        assert isinstance(control.exception_to_leave(), SIGTERMException)
     finally:
         trainer._signal_connector.teardown()
     control.stop(trainer)
-    assert control.told_to_leave() is None
+    assert control.exception_to_leave() is None
     control.before_batch()
 
 
