@@ -9,12 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
@@ -170,35 +168,6 @@ class PassThroughDDP(CopiedDDP):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.module,)
-
-
-class PassThroughRedirection(_DDPForwardRedirection):
-    """Calls ``training_step`` through :class:`PassThroughDDP` without Lightning's redirection.
-
-    Lightning's sets attributes of two modules at every step, which takes longer than :class:`PassThroughDDP` itself.
-    """
-
-    def __call__(
-        self,
-        wrapper_module: nn.Module,
-        original_module: pl.LightningModule,
-        method_name: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if not isinstance(wrapper_module, PassThroughDDP):
-            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
-        attributes, method = vars(original_module), getattr(original_module, method_name)
-        before = attributes.pop("forward", None)  # patched by another library
-
-        def forward(*inputs: Any, **keywords: Any) -> Any:
-            del attributes["forward"]
-            if before is not None:
-                attributes["forward"] = before
-            return method(*inputs, **keywords)
-
-        attributes["forward"] = forward
-        return wrapper_module(*args, **kwargs)
 
 
 class _NoReducer:

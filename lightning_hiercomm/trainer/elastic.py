@@ -43,8 +43,8 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.elastic_refusals import check_monitors
 
 
-class ElasticNode:
-    """This node in an elastic run, from the setup of a ``fit`` to its teardown."""
+class ElasticNode(pl.Callback):
+    """This node in an elastic run, from the setup of a ``fit`` to its teardown; the user's callbacks come later."""
 
     def __init__(self, trainer: pl.Trainer, run: TrainingRun, membership: Membership, checkpoints: Checkpoints) -> None:
         self.membership = membership
@@ -113,6 +113,26 @@ class ElasticNode:
 
     # ---- training ------------------------------------------------------------------------------------------------
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at_boundary("epoch")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.at_boundary("batch" if batch_idx else "epoch")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        check_monitors(trainer)  # before checkpoints are saved
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_monitors(trainer)
+        self._is_in_epoch = False
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at_boundary("end")
+
     def at_boundary(self, moment: str) -> None:
         """Send this node's state to nodes that wait for it, between two batches."""
         trainer, run, membership = self._trainer, self._run, self.membership
@@ -152,9 +172,6 @@ class ElasticNode:
             if self._recovered["moment"] == "end":
                 end_training(self._trainer)
 
-    def end_epoch(self) -> None:
-        self._is_in_epoch = False
-
     # ---- checkpoints and data ------------------------------------------------------------------------------------
 
     @property
@@ -175,8 +192,7 @@ class ElasticNode:
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def note_exception(self, exception: BaseException) -> None:
-        """Stop synchronizing, because training ends by this exception."""
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
             self._received_sigterm = True
             exception.code = exception.code or SIGTERM_EXIT_CODE
@@ -235,38 +251,6 @@ def elastic_node(
     transport = GlooTransport(host, elastic.dead_after, signer)
     around = Surroundings(elastic, topology, lighthouse, transport, before_change, store, leaves_by, signer)
     return ElasticNode(trainer, run, Membership(me, around, run.replicas.device), checkpoints)
-
-
-class BoundaryCallback(pl.Callback):
-    """Calls a node between two batches; comes before the user's callbacks."""
-
-    def __init__(self, node: ElasticNode) -> None:
-        self._node = node
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._node.at_boundary("epoch")
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._node.at_boundary("batch" if batch_idx else "epoch")
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Check monitored metrics before checkpoints are saved."""
-        check_monitors(trainer)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check monitored metrics, and end the epoch."""
-        check_monitors(trainer)
-        self._node.end_epoch()
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._node.at_boundary("end")
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._node.note_exception(exception)
 
 
 def _in_turn(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:

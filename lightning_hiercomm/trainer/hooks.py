@@ -49,7 +49,7 @@ from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, de
 from lightning_hiercomm.trainer.checkpoint_hooks import CheckpointHooks
 from lightning_hiercomm.trainer.checks import check_launch, check_training
 from lightning_hiercomm.trainer.collectives import TrainerCollectives
-from lightning_hiercomm.trainer.elastic import BoundaryCallback, elastic_node
+from lightning_hiercomm.trainer.elastic import elastic_node
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values, check_trainer
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
 from lightning_hiercomm.trainer.reports import Reports
@@ -174,8 +174,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         self._elastic_node = node = elastic_node(
             trainer, elastic, topology, self._run, self._checkpoints, self._control.exception_to_leave
         )
-        self._boundary = BoundaryCallback(node)
-        put_callback_first(trainer, self._boundary)
+        put_callback_first(trainer, node)
         node.join(topology)
 
     @override
@@ -314,8 +313,8 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             detach_batches(trainer)
         if self._elastic_node is not None:
             self._elastic_node.leave(at_once=self._control.is_interrupted(trainer))
-            if trainer is not None and self._boundary is not None:
-                remove_callback(trainer, self._boundary)
+            if trainer is not None:
+                remove_callback(trainer, self._elastic_node)
         if self._run_or_none is not None:
             self._run_or_none.close(timeout=1.0)
         self._checkpoints.forget_random_state()

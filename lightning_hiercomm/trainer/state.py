@@ -18,7 +18,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.trainer.batches import WeightedMeans
-from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
+from lightning_hiercomm.trainer.elastic import ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
 from lightning_hiercomm.trainer.settings import HierarchicalArguments
 from lightning_hiercomm.trainer.watch import RunControl
@@ -54,13 +54,12 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
         self._run_or_none: TrainingRun | None = None
         self._epoch_clock: EpochClock | None = None
         self._elastic_node: ElasticNode | None = None
-        self._boundary: BoundaryCallback | None = None
         self._per_rank: set[str] = set()  # names of tensors whose shapes differ between ranks
 
     def __getstate__(self) -> dict[str, Any]:
         # spawn pickles a strategy before it trains, and programs copy and pickle Trainers at any time
         state: dict[str, Any] = super().__getstate__()
-        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node", "_boundary")
+        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node")
         return {**state, **dict.fromkeys(absent), "_control": RunControl()}
 
     @property

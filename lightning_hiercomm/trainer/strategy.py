@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
     PassThroughDDP,
-    PassThroughRedirection,
     ignore_in_ddp,
     in_ddp,
     keep_sync_batchnorm_in_group,
@@ -87,7 +86,6 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
     @override
     def _configure(self) -> None:
         super()._configure()
-        self._forward_redirection = PassThroughRedirection()
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
         self._seen: list[Replica] = []

@@ -600,5 +600,5 @@ def test_samplers_with_generators_of_their_own_that_differ_are_refused():
         batches.process_dataloader(DataLoader(range(20), sampler=sampler))
         batches.begin_epoch(0)
 
-    with pytest.raises(ValueError, match="Seed it alike on all ranks"):
+    with pytest.raises(ValueError, match="Give it the same seed on all ranks"):
         on_ranks([[0, 1]], work)
