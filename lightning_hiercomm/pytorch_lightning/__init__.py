@@ -13,7 +13,26 @@ from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
 import lightning_hiercomm
-from lightning_hiercomm import *  # noqa: F403
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    DirectedExponential,
+    Elastic,
+    Full,
+    Gossip,
+    Graph,
+    Health,
+    HeterogeneousBatches,
+    ParameterSync,
+    PeriodicAveraging,
+    RandomPermutation,
+    Ring,
+    Scheme,
+    StepsDelay,
+    Topology,
+    Transport,
+)
 from lightning_hiercomm.pytorch_lightning._second_tree import SecondTreeFinder
 
 if TYPE_CHECKING:
@@ -39,10 +58,33 @@ else:
     sys.meta_path.append(SecondTreeFinder())
     from lightning_hiercomm.pytorch_lightning.trainer.fabric import HierarchicalFabricStrategy
     from lightning_hiercomm.pytorch_lightning.trainer.model_parallel import HierarchicalModelParallelStrategy
-    from lightning_hiercomm.pytorch_lightning.trainer.monitor import CommunicationMonitor  # noqa: F401
+    from lightning_hiercomm.pytorch_lightning.trainer.monitor import CommunicationMonitor
     from lightning_hiercomm.pytorch_lightning.trainer.strategy import HierarchicalStrategy
 
-__all__ = lightning_hiercomm.__all__
+__all__ = [
+    "DASO",
+    "AllReduce",
+    "CommunicationMonitor",
+    "DiLoCo",
+    "DirectedExponential",
+    "Elastic",
+    "Full",
+    "Gossip",
+    "Graph",
+    "Health",
+    "HeterogeneousBatches",
+    "HierarchicalFabricStrategy",
+    "HierarchicalModelParallelStrategy",
+    "HierarchicalStrategy",
+    "ParameterSync",
+    "PeriodicAveraging",
+    "RandomPermutation",
+    "Ring",
+    "Scheme",
+    "StepsDelay",
+    "Topology",
+    "Transport",
+]
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)
 HierarchicalModelParallelStrategy.register_strategies(StrategyRegistry)
