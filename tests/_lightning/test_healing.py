@@ -27,7 +27,7 @@ from lightning_hiercomm.elastic.transport import packed, unpacked
 
 
 class Net(pl.LightningModule):
-    """Sees the same data in every batch, so it does not matter that a healed one begins its loader anew."""
+    """Sees the same data in every batch, so it does not matter that a healed one begins its loader again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_healed_trainer_and_one_healed_from_it_end_equal(tmp_path, settings, a
     assert healed_again == undisturbed
 
 
-class Thaws(pl.Callback):
+class Unfreezes(pl.Callback):
     """As programs do it that train a head first."""
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
@@ -187,7 +187,7 @@ def test_a_healed_trainer_decides_by_state_outside_of_checkpoints(tmp_path, at):
         strategy.state = state
         saved.clear()
         saves = Saves(tmp_path, "{step}", "val", every_n_train_steps=2, save_top_k=-1, save_last=True)
-        callbacks = [saves, GradientAccumulationScheduler({0: 2}), Thaws()]
+        callbacks = [saves, GradientAccumulationScheduler({0: 2}), Unfreezes()]
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         settings = {"max_epochs": 5, "check_val_every_n_epoch": 2, "callbacks": callbacks}
         trainer = pl.Trainer(accelerator="cpu", strategy=strategy, **settings, **quiet)
@@ -264,7 +264,7 @@ def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_healed_trainer_begins_a_stream_anew(batch_size):
+def test_a_healed_trainer_begins_a_stream_again(batch_size):
     """In batches it has a sampler, too, of no length; which ended a node that came inside an epoch."""
 
     class Stream(IterableDataset):
@@ -279,7 +279,7 @@ def test_a_healed_trainer_begins_a_stream_anew(batch_size):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_train_data_are_drawn_anew_before_an_epoch_where_that_is_due():
+def test_train_data_are_drawn_again_before_an_epoch_where_that_is_due():
     lengths = [6, 4, 4]
     asked: list[int] = []
 

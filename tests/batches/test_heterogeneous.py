@@ -126,7 +126,7 @@ def test_two_sizes_show_what_a_step_costs_whatever_its_size(clock):
 
 @pytest.mark.parametrize(("first", "accumulated"), [(0, 1), (0, 8), (3, 8)])
 def test_batches_that_are_accumulated_are_of_one_size(clock, first, accumulated):
-    """Also in a run that is resumed in mid-epoch, whose loader begins anew."""
+    """Also in a run that is resumed in mid-epoch, whose loader begins again."""
 
     def work(rank, topology):
         batches = bound(topology, 32)
@@ -413,7 +413,7 @@ def test_speeds_that_a_resumed_run_keeps_are_announced_as_given(capsys):
     assert said[5:] == ["  predicted step: 2.30 times as fast as with equal batches"]
 
 
-def test_another_number_of_ranks_measures_anew():
+def test_another_number_of_ranks_measures_again():
     def work(rank, topology):
         batches = HeterogeneousBatches(96)
         batches.load_state_dict({"sizes": [90, 6], "costs": [[0.0, 0.0], [15.0, 1.0]]})

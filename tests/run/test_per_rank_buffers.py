@@ -434,7 +434,7 @@ def test_nan_in_a_buffer_is_averaged_where_nobody_checks_values():
         assert second == 0.5
 
 
-class Thaws(Grows):
+class Unfreezes(Grows):
     """Trains its first layer from the second epoch on."""
 
     def __init__(self) -> None:
@@ -445,10 +445,10 @@ class Thaws(Grows):
         self.net[0].requires_grad_(self.current_epoch > 0)
 
 
-def _thawed(folder: Path) -> list[Any]:
+def _unfrozen(folder: Path) -> list[Any]:
     reports = []
     for name in ("all_reduce", "periodic"):
-        module = Thaws()
+        module = Unfreezes()
         strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=2)
         one_trainer(folder, devices=4, strategy=strategy, max_epochs=2).fit(module)
         reports.append(module.report[-1])
@@ -457,7 +457,7 @@ def _thawed(folder: Path) -> list[Any]:
 
 def test_parameters_are_unfrozen_beside_banks_of_other_lengths(borrow):
     """DDP is made again then, and broadcasts what the module holds."""
-    for rank, reports in enumerate(borrow(_thawed, 4)):
+    for rank, reports in enumerate(borrow(_unfrozen, 4)):
         for bank, frozen, *_ in reports:
             assert bank == (torch.arange(3.0 * (rank + 2)) + rank).tolist()
             assert len(frozen) == len(bank)

@@ -80,7 +80,7 @@ def test_every_optimizer_has_a_scheme_that_counts_its_own_steps():
     assert on_two_nodes(lambda: PeriodicAveraging(2), work) == [[3.0, 1.0], [3.0, 2.0]]
 
 
-def test_nested_visits_to_the_agreed_model_end_where_training_was():
+def test_nested_visits_to_the_averaged_model_end_where_training_was():
     def work(run: TrainingRun) -> list[float]:
         weight = run.module.first.weight
         add(run, 0, run.topology.rank + 1.0)
@@ -162,7 +162,7 @@ MASKS = {
 
 
 def _sent_with(mask: torch.Tensor | None, scheme: Scheme, wire: Wire) -> list[dict[str, float]]:
-    """Bytes of four steps on two nodes, with a buffer and a look at the agreed model."""
+    """Bytes of four steps on two nodes, with a buffer and a look at the averaged model."""
 
     def body(topology: Topology) -> dict[str, float]:
         module = nn.BatchNorm1d(50).to(place.device)
@@ -268,7 +268,7 @@ def test_complex_parameters_train_as_their_real_and_imaginary_parts_do(scheme, d
         torch.testing.assert_close(torch.tensor(is_complex), torch.tensor(is_real))
 
 
-def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
+def test_leaving_the_averaged_model_without_having_entered_changes_nothing():
     def work(run: TrainingRun) -> float:
         add(run, 0, run.topology.rank + 1.0)
         run.averaged_model.leave()
@@ -288,11 +288,11 @@ def test_nodes_restart_from_their_average_when_parameters_are_added(scheme):
         run.optimizers[0].add_param_group({"params": [extra]})
         add(run, 0, 0.0)
         with run.averaged_model():
-            agreed = run.module.first.weight.item()
-        return agreed, any(t is extra for t in own.replica.parameters), own.backgrounds == threads
+            averaged = run.module.first.weight.item()
+        return averaged, any(t is extra for t in own.replica.parameters), own.backgrounds == threads
 
     everyone = on_two_nodes(scheme, work)
-    assert [agreed for agreed, _, _ in everyone] == [1.5, 1.5]
+    assert [averaged for averaged, _, _ in everyone] == [1.5, 1.5]
     assert all(knows_new and keeps_threads for _, knows_new, keeps_threads in everyone)
 
 
@@ -502,9 +502,9 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
                     run.step(optimizer, step_in_the_users_autocast)
                 own = module.weight.item()
                 run.averaged_model.enter()
-                agreed = module.weight.item()
+                averaged = module.weight.item()
                 run.averaged_model.leave()
-            return own, agreed
+            return own, averaged
 
     return on_ranks(body, [[0], [1]])
 
@@ -515,7 +515,7 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
     [AllReduce(), DASO(), DiLoCo(1, Product), Gossip(), PeriodicAveraging(1), PeriodicAveraging(4), StepsDelay()],
     ids=lambda scheme: type(scheme).__name__,
 )
-def test_agreements_inside_a_users_autocast_are_those_outside(scheme, wire):
+def test_synchronizations_inside_a_users_autocast_are_those_outside(scheme, wire):
     assert stepped_in_autocast(scheme, Wire.named(wire), True) == stepped_in_autocast(scheme, Wire.named(wire), False)
 
 

@@ -45,7 +45,7 @@ SCHEMES = {
 
 
 class Net(pl.LightningModule):
-    """Without ``state``, a node's parameters are all that it has of its own between two agreements."""
+    """Without ``state``, a node's parameters are all that it has of its own between two synchronizations."""
 
     def __init__(self, state=True) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ def loop(fabric, strategy):
     for _ in strategy.epochs(EPOCHS, steps=len(loader)):
         train_epoch(fabric, model, optimizer, loader)
         with strategy.averaged_model():
-            agreed = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
-            assert (agreed == agreed[0]).all()
+            averaged = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            assert (averaged == averaged[0]).all()
     return model.state_dict()
 
 
@@ -170,7 +170,7 @@ def second_half(fabric, strategy, path):
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(2), StepsDelay(2, STEPS), DiLoCo(2)], ids=repr)
-def test_a_loop_resumes_where_it_agreed(launched, scheme, tmp_path):
+def test_a_loop_resumes_where_it_synchronized(launched, scheme, tmp_path):
     # all of them agree with the last step of the first epoch, so nothing is lost in the checkpoint
     launched(scheme, first_half, tmp_path / "half.ckpt")
     launched(scheme, second_half, tmp_path / "half.ckpt")
@@ -201,16 +201,16 @@ def half_without_epochs(fabric, strategy, path, resumes):
     if resumes:
         fabric.load(path, state)
     (scheme,) = strategy.schemes
-    agreed_at = []
+    synchronized_at = []
     for step in range(6 * resumes, 14):
         before = scheme.state.synchronizations
         fabric.backward(model(torch.ones(2, 3)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        agreed_at += [step + 1] * (scheme.state.synchronizations > before)
+        synchronized_at += [step + 1] * (scheme.state.synchronizations > before)
         if step == 5 and not resumes:
             fabric.save(path, state)
-    torch.save(agreed_at, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
+    torch.save(synchronized_at, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(4), DASO(4, 0, 0, 0), DiLoCo(4)], ids=type)
@@ -418,7 +418,7 @@ def test_unfrozen_or_added_parameters_get_equal_gradients(launched, scheme, prog
         torch.testing.assert_close(torch.tensor(seen), torch.tensor([*expected, expected[-1]]), rtol=1e-9, atol=1e-9)
 
 
-def thawing_sparse(fabric, strategy, folder):
+def unfreezing_sparse(fabric, strategy, folder):
     """A row for each of three ranks, and none for the fourth, is unfrozen after two steps."""
     module = nn.Sequential(nn.Embedding(4, 1, sparse=True).requires_grad_(False), nn.Linear(1, 1, bias=False)).double()
     nn.init.zeros_(module[0].weight)
@@ -437,7 +437,7 @@ def thawing_sparse(fabric, strategy, folder):
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
 def test_an_embedding_with_sparse_gradients_may_be_unfrozen_in_mid_run(launched, scheme, tmp_path):
-    launched(scheme, thawing_sparse, tmp_path)
+    launched(scheme, unfreezing_sparse, tmp_path)
     for rank in range(4):
         trained = torch.load(tmp_path / f"{rank}.pt").flatten()
         torch.testing.assert_close(trained, torch.tensor([-0.5, -0.5, -0.5, 0.0], dtype=torch.float64))
@@ -687,11 +687,11 @@ def with_friends(fabric, strategy):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)
-def test_teachers_are_part_of_the_agreed_model_and_averages_are_copied(launched, scheme):
+def test_teachers_are_part_of_the_averaged_model_and_averages_are_copied(launched, scheme):
     launched(scheme, with_friends)
 
 
-def thawing_between_agreements(fabric, strategy):
+def unfreezing_between_synchronizations(fabric, strategy):
     module = nn.Linear(1, 1).double()
     with torch.no_grad():
         module.weight.fill_(0.0)
@@ -711,7 +711,7 @@ def thawing_between_agreements(fabric, strategy):
 
 
 def test_nodes_synchronize_before_the_first_forward_after_an_unfreeze(launched):
-    launched(PeriodicAveraging(5), thawing_between_agreements)
+    launched(PeriodicAveraging(5), unfreezing_between_synchronizations)
 
 
 def late_and_back(fabric, strategy, folder):

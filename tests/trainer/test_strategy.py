@@ -215,7 +215,7 @@ class Validated(Oracle):
         self.report = [self.report, self.seen]
 
 
-def test_validation_sees_the_agreed_model_and_leaves_the_trajectory_alone(fit):
+def test_validation_sees_the_averaged_model_and_leaves_the_trajectory_alone(fit):
     arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
     plain = fit(Oracle(5), {"scheme": PeriodicAveraging(4)})
     validated = fit(Validated(), {"scheme": PeriodicAveraging(4)}, **arguments)
@@ -233,7 +233,7 @@ def test_each_rank_validates_its_own_replica_when_asked_to(fit):
         assert seen[:2] == trace[:2]
 
 
-def test_a_checkpoint_between_agreements_holds_the_averaged_model(fit, tmp_path):
+def test_a_checkpoint_between_synchronizations_holds_the_averaged_model(fit, tmp_path):
     path = tmp_path / "mid.ckpt"
 
     class Save(pl.Callback):
@@ -247,7 +247,7 @@ def test_a_checkpoint_between_agreements_holds_the_averaged_model(fit, tmp_path)
     assert [report["report"][3] for report in reports] == [3.75] * 4
 
 
-class FallsSick(Oracle):
+class BecomesNonfinite(Oracle):
     """Rank 3's gradient is no number in the third batch; or its parameter is not its node's."""
 
     def __init__(self, diverges: bool = False) -> None:
@@ -264,9 +264,9 @@ class FallsSick(Oracle):
             self.x.grad.fill_(torch.nan)  # as it is with gradients that are shared
 
 
-def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
+def test_a_node_that_is_not_finite_is_left_out_of_one_synchronization(fit):
     strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, health=Health(on_nonfinite="skip"))
-    reports = fit(FallsSick(), strategy)
+    reports = fit(BecomesNonfinite(), strategy)
     for report in reports:
         trace = report["report"]
         assert trace[3] == 1 - 2**-4  # node 0's alone
@@ -287,7 +287,7 @@ def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
 )
 def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
     with pytest.raises(Exception, match=message):
-        fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
+        fit(BecomesNonfinite(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
 
 
 RAW = Transport(wire_raw=True)
@@ -537,7 +537,7 @@ def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
 
 
 def test_parameters_unfrozen_in_mid_run_agree_too(fit):
-    class Thawing(Net):
+    class Unfreezing(Net):
         def on_train_epoch_start(self):
             if self.current_epoch == 1:
                 for parameter in self.frozen.parameters():
@@ -547,7 +547,7 @@ def test_parameters_unfrozen_in_mid_run_agree_too(fit):
         def configure_optimizers(self):
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
-    reports = fit(Thawing(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, max_epochs=2)
+    reports = fit(Unfreezing(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, max_epochs=2)
     before = Net().frozen.weight
     for report in reports:
         assert not torch.equal(report["state_dict"]["frozen.weight"], before)
@@ -729,7 +729,7 @@ def _wrapped_while_growing(folder):
     return len(wrapped), module.report
 
 
-def test_ddp_is_made_anew_when_parameters_come_and_not_before_every_batch(borrow):
+def test_ddp_is_made_again_when_parameters_come_and_not_before_every_batch(borrow):
     (times, report), (_, other) = borrow(_wrapped_while_growing, ranks=2)
     assert len(report) == 6
     assert times == 3  # at first, for the one that is apart, and for the late one

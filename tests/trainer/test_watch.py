@@ -121,7 +121,7 @@ def test_ranks_that_leave_together_exit_with_0(control):
 
 
 def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatch, tmp_path):
-    """Lightning would save inside the signal's handler: an agreement to which no other node comes."""
+    """Lightning would save inside the signal's handler: a synchronization to which no other node comes."""
     done = []
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", done.append)
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: done.append("saves"))
