@@ -197,7 +197,7 @@ def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=
         (
             "own_address",
             socket.gaierror(-2, "Name or service not known"),
-            "no way .*lighthouse.*Name or service not known",
+            "no route .*lighthouse.*Name or service not known",
         ),
         ("TCPStore", DistNetworkError("timed out\nframe #0"), r"at 127.0.0.1 \(timed out\): set HIERCOMM_ADDRESS"),
     ],

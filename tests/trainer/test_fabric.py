@@ -638,7 +638,7 @@ def test_bad_arguments_are_refused_by_name():
     with pytest.raises(TypeError, match="timeout=30 must be timedelta"):
         HierarchicalFabricStrategy(timeout=30)
     with pytest.raises(
-        ValueError, match=r"the loop is yours.* take a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)"
+        ValueError, match=r"in the middle of your own loop: use a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)"
     ):
         HierarchicalFabricStrategy(elastic="10.0.0.1:29510")
     with pytest.raises(ValueError, match="ranks_per_node=3 does not divide the world of 4 ranks"):
