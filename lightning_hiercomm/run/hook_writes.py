@@ -17,7 +17,7 @@ from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
-Share = Callable[[Sequence[Tensor]], None]
+Broadcast = Callable[[Sequence[Tensor]], None]
 """Gives all ranks the first rank's values of parameters. Collective."""
 
 
@@ -56,9 +56,9 @@ class HookWrites:
         self._averaged_model.enter()
         self._watch()
 
-    def end_validation(self, share: Share) -> None:
+    def end_validation(self, broadcast: Broadcast) -> None:
         """Put this rank's own parameters back, unless a hook has written to the averaged ones. Collective."""
-        names = self._leave(share, "a validation hook")
+        names = self._leave(broadcast, "a validation hook")
         if names and self.has_saved_own_values and self._topology.rank == 0:
             warnings.warn(
                 f"parameters were written in a validation hook ({names}) during which a checkpoint was saved with"
@@ -68,7 +68,7 @@ class HookWrites:
             )
 
     @contextmanager
-    def saving(self, share: Share) -> Iterator[None]:
+    def saving(self, broadcast: Broadcast) -> Iterator[None]:
         """Inside, a checkpoint is made of the averaged parameters, which hooks may write to. Collective."""
         self._averaged_model.enter()
         self._watch()
@@ -78,7 +78,7 @@ class HookWrites:
             self.forget()
             self._averaged_model.leave()
             raise
-        self._leave(share, "on_save_checkpoint")
+        self._leave(broadcast, "on_save_checkpoint")
 
     def forget(self) -> None:
         """Stop watching."""
@@ -94,7 +94,7 @@ class HookWrites:
             self._before = {n: local(p).detach().clone() for n, p in parameters.items()}
 
     @outside_autocast()
-    def _leave(self, share: Share, hook: str) -> str:
+    def _leave(self, broadcast: Broadcast, hook: str) -> str:
         """Put this rank's own values back; return the names of trained parameters that keep what was written."""
         if self._topology.may_grow:
             self._undo(hook)
@@ -104,7 +104,7 @@ class HookWrites:
         if self._are_trained(written.values()):
             names = _listed(written)
             with torch.inference_mode(False):  # training writes to tensors that schemes create now
-                self._keep(written, share, hook)
+                self._keep(written, broadcast, hook)
         self.forget()
         self._averaged_model.leave(kept=[*written.values()])
         return names
@@ -144,9 +144,9 @@ class HookWrites:
         trained = {id(parameter) for scheme in self._schemes for parameter in scheme.replica.with_empty}
         return any(id(local(parameter)) in trained for parameter in written)
 
-    def _keep(self, written: Mapping[str, Tensor], share: Share, hook: str) -> None:
+    def _keep(self, written: Mapping[str, Tensor], broadcast: Broadcast, hook: str) -> None:
         before = Checksums(written)
-        share([*written.values()])
+        broadcast([*written.values()])
         self._replicas.have_written()
         changes = bool(Checksums(written).changed_since(before))
         differs = torch.tensor([int(changes)], device=self._replicas.device)

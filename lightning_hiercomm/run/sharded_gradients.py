@@ -16,7 +16,7 @@ from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.shards import placed_as, shares_of
+from lightning_hiercomm.run.shards import placed_as, shard_specs
 from lightning_hiercomm.schemes.gradients import NodesMean
 
 
@@ -41,7 +41,7 @@ class ShardedGradients:
         self.path = path
         self.topology = topology
         held = {id(local(parameter)): parameter for parameter in reversed(self.parameters)}
-        shares = shares_of(self.parameters, node)
+        shares = shard_specs(self.parameters, node)
         self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
         # the parameters of each bucket, in the order of its pieces
         self._owners = [[held[id(piece.tensor)] for piece in bucket.slices] for bucket in self._buckets]

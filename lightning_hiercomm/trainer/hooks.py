@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -37,7 +37,6 @@ from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import (
     Replicas,
-    broadcast_values,
     check_initialized,
     per_rank_tensors,
     tensors_without,
@@ -146,11 +145,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         """Broadcast rank 0's values of the module's tensors, except where shapes differ. Collective."""
         world, average_buffers = self._topology.world, self._settings.average_buffers
         self._per_rank = per_rank_tensors(self._module, world, self.root_device, average_buffers)
-        self._share(tensors_without(self._module, self._per_rank))
-
-    @override
-    def _share(self, tensors: Sequence[Tensor]) -> None:
-        broadcast_values(tensors, self._topology.world)
+        self._broadcast_tensors(tensors_without(self._module, self._per_rank))
 
     def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
         settings = self._settings
@@ -224,11 +219,11 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         """Broadcast rank 0's values of what the program has written; trained parameters only if these have changed."""
         per_rank = self._run.replicas.per_rank
         if self._run.values_have_changed(of_trained=True):
-            self._share(tensors_without(self._module, per_rank))
+            self._broadcast_tensors(tensors_without(self._module, per_rank))
             self._run.begin_from_module()
         else:  # a teacher, say
             kept = per_rank.union(self._run.schedules.trained())
-            self._share([p for name, p in self._module.named_parameters() if name not in kept])
+            self._broadcast_tensors([p for name, p in self._module.named_parameters() if name not in kept])
             self._run.remember_values()
 
     # ---- a batch -------------------------------------------------------------------------------------------------
@@ -284,7 +279,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights
         if self._run_or_none is not None and self._run.hook_writes.is_validating:
-            self._run.hook_writes.end_validation(self._share)
+            self._run.hook_writes.end_validation(self._broadcast_tensors)
 
     # ---- the fit ends --------------------------------------------------------------------------------------------
 

@@ -238,7 +238,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         super()._begin_equal()
 
     @override
-    def _share(self, tensors: Sequence[Tensor]) -> None:
+    def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast node 0's values of tensors to all nodes, shard by shard. Collective."""
         topology = self._topology
         reshard(self._module)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.trainer.batches import WeightedMeans
@@ -76,9 +77,9 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
         """
         return self._settings.node_process_group(self._topology)
 
-    def _share(self, tensors: Sequence[Tensor]) -> None:
+    def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast rank 0's values of tensors. Collective."""
-        raise NotImplementedError
+        broadcast_values(tensors, self._topology.world)
 
     @property
     def _topology(self) -> Topology:
