@@ -241,7 +241,7 @@ def test_a_sampler_that_promises_too_much_is_named():
 
 
 @pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
-def test_a_sampler_that_wants_to_know_the_epoch_is_told(where):
+def test_a_sampler_with_set_epoch_gets_the_epoch(where):
     class Epochs(Sampler):
         epoch = 0
 

@@ -218,8 +218,8 @@ def test_averaging_between_forward_and_backward_keeps_gradients():
                 found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad]).tolist())
         return found
 
-    for without, beside_a_look in on_ranks(body, [[0], [1]]):
-        assert beside_a_look == without
+    for without, with_validation in on_ranks(body, [[0], [1]]):
+        assert with_validation == without
 
 
 def test_end_of_run_averages_float_buffers_and_keeps_counters():
@@ -639,7 +639,7 @@ def test_averaged_model_has_buffers_registered_in_training(scheme):
     ids=repr,
 )
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_is_told(scheme, at):
+def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_warns(scheme, at):
     def trained(formats: bool) -> list[list[float]]:
         def body(topology: Topology) -> list[float]:
             module = nn.Conv2d(3, 4, 2).to(place.device)

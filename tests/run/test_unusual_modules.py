@@ -97,11 +97,11 @@ def test_nodes_that_evaluate_the_loss_unequally_often_agree(fit, scheme):
     assert (counts[0] == counts[2]) == (scheme.gradients == "world")
 
 
-class Told(torch.optim.SGD):
+class RecordsLosses(torch.optim.SGD):
     """Must have a closure, and remembers what it returns."""
 
     def step(self, closure):
-        self.told = [*getattr(self, "told", ()), closure().item()]
+        self.losses = [*getattr(self, "losses", ()), closure().item()]
         super().step()
 
 
@@ -112,17 +112,17 @@ class Telling(Quadratic):
         return loss
 
     def on_train_end(self):
-        self.report = self.report, self.trainer.optimizers[0].told
+        self.report = self.report, self.trainer.optimizers[0].losses
 
     def configure_optimizers(self):
-        return Told(self.parameters(), lr=1e-3)
+        return RecordsLosses(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 def test_no_wire_rounds_the_loss_by_which_an_optimizer_decides(fit, wire):
     reports = [report["report"] for report in fit(Telling(), {"scheme": AllReduce(), "wire_dtype": wire})]
-    for own, told in zip(zip(*(own for own, _ in reports), strict=True), reports[0][1], strict=True):
-        assert told == pytest.approx(sum(own) / len(own), rel=1e-6)
+    for own, loss in zip(zip(*(own for own, _ in reports), strict=True), reports[0][1], strict=True):
+        assert loss == pytest.approx(sum(own) / len(own), rel=1e-6)
 
 
 class PartlyUsed(Quadratic):
@@ -131,12 +131,12 @@ class PartlyUsed(Quadratic):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=["all_reduce", "periodic"])
-def test_a_module_with_unused_parameters_is_told_which_argument_it_needs(fit, scheme):
+def test_a_module_with_unused_parameters_names_the_argument_it_needs(fit, scheme):
     remedy = r"has parameters that were not used.* `strategy=HierarchicalStrategy\(find_unused_parameters=True\)`"
-    with pytest.raises(ProcessException, match=remedy) as told:
+    with pytest.raises(ProcessException, match=remedy) as raised:
         fit(PartlyUsed(), {"scheme": scheme}, forked=True)
-    assert "training_step: backbone.weight, backbone.bias." in str(told.value)
-    assert "DDPStrategy" not in str(told.value)
+    assert "training_step: backbone.weight, backbone.bias." in str(raised.value)
+    assert "DDPStrategy" not in str(raised.value)
     same_bits(fit(PartlyUsed(), {"scheme": scheme, "find_unused_parameters": True}))
 
 

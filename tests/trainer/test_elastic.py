@@ -254,12 +254,12 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, a
 def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, address):
     """It ended with 0, as after the last step, and the shell went on with what comes after a training."""
 
-    class IsTold(pl.Callback):
+    class Terminates(pl.Callback):
         def on_train_batch_end(self, trainer, *args):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit) as ended:
-        fit_alone(tmp_path, Quadratic(), IsTold())
+        fit_alone(tmp_path, Quadratic(), Terminates())
     assert ended.value.code == 143
 
 

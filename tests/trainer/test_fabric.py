@@ -136,7 +136,7 @@ def test_a_loop_trains_what_a_trainer_trains_to_the_bit(borrow, scheme):
             assert torch.equal(value, expected[name]), name
 
 
-def test_a_strategy_that_nobody_needs_any_more_goes(borrow):
+def test_a_strategy_without_references_is_collected(borrow):
     def program(_):
         strategy = HierarchicalFabricStrategy(PeriodicAveraging(2), ranks_per_node=2)
         Fabric(accelerator="cpu", devices=4, strategy=strategy).launch(loop, strategy)
@@ -359,7 +359,7 @@ def test_a_step_may_evaluate_the_loss_itself(launched, scheme, make, watched):
 
 
 def unfreezing(fabric, strategy, folder):
-    """The bias is unfrozen after three steps, and a parameter that nobody uses."""
+    """The bias is unfrozen after three steps, and an unused parameter."""
     module = nn.Linear(1, 1).double()
     with torch.no_grad():
         module.weight.fill_(1.0)
@@ -662,11 +662,11 @@ def test_arguments_that_need_a_trainer_are_refused(arguments, message):
 
 
 def with_friends(fabric, strategy):
-    """A module whose teacher is a part of it, and one with a teacher, and averages, beside it."""
-    module, beside = nn.Linear(2, 1), nn.Linear(2, 1)
+    """A module whose teacher is a part of it, and one with a teacher, and averages, outside it."""
+    module, outside = nn.Linear(2, 1), nn.Linear(2, 1)
     module.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    teacher = fabric.setup_module(beside.requires_grad_(False))
+    teacher = fabric.setup_module(outside.requires_grad_(False))
     normal = fabric.setup_module(nn.SyncBatchNorm(2, affine=False))  # DDP takes none with parameters on a CPU
     assert dist.get_process_group_ranks(normal.process_group) == [*strategy.topology.intra.ranks]
     average, copied = AveragedModel(model), copy.deepcopy(model)
@@ -676,14 +676,14 @@ def with_friends(fabric, strategy):
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model)
-        beside.bias.fill_(fabric.global_rank)
+        outside.bias.fill_(fabric.global_rank)
         module.teacher.fill_(2.0 * fabric.global_rank)
     fabric.backward(copied(torch.ones(1, 2)).sum() * 0.0)
     with strategy.averaged_model():
         assert [teacher.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
-    assert [beside.bias.item(), module.teacher[0].item()] == [fabric.global_rank, 2.0 * fabric.global_rank]
+    assert [outside.bias.item(), module.teacher[0].item()] == [fabric.global_rank, 2.0 * fabric.global_rank]
     strategy.finish()
-    assert [beside.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
+    assert [outside.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)

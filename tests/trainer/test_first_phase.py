@@ -146,7 +146,7 @@ def test_resume_in_the_phase_and_at_its_end_changes_nothing(borrow, scheme, repl
 
 
 class Unsized(Quadratic):
-    """Nobody knows how long its epochs are."""
+    """Its epochs have an unknown length."""
 
     def train_dataloader(self):
         class Stream(torch.utils.data.IterableDataset):

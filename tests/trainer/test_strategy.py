@@ -353,7 +353,7 @@ def test_bad_options_are_refused_with_the_remedy(options, arguments, message):
         ("delay", r"write HierarchicalStrategy\(StepsDelay\(delay="),
     ],
 )
-def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, message):
+def test_a_keyword_that_is_unknown_is_refused_with_the_nearest_one(name, message):
     with pytest.raises(TypeError, match=message):
         HierarchicalStrategy(**{name: 3})
 
@@ -408,7 +408,7 @@ def test_dataloaders_of_unequal_length_are_refused(fit):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Ones, of which nobody knows before how many there are."""
+    """Yields ones, an unknown number of them."""
 
     def __init__(self, length):
         self.length = length
@@ -446,7 +446,7 @@ def test_unequal_numbers_of_batches_end_the_run_and_name_the_ranks(fit, capfd, s
     assert re.search(rf"{by_batches}|rank 0 \(node 0\) has taken 5 optimizer steps and rank 1 \(node 1\) 8", said)
 
 
-@pytest.mark.long("whoever waits for the rank that has stopped is ended after a while")
+@pytest.mark.long("ranks that wait for a stopped one end after a while")
 def test_a_rank_that_stops_alone_and_validates_is_named(fit, capfd):
     class Stopping(Oracle):
         def training_step(self, batch, batch_idx):
@@ -480,7 +480,7 @@ def test_ranks_reduce_with_their_own_reduce_op_objects(fit):
     assert [report["report"] for report in reports] == [2.0, 2.0]
 
 
-def test_a_number_reduced_on_one_rank_waits_for_nobody(fit):
+def test_a_number_reduced_on_one_rank_does_not_wait(fit):
     """DDPStrategy returns what is no tensor as it is, without a collective."""
 
     class Reducing(Oracle):
@@ -510,13 +510,13 @@ def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
 
 
 @pytest.mark.parametrize("view", [None, False])
-def test_gradients_lie_in_ddps_buckets_unless_told_otherwise(fit, view):
+def test_gradients_lie_in_ddps_buckets_by_default(fit, view):
     class Looking(Oracle):
         def on_train_batch_end(self, *_):
             self.report.append(self.trainer.strategy.model.gradient_as_bucket_view)
 
-    told = {} if view is None else {"gradient_as_bucket_view": view}
-    reports = fit(Looking(), {"scheme": PeriodicAveraging(4), **told}, devices=2)
+    given = {} if view is None else {"gradient_as_bucket_view": view}
+    reports = fit(Looking(), {"scheme": PeriodicAveraging(4), **given}, devices=2)
     assert all(set(report["report"]) == {view is None} for report in reports)
 
 
@@ -616,7 +616,7 @@ def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
 
 
 class Teaching(Net):
-    """A frozen teacher, which somebody fills when training starts; again when it is resumed."""
+    """A frozen teacher, which a hook fills when training starts; again when it is resumed."""
 
     def on_train_start(self):
         with torch.no_grad():
@@ -763,7 +763,7 @@ class GivesUp(pl.Callback):
     is_content = False
 
     def on_train_batch_end(self, trainer, *_):
-        trainer.strategy._control.plane.grace = 60.0  # whoever is late, on a busy machine, is not ended  # noqa: SLF001
+        trainer.strategy._control.plane.grace = 60.0  # do not end a late rank on a busy machine  # noqa: SLF001
         if not self.is_content:
             raise GivenUp
 
