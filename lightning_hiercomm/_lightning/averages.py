@@ -17,7 +17,7 @@ _OF_AVERAGED_MODEL = "module."
 def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
     """Restart non-finite averages of a module's weights from the weights that it holds.
 
-    A callback that has averaged non-finite weights keeps non-finite averages for ever, and no hook resets them. Its
+    A callback that has averaged non-finite weights keeps non-finite averages forever, and no hook resets them. Its
     averages are found by the names of their tensors, in a copy of the module or in a dictionary, as in torch's
     ``AveragedModel`` and Lightning's ``WeightAveraging``.
 

@@ -164,7 +164,7 @@ class PassThroughDDP(CopiedDDP):
         yield
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}  # Lightning looks for a hint in it
+        return {}  # Lightning reads a hint from it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.module,)
@@ -213,7 +213,7 @@ class SettledDDP(CopiedDDP):
             return
         require_attribute(self.reducer, "_push_all_rebuilt_params")
         require_attribute(self.reducer, "_rebuild_buckets")
-        self.reducer._push_all_rebuilt_params()  # in the order in which it knows them
+        self.reducer._push_all_rebuilt_params()  # in its own order
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:

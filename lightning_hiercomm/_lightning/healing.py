@@ -255,7 +255,7 @@ def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: state for key, state in states.items() if _is_plain(state)}
     for key in states.keys() - plain.keys():
         warnings.warn(
-            f"elastic nodes: a node that comes begins without the state of {key}, which `weights_only` loading does not"
+            f"elastic nodes: a joining node begins without the state of {key}, which `weights_only` loading does not"
             " read: keep numbers, strings, tensors, and lists and dictionaries of them",
             stacklevel=2,
         )

@@ -36,7 +36,7 @@ class WatchfulLauncher(_MultiProcessingLauncher):
     """Lightning's launcher of forked and spawned ranks, with four corrections.
 
     Lightning runs ``Strategy.on_exception`` and ``teardown`` in the launching process only, which does not know the
-    failed rank. After ``sys.exit()`` or ``os._exit(0)`` on one rank, the launcher and the other ranks wait for ever. A
+    failed rank. After ``sys.exit()`` or ``os._exit(0)`` on one rank, the launcher and the other ranks wait forever. A
     forked rank may hang when it collects garbage of its parent. The launching process rejects rank 0's buffers if their
     shapes have changed.
     """

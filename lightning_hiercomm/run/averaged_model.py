@@ -250,8 +250,7 @@ class AveragedModel:
     def average_module(self) -> None:
         """Average the module itself over all ranks, if it differs. Collective.
 
-        Callbacks like StochasticWeightAveraging write their own averages to the module, different on each node, and
-        schemes do not know of them.
+        Callbacks like StochasticWeightAveraging write their own averages to the module, which differ between nodes.
         """
         if not self._topology.may_grow:
             self.compare_shapes()

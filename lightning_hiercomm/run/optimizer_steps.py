@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Watch(Protocol):
-    """Looks for collectives in a repeated part of a program, such as the forward pass."""
+    """Finds collectives in a repeated part of a program, such as the forward pass."""
 
     def begin(self) -> None:
         """Begin a pass."""

@@ -88,11 +88,11 @@ class ShardedGradients:
             are_somewhere = torch.tensor(are_here, dtype=torch.uint8, device=self._device)
         inter = self.topology.inter  # ranks of a node with the same parameters use the same ones
         assert inter is not None
-        asked = inter.all_reduce(are_somewhere, op="max", waiting=True)
+        presence = inter.all_reduce(are_somewhere, op="max", waiting=True)
         while self._in_flight:
             self._finish()
         self._sent = 0
-        asked.wait()
+        presence.wait()
         missing, self._missing = self._missing, {}
         if has_all:
             return
