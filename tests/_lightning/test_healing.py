@@ -225,7 +225,7 @@ def test_what_other_nodes_would_have_to_unpickle_is_left_out_and_named(tmp_path)
     model = Net()
     model.schedule = "steps"
     trainer.fit(model, DataLoader(TensorDataset(torch.ones(2, 4))), DataLoader(TensorDataset(torch.ones(2, 4))))
-    with pytest.warns(UserWarning, match=r"a node that comes begins without the state of .*Odd, which"):
+    with pytest.warns(UserWarning, match=r"a joining node begins without the state of .*Odd, which"):
         state = unpacked(packed(state_of(trainer, "end")))
     assert [key for key in state["checkpoint"]["callbacks"] if "Odd" in key] == []
 
