@@ -115,30 +115,6 @@ class FabricLoop:
             run.loss.add(loss)
         self._losses_have_stepped = True
 
-    # ---- losses --------------------------------------------------------------------------------------------------
-
-    @property
-    def _follows_loss(self) -> bool:
-        return any(scheme.config.watches_loss for run in self.runs for scheme in run.schemes)
-
-    def keep_loss(self, loss: Tensor) -> None:
-        """Store a loss for the optimizers that step before the next backward pass."""
-        if self._follows_loss:
-            if self._losses_have_stepped:
-                self._losses, self._losses_have_stepped = [], False
-            self._losses.append(loss.detach())
-
-    def add_losses(self, run: TrainingRun, strategy: type) -> None:
-        """Add the stored losses to those of a run whose optimizer steps."""
-        needs_backward = self._follows_loss or any(module.late_parameters() for module in self.modules)
-        if needs_backward and not self.has_gone_backward:
-            raise RuntimeError(
-                f"{strategy.__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
-            )
-        for loss in self._losses:
-            run.loss.add(loss)
-        self._losses_have_stepped = True
-
     # ---- epochs --------------------------------------------------------------------------------------------------
 
     def run(self, epochs: int, first: int, steps: int | None) -> Iterator[int]:
