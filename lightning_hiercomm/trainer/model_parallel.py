@@ -252,12 +252,9 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         if self.scheme.gradients == "world" and topology.num_nodes > 1:
             gradients = InterNodeMean(topology, self.wire, self._module.parameters())
         run = super()._new_run(self.mesh_sizes, gradients)
-        if (
-            isinstance(gradients, InterNodeMean)
-            and topology.inter is not None
-            and not self._module.automatic_optimization
-        ):
-            run.gradient_check = GradientCheck(self._module, topology.inter, REMEDY_IN_MANUAL_OPTIMIZATION)
+        group = topology.inter if isinstance(gradients, InterNodeMean) else None
+        if group is not None and not self._module.automatic_optimization:
+            run.gradient_check = GradientCheck(self._module, group, REMEDY_IN_MANUAL_OPTIMIZATION)
         return run
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------

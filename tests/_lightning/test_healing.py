@@ -305,23 +305,23 @@ def test_train_data_are_drawn_again_before_an_epoch_where_that_is_due():
 
 
 def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
-    stage: list[RunningStage | None] = [None]
+    current: list[RunningStage | None] = [None]
     seen = []
 
     class Strategy(DDPStrategy):
         @property
         def distributed_sampler_kwargs(self):
-            seen.append(stage[0])
+            seen.append(current[0])
             return {"num_replicas": 2, "rank": 1}
 
     trainer = pl.Trainer(accelerator="cpu", strategy=Strategy(), logger=False, enable_checkpointing=False)
-    note_stage_of_dataloaders(trainer, stage, lambda: 0)
+    note_stage_of_dataloaders(trainer, current, lambda: 0)
     loader = DataLoader(TensorDataset(torch.ones(4, 1)))
     connector = trainer._data_connector
     for stage in (RunningStage.TRAINING, RunningStage.VALIDATING):
         made = connector._prepare_dataloader(loader, shuffle=False, mode=stage)
         assert isinstance(made.sampler, DistributedSampler)
     assert seen == [RunningStage.TRAINING, RunningStage.VALIDATING]
-    assert stage == [None]
+    assert current == [None]
     prepare_train_dataloaders_again(trainer)
     assert "_prepare_dataloader" not in vars(connector)
