@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,7 +13,7 @@ from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 
-# A bucket's push follows its previous one: the more buckets, the less a link idles between pushes. Very small ones cost
+# A bucket's push follows its previous one, so with more buckets a link idles less between pushes. Very small ones cost
 # the processors more time than the link.
 MIN_BUCKETS = 8
 MIN_BUCKET_BYTES = 2**18
@@ -83,23 +80,12 @@ class ShardedBucket:
 
     def slices(self, begin: int, end: int) -> Iterator[Slice]:
         """Yield the slices in elements ``begin`` to ``end`` of the flat tensor, with offsets from ``begin``."""
-        pieces, offsets = self.bucket.slices, self._offsets
-        for index in range(max(0, bisect_right(offsets, begin) - 1), len(pieces)):
-            offset, piece = offsets[index], pieces[index]
-            if offset >= end:
-                return
+        offset = 0
+        for index, piece in enumerate(self.bucket.slices):
             first, last = max(begin - offset, 0), min(end - offset, piece.length)
             if first < last:
                 yield Slice(index, piece.tensor, piece.start + first, piece.start + last, offset + first - begin)
-
-    def split(self, flat: Tensor) -> Iterator[tuple[Slice, Tensor]]:
-        """Yield the slices of all shards, each with its values in the flat tensor."""
-        for part in self.slices(0, self.bucket.numel):
-            yield part, flat[part.offset :][: part.numel]
-
-    @cached_property
-    def _offsets(self) -> list[int]:
-        return list(accumulate((piece.length for piece in self.bucket.slices[:-1]), initial=0))
+            offset += piece.length
 
 
 def sharded_buckets(

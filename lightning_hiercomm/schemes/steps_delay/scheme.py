@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -12,16 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm.spares import Spares
-from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.state import TRANSIENT, SchemeState
+from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket
 from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
+from lightning_hiercomm.schemes.steps_delay.pulled import PulledWeights
 from lightning_hiercomm.schemes.steps_delay.rules import (
     LOCAL_RULES,
     LocalRule,
@@ -31,16 +30,15 @@ from lightning_hiercomm.schemes.steps_delay.rules import (
     sgd,
 )
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
-from lightning_hiercomm.schemes.steps_delay.shards import Hyperparameters
 from lightning_hiercomm.schemes.steps_delay.writes import WriteDetector
 
 
 class StepsDelay(Scheme):
     """Send every gradient, but fetch the global weights only every ``delay`` steps; training waits for neither.
 
-    A parameter server holds the global weights w and the optimizer's state. It takes one step per iteration, with the
-    mean of the nodes' gradients. In iteration n, node m with weights w'_m (k = ``delay``, u counts from the end of
-    warm-up)::
+    A parameter server, sharded over the ranks, has the global weights w and the optimizer's state. It takes one step
+    per iteration with the mean of the nodes' gradients. In iteration n, node m with weights w'_m does the following (k
+    = ``delay``, u counts from the end of warm-up)::
 
         g_m := mean over the node of the gradients at w'_m
         push g_m;  the server steps: w := optimizer(w, sum_m W_m g_m)
@@ -48,36 +46,30 @@ class StepsDelay(Scheme):
         w'_m := local rule(w'_m, g_m)                                                                   (Eq. 8)
         if u % k == k - 1:        pull w, including this iteration's gradients
 
-    Push, server step and pull are asynchronous. Training waits for a pull at the end of the next iteration, so the
-    forward pass after the next uses it; and for a bucket's push before the next push of that bucket. The first
+    Push, server step and pull are asynchronous. The forward pass after the next one uses a pull. The first
     ``warmup_steps`` iterations are synchronous SGD. On one node this is plain data-parallel training.
 
-    The server is sharded over the ranks (see :class:`~lightning_hiercomm.schemes.steps_delay.server.ShardedServer`). A
-    node sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step, and an all-reduce ``2 (M - 1) / M``. Every rank
-    holds only its shard of the optimizer's state, but also the weights pulled last and what it sends.
+    A node sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step; an all-reduce sends ``2 (M - 1) / M``. A rank
+    holds its shard of the optimizer's state, the weights pulled last, and its messages.
 
-    **Learning rates.** The server uses the user's optimizer: class, param groups, learning rate, momentum and weight
-    decay as they are at each step, so schedulers work. The local rule uses ``local_lr_scale`` times the learning rate.
-    With momentum m the server moves by ``lr / (1 - m)`` per unit of gradient, and GLU by ``(alpha + beta) *
-    local_lr_scale * lr``. By default ``local_lr_scale`` makes the two equal for every momentum, as the paper's numbers
-    do for 0.9. torch keeps the learning rate out of the momentum buffer (unlike MXNet, which the paper uses), so after
-    a change of the learning rate old gradients count with the new one.
+    **Learning rates.** The server uses the user's optimizer and its param groups at each step, so schedulers work. The
+    local rule uses ``local_lr_scale`` times the learning rate. With momentum m the server moves by ``lr / (1 - m)`` per
+    unit of gradient, and GLU by ``(alpha + beta) * local_lr_scale * lr``; by default they are equal. torch keeps the
+    learning rate out of the momentum buffer (unlike MXNet, which the paper uses), so after a change of the learning
+    rate old gradients count with the new one.
 
-    **Clipping and fp16.** Both act on the node's mean gradient before it is used or sent: each node clips by its own
-    norm, and the server receives unscaled gradients. A node whose gradient scaler skips a step, or, with
-    ``on_nonfinite="skip"``, whose mean gradient is non-finite, sends zeros and keeps its weights. The other nodes'
-    gradients still count. A shard whose gradients are too large for the wire skips that step. A parameter without
-    gradient has gradient zero, so weight decay and momentum act on it.
+    **Clipping and fp16** act on the node's mean gradient before it is sent. A node whose gradient scaler skips a step,
+    or whose mean gradient is non-finite (``on_nonfinite="skip"``), sends zeros and keeps its weights. A shard whose
+    gradients are too large for the wire skips that step. A parameter without gradient has gradient zero.
 
     **Writes to weights** outside of the optimizer's step (clamping, masks, a new head) reach the server in the warm-up,
-    as under plain SGD: every rank writes the same, after the step, not in a hook on the optimizer's ``step``. After the
-    warm-up a node's weights are temporary, and the next pull, validation, checkpoint or end of the run raises an error.
-    (Of writes through ``parameter.data`` to large models, single ones may be missed: an eighth of the parameters is
-    compared at each step.)
+    if every rank writes the same after the step. After the warm-up they raise an error at the next pull, validation,
+    checkpoint or end of the run. (Single writes through ``parameter.data`` may be missed in large models: an eighth of
+    the parameters is compared at each step.)
 
     **The averaged model** is the server's weights, gathered for validation, checkpoints and at the end. Checkpoints
     hold the optimizer's state of whole parameters, so they resume under plain DDP or on any number of ranks. The
-    optimizer's own ``state`` stays empty. Hooks on its ``step`` run once per iteration, before the push.
+    optimizer's own ``state`` is empty during the run. Hooks on its ``step`` run once per iteration, before the push.
 
     Source: Xu et al., "SSD-SGD: Communication Sparsification for Distributed Deep Learning Training", 2021,
     Algorithms 1 and 2.
@@ -87,10 +79,9 @@ class StepsDelay(Scheme):
         warmup_steps: Synchronous iterations at the start; a multiple of ``delay``. The paper's wp + 1.
         alpha: Weight of the local gradient in GLU.
         beta: Weight of the global gradient in GLU.
-        local_lr_scale: The local learning rate divided by the server's. None fits the rule: for GLU what makes the
-            node move as far as the server, ``(1 - dampening) / ((1 - momentum) (alpha + beta))`` of each param group
-            (the paper's 4 at momentum 0.9), for ``"sgd"`` the paper's 0.25, otherwise 1 (the paper's for
-            ``"dc_asgd"``).
+        local_lr_scale: The local learning rate divided by the server's. Default: for GLU
+            ``(1 - dampening) / ((1 - momentum) (alpha + beta))`` of each param group (the paper's 4 at momentum 0.9),
+            for ``"sgd"`` the paper's 0.25, otherwise 1 (the paper's for ``"dc_asgd"``).
         hold: Keep GLU's global gradient between pulls. False recomputes it from the drifting weights, as in the paper.
         local_update: ``"glu"`` (the optimizer must be SGD), ``"sgd"``, ``"dc_asgd"``, or a function of a
             ``LocalUpdate``.
@@ -134,7 +125,7 @@ class StepsDelay(Scheme):
         self.local_update = local_update
 
     def build(self, context: Context) -> RunningStepsDelay:
-        return RunningStepsDelay(self, context)
+        return RunningStepsDelay(self, context) if context.topology.num_nodes == 1 else ServedStepsDelay(self, context)
 
     @property
     def requirements(self) -> Requirements:
@@ -171,20 +162,20 @@ class StepsDelayState(SchemeState):
     """The state of StepsDelay.
 
     Attributes:
-        server: The server, of which this rank owns a shard; None on one node.
-        has_pulled: Whether weights were pulled that the next iteration uses.
+        exchange: The server, and what was pulled from it; None on one node.
+        holds_final_weights: Whether the replica holds the server's weights, from the end of a run until the next step.
     """
 
-    server: ShardedServer | None = field(default=None, metadata=TRANSIENT)
-    has_pulled: bool = field(default=False, metadata=TRANSIENT)
+    exchange: PulledWeights | None = field(default=None, metadata=LOCAL)
+    holds_final_weights: bool = field(default=False, metadata=TRANSIENT)
 
     def settle(self) -> None:
-        if self.server is not None:
-            self.server.settle(self.has_pulled)
+        if self.exchange is not None:
+            self.exchange.server.settle()
 
 
 class RunningStepsDelay(RunningScheme[StepsDelay]):
-    """The running scheme: the server, of which this rank owns a shard, and the weights pulled from it."""
+    """The scheme on one node: plain data-parallel training."""
 
     state: StepsDelayState
     state_type = StepsDelayState
@@ -196,38 +187,64 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
             )
         check_optimizer(self._required_optimizer, self.replica.parameters, config.local_update)
-        self._pull_topology = self.topology.duplicate() if self.topology.num_nodes > 1 else self.topology
-        self._background = self._new_background()
-        self.state.server = self._new_server({})  # none on one node
-        self._disagreement = Disagreement()
-        self._delayed_steps = 0  # u
-        # one per bucket of the server
-        self._pulled: list[Tensor] = []  # pre
-        self._parts: list[list[Bucket]] = []  # the local rule's arguments
-        self._rule_state: list[list[dict[str, Tensor]]] = []  # one per part
-        self._writes: WriteDetector | None = None  # since the first delayed step
-        self._holds_final_weights = False
-        self._was_warming_up = False
-        self._has_warned_of_sparse = False
-        self._start_from_replica()
 
     @property
-    def server(self) -> ShardedServer | None:
-        """The server, of which this rank owns a shard; None on one node."""
-        return self.state.server
+    def phase(self) -> str:  # type: ignore[override]
+        return "warm-up" if self.state.steps < self.config.warmup_steps else "delay"
 
-    # ---- life of a run -------------------------------------------------------------------------------------------
+    def synchronize(self) -> None:
+        """Do nothing: there is no other replica."""
+
+    @property
+    def is_synchronized(self) -> bool:
+        return True
+
+    def scalars(self) -> dict[str, float]:
+        """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
+
+        The staleness is the number of the server's steps that the node's weights lack. The disagreement is their
+        relative distance from the server's weights at the last pull, estimated on a few elements.
+        """
+        delayed_steps = 0 if self.state.exchange is None else self.state.exchange.delayed_steps
+        return {
+            "phase": float(self.phase == "delay"),
+            "sync_every": 1.0 if self.phase == "warm-up" else float(self.config.delay),
+            "staleness": float((delayed_steps - 1) % self.config.delay + 1 if delayed_steps else 0),
+        }
+
+
+class ServedStepsDelay(RunningStepsDelay):
+    """The scheme on several nodes: the server, of which this rank owns a shard, and the weights pulled from it."""
+
+    def __init__(self, config: StepsDelay, context: Context) -> None:
+        super().__init__(config, context)
+        self._pull_topology = self.topology.duplicate()
+        self._background = self._new_background()
+        self._disagreement = Disagreement()
+        self._writes: WriteDetector | None = None  # since the first delayed step
+        self._has_warned_of_sparse = False
+        self._serve({})
+
+    @property
+    def exchange(self) -> PulledWeights:
+        """The server, and what was pulled from it."""
+        assert self.state.exchange is not None
+        return self.state.exchange
+
+    @property
+    def server(self) -> ShardedServer:
+        """The server."""
+        return self.exchange.server
+
+    # ---- a run ---------------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
-        state = {} if self.server is None else self._whole_optimizer_state(self.server)
+        state = self._whole_optimizer_state()
         super().follow(replica)
-        self.state.server = self._new_server(state)
-        self._start_from_replica()
+        self._serve(state)
 
-    def _new_server(self, state: Mapping[Tensor, Mapping[str, Any]]) -> ShardedServer | None:
-        """A server of the replica's parameters, with the optimizer's state for them; none on one node."""
-        if self.topology.num_nodes == 1:
-            return None
+    def _serve(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Make a server of the replica's parameters, with the optimizer's state for them."""
         server = ShardedServer(
             self.replica.parameters,
             self._required_optimizer,
@@ -239,21 +256,23 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             lambda mean: self.guard.may_step(mean, self.wire),
         )
         server.take_optimizer_state(state)
-        return server
+        self.state.exchange = PulledWeights(server)
+        self._writes = None
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
-        if self.server is not None and self.server.optimizer.state:
-            self.server.take_optimizer_state(self.server.optimizer.state)
-            self.server.optimizer.state.clear()
+        optimizer = self._required_optimizer
+        if optimizer.state:
+            self.server.take_optimizer_state(optimizer.state)
+            optimizer.state.clear()
 
-    def before_step(self, last: bool) -> Update | None:
-        return None if self.server is None else self._serve
+    def before_step(self, last: bool) -> Update:
+        return self._run_iteration
 
-    def _serve(self, optimizer_step: Callable[[], object] | None) -> None:
+    def _run_iteration(self, optimizer_step: Callable[[], object] | None) -> None:
         """Run one iteration instead of the optimizer's step."""
-        if self._holds_final_weights:
-            self._writes, self._holds_final_weights = None, False
+        if self.state.holds_final_weights:
+            self._writes, self.state.holds_final_weights = None, False
         if optimizer_step is not None:
             if hasattr(self.optimizer, "found_inf"):
                 raise ValueError(
@@ -263,82 +282,75 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self._make_dense()
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
-        self._was_warming_up = self.phase == "warm-up"
-        server = self.server  # not before: a hook that saves may have begun another one
-        assert server is not None
-        self._iterate(server, has_gradient=optimizer_step is not None and self.guard.has_finite_gradients())
+        has_gradient = optimizer_step is not None and self.guard.has_finite_gradients(self.state.steps)
+        with torch.no_grad():
+            if self.phase == "warm-up":
+                self._step_synchronously(has_gradient)
+            else:
+                self._step_delayed(has_gradient)
 
     def _make_dense(self) -> None:
         """Make sparse gradients dense: their rows do not divide into the server's shards."""
         sparse = [p for p in self.replica.parameters if p.grad is not None and p.grad.is_sparse]
         for parameter in sparse:
             parameter.grad = parameter.grad.to_dense()  # type: ignore[union-attr]
-        if sparse and not self._has_warned_of_sparse:
+        if sparse and self.topology.rank == 0 and not self._has_warned_of_sparse:
             self._has_warned_of_sparse = True
-            if self.topology.rank == 0:
-                names = ", ".join(self.replica.names.get(id(parameter), "a parameter") for parameter in sparse)
-                warnings.warn(
-                    f"StepsDelay makes the sparse gradients of {names} dense, and sends them whole: another scheme"
-                    " keeps them sparse inside the node, and Embedding(..., sparse=False) saves their conversion",
-                    stacklevel=2,
-                )
+            names = ", ".join(self.replica.names.get(id(parameter), "a parameter") for parameter in sparse)
+            warnings.warn(
+                f"StepsDelay makes the sparse gradients of {names} dense, and sends them whole: another scheme"
+                " keeps them sparse inside the node, and Embedding(..., sparse=False) saves their conversion",
+                stacklevel=2,
+            )
 
     def after_step(self, last: bool) -> None:
-        is_exact = self._was_warming_up and not self.replica.buffers and not self.wire.is_lossy
-        if self.server is None or is_exact:
+        if self.state.steps <= self.config.warmup_steps:  # this step was in the warm-up
             self.state.unsynchronized_steps = 0
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
-        state = {} if self.server is None else self._whole_optimizer_state(self.server, only_on=0)
+        state = self._whole_optimizer_state(only_on=0)
         super().finish()
         self._required_optimizer.state.update(state)
-        self._holds_final_weights = True
+        self.state.holds_final_weights = True
 
-    # ---- the method ----------------------------------------------------------------------------------------------
+    # ---- the method: one iteration of Algorithm 1, from the gradient on ------------------------------------------
 
-    @torch.no_grad()
-    def _iterate(self, server: ShardedServer, has_gradient: bool) -> None:
-        """Run one iteration of Algorithm 1, from the gradient on.
+    def _step_synchronously(self, has_gradient: bool) -> None:
+        """Step in the warm-up.
 
         Args:
-            server: The server.
             has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
         """
-        is_warming_up = self.phase == "warm-up"
-        pulls = is_warming_up or self._delayed_steps % self.config.delay == self.config.delay - 1
+        exchange, server = self.exchange, self.server
         hyperparameters = server.hyperparameters()
-        self._handle_writes(server, verify=pulls)
-        if is_warming_up:
-            self._step_synchronously(server, hyperparameters, has_gradient)
-        else:
-            self._step_delayed(server, hyperparameters, has_gradient, pulls)
-
-    def _step_synchronously(self, server: ShardedServer, hyperparameters: Hyperparameters, has_gradient: bool) -> None:
+        self._handle_writes(verify=True)
         for index in range(len(server.buckets)):
             server.push(index, hyperparameters, has_gradient, pull=True)
         server.wait_for_pulls()
-        for index, weights in enumerate(server.pulled(self._pulled)):
+        for index, weights in enumerate(server.pulled(exchange.pulled)):
             server.buckets[index].bucket.unpack(weights)
-            self._replace_pulled(server, index, weights)
-        self.state.has_pulled = False
+            exchange.replace(index, weights)
+        exchange.has_pulled = False
         self.state.synchronizations += 1
 
-    def _step_delayed(
-        self, server: ShardedServer, hyperparameters: Hyperparameters, has_gradient: bool, pulls: bool
-    ) -> None:
-        has_arrived = self.state.has_pulled
-        pulled: Iterator[Tensor | None] = server.pulled(self._pulled) if has_arrived else repeat(None)
+    def _step_delayed(self, has_gradient: bool) -> None:
+        exchange, server = self.exchange, self.server
+        pulls = exchange.delayed_steps % self.config.delay == self.config.delay - 1
+        hyperparameters = server.hyperparameters()
+        self._handle_writes(verify=pulls)
+        has_arrived = exchange.has_pulled
+        pulled: Iterator[Tensor | None] = server.pulled(exchange.pulled) if has_arrived else repeat(None)
         for index, bucket in enumerate(server.buckets):
             arrived = next(pulled)
             server.push(index, hyperparameters, has_gradient, pulls)
-            self._update_locally(index, bucket, has_gradient, arrived, server.spares)
+            self._update_locally(index, bucket, has_gradient, arrived)
             if arrived is not None:
-                self._replace_pulled(server, index, arrived)
+                exchange.replace(index, arrived)
         if pulls:
             server.wait_for_pulls()
-        self.state.has_pulled = pulls
-        self._delayed_steps += 1
+        exchange.has_pulled = pulls
+        exchange.delayed_steps += 1
         if self._writes is None:
             self._writes = WriteDetector(self.replica.parameters)
         else:
@@ -347,31 +359,27 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             self.state.unsynchronized_steps = 0
             self.state.synchronizations += 1
 
-    def _replace_pulled(self, server: ShardedServer, index: int, weights: Tensor) -> None:
-        server.spares.give_back(self._pulled[index])
-        self._pulled[index] = weights
-
-    def _handle_writes(self, server: ShardedServer, verify: bool) -> None:
+    def _handle_writes(self, verify: bool) -> None:
         """In the warm-up, let the server take what a program wrote to the weights; later, refuse it.
 
         After the warm-up the weights are not the server's. Taken as they are, they would undo the other nodes' steps;
         taken as a difference, a new head would not hold what was written, nor a clamped weight stay within its bounds.
 
         Args:
-            server: The server.
             verify: Whether the weights are about to be replaced: ranks of a node must be equal, and not written to.
 
         Raises:
             RuntimeError: If a program wrote to the weights after the warm-up.
         """
-        if self._writes is None and not self._delayed_steps and not self.state.has_pulled:
-            server.take_writes(self._pulled)
-        if self._writes is not None:
-            self._writes.compare(all_parameters=verify)
+        exchange, writes = self.exchange, self._writes
+        if writes is None and not exchange.delayed_steps and not exchange.has_pulled:
+            self.server.take_writes(exchange.pulled)
+        if writes is not None:
+            writes.compare(all_parameters=verify)
         if not verify:
             return
-        self.guard.verify()  # first, because a rank that differs has another cause
-        if self._writes is not None and self._writes.has_found_any and not self.guard.has_warned_of_difference:
+        self.guard.verify(self.state.steps)  # first, because a rank that differs has another cause
+        if writes is not None and writes.has_found_any and not self.guard.has_warned_of_difference:
             raise RuntimeError(
                 "parameters were changed outside of the optimizer's step (clamping, a mask, a new head). StepsDelay"
                 " supports that only during warm-up, because later the server's weights replace those of a node. Set"
@@ -379,17 +387,16 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 " such as strategy='diloco'"
             )
 
-    def _update_locally(
-        self, index: int, bucket: ShardedBucket, has_gradient: bool, arrived: Tensor | None, spares: Spares
-    ) -> None:
+    def _update_locally(self, index: int, bucket: ShardedBucket, has_gradient: bool, arrived: Tensor | None) -> None:
         """Move a bucket's weights by the local rule, starting from the pulled ones if a pull has arrived."""
         if not has_gradient and arrived is None:
             return
+        exchange, spares = self.exchange, self.server.spares
         settings = self._rule_settings(bucket)
         is_ascent = self._required_optimizer.param_groups[bucket.group].get("maximize")
         samples: list[Tensor] = []
         offset = 0
-        for part, state in zip(self._parts[index], self._rule_state[index], strict=True):
+        for part, state in zip(exchange.parts[index], exchange.rule_state[index], strict=True):
             here = slice(offset, offset + part.numel)
             with spares.lend(part.numel, part.dtype, part.device) as new:
                 in_place = part.view()
@@ -404,7 +411,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                     weights=weights,
                     gradient=-gradient if is_ascent else gradient,
                     taken_at=held,
-                    pulled=self._pulled[index][here],
+                    pulled=exchange.pulled[index][here],
                     has_arrived=arrived is not None,
                     state=state,
                     **settings,
@@ -435,98 +442,50 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             "hold": self.config.hold,
         }
 
-    def _start_from_replica(self) -> None:
-        """Restart from the replica's values, which are equal on all ranks."""
-        if self.server is None:
-            return
-        self._delayed_steps = 0
-        self.state.has_pulled = False
-        self._writes = None
-        self._pulled = [bucket.pack() for bucket in self.server.buckets]
-        self._parts = [bucket.bucket.in_cache_sized() for bucket in self.server.buckets]
-        self._rule_state = [[{} for _ in parts] for parts in self._parts]
-        self.server.restart(self._pulled)
-
     # ---- the averaged model ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
         self.state.settle()
-        server = self.server
-        if server is None or self._holds_final_weights:
+        if self.state.holds_final_weights:
             return
-        self._handle_writes(server, verify=self._writes is not None)
-        for bucket, weights in zip(server.buckets, server.weights(), strict=True):
+        self._handle_writes(verify=self._writes is not None)
+        for bucket, weights in zip(self.server.buckets, self.server.weights(), strict=True):
             bucket.bucket.unpack(weights)
-        self.guard.average(self.replica.buckets_of_buffers)
+        self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
         if self._writes is not None:
             self._writes.remember_shown()
 
+    @property
+    def is_synchronized(self) -> bool:
+        if self.state.holds_final_weights:
+            return True
+        return self.state.unsynchronized_steps == 0 and not self.replica.buffers and not self.wire.is_lossy
+
     # ---- state and scalars ---------------------------------------------------------------------------------------
 
-    @property
-    def phase(self) -> str:  # type: ignore[override]
-        return "warm-up" if self.state.steps < self.config.warmup_steps else "delay"
-
     def scalars(self) -> dict[str, float]:
-        """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
-
-        The staleness is the number of the server's steps that the node's weights lack. The disagreement is their
-        relative distance from the server's weights at the last pull, estimated on a few elements.
-        """
-        staleness = (self._delayed_steps - 1) % self.config.delay + 1 if self._delayed_steps else 0
-        values = {
-            "phase": float(self.phase == "delay"),
-            "sync_every": 1.0 if self.phase == "warm-up" else float(self.config.delay),
-            "staleness": float(staleness),
-        }
         relative = self._disagreement.relative()
-        return values if relative is None else {**values, "disagreement": relative}
+        return super().scalars() if relative is None else {**super().scalars(), "disagreement": relative}
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
-        if self.server is None or self._holds_final_weights:
+        if self.state.holds_final_weights:
             return super().optimizer_state(only_on)
-        whole = self._whole_optimizer_state(self.server, only_on)
+        whole = self._whole_optimizer_state(only_on)
         state = self._required_optimizer.state_dict()
         parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
         return state
 
-    def state_dict(self, shared: bool = False, can_communicate: bool = True) -> dict[str, Any]:
-        state = super().state_dict(shared, can_communicate)
-        if self.server is not None and not shared:
-            state["exchange"] = {
-                "delayed_steps": self._delayed_steps,
-                "has_pulled": self.state.has_pulled,
-                "pulled": [tensor.clone() for tensor in self._pulled],
-                "rule": [_joined(states) for states in self._rule_state],
-                "server": self.server.state_dict(),
-            }
-        return state
-
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.exchange.restart()
+        self._writes = None
         super().load_state_dict(state)
-        if self.server is None:
-            return
-        self._start_from_replica()
-        exchange = state.get("exchange")
-        if exchange is None:
-            return
-        self._delayed_steps = exchange["delayed_steps"]
-        self.state.has_pulled = exchange["has_pulled"]
-        for tensor, values in zip(self._pulled, exchange["pulled"], strict=True):
-            tensor.copy_(values)
-        self._rule_state = [
-            _cut({name: value.to(self.replica.device) for name, value in whole.items()}, parts)
-            for whole, parts in zip(exchange["rule"], self._parts, strict=True)
-        ]
-        self.server.load_state_dict(exchange["server"])
 
-    def _whole_optimizer_state(self, server: ShardedServer, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
+    def _whole_optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
         self.state.settle()
-        return server.optimizer_state(only_on)
+        return self.server.optimizer_state(only_on)
 
 
 @contextmanager
@@ -539,19 +498,6 @@ def _without_gradients(parameters: list[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return a copy of a rule's state for a whole bucket, so that checkpoints do not depend on its parts."""
-    tensors = {name: [state[name] for state in states] for name in states[0]} if states else {}
-    return {name: torch.cat(parts) if parts[0].dim() else parts[0].clone() for name, parts in tensors.items()}
-
-
-def _cut(whole: Mapping[str, Tensor], parts: Sequence[Bucket]) -> list[dict[str, Tensor]]:
-    """Undo :func:`_joined`."""
-    lengths = [part.numel for part in parts]
-    tensors = {name: values.split(lengths) if values.dim() else [values] * len(parts) for name, values in whole.items()}
-    return [{name: values[place].clone() for name, values in tensors.items()} for place in range(len(parts))]
 
 
 def _dampening_of(group: Mapping[str, Any]) -> float:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.spares import Spares
@@ -20,14 +19,7 @@ from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.optimizer_state import copied
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket, sharded_buckets
-from lightning_hiercomm.schemes.steps_delay.shards import (
-    Hyperparameters,
-    Sent,
-    Shard,
-    State,
-    dtypes_of,
-    optimizer_like,
-)
+from lightning_hiercomm.schemes.steps_delay.shards import Hyperparameters, Shard, State, dtypes_of, optimizer_like
 
 T = TypeVar("T")
 
@@ -35,29 +27,26 @@ T = TypeVar("T")
 class ShardedServer:
     """The global weights and the optimizer's state, cut into one shard per rank.
 
-    A synchronous server that receives one mean gradient per iteration needs no process of its own::
+    For each bucket and iteration::
 
         push   reduce-scatter of the gradients between the nodes: the owner of a shard receives its mean
         step   the owner steps its shard, with the user's own optimizer class
         pull   all-gather between the nodes, then inside the node
 
-    all of it bucket by bucket. With N parameters of b bytes on M nodes a push, and a pull, each send
-    ``(M - 1) / M * N * b`` bytes per node, spread over the node's links. Every rank with an inter-node process group
-    owns a shard, so the memory for optimizer state falls by their number (all ranks, if the nodes are equal). A rank
-    also holds its shard of mean gradients, what it sends and receives of the model and, on a narrow wire, a copy of its
-    shard.
+    With N parameters of b bytes on M nodes, a push sends ``(M - 1) / M * N * b`` bytes per node, and so does a pull,
+    spread over the node's links. Every rank with an inter-node process group owns a shard. A rank also has its shard of
+    mean gradients, its messages and, on a narrow wire, a copy of its shard.
 
     A push starts in the training thread, on the topology's communicators. Step and pull follow in the background, with
-    a process group of their own. All other methods may be called while nothing is in flight.
+    a process group of their own. Call other methods only while nothing is in flight.
 
     Args:
         parameters: What is trained; equal on all ranks. The server starts from their values.
-        optimizer: The user's optimizer of these parameters. It keeps its param groups (hence its schedulers work), but
-            its state is here.
+        optimizer: The user's optimizer of these parameters, with the param groups but without the state.
         topology: The nodes and their weights.
         pull_group: This rank's inter-node process group for pulls; None if it has none.
-        background: Where the server steps, and pulls.
-        wire: Payload type between nodes. Gradients are cast. Weights travel as the difference from those pulled last,
+        background: Runs steps and pulls.
+        wire: Payload type between nodes. Gradients are cast. Weights are sent as differences from those pulled last,
             unless the wire is raw.
         bucket_bytes: Upper bound of a bucket's size. A small model has smaller ones.
         may_step: Whether a shard may step with a mean gradient; it may replace the values. Default: always.
@@ -92,11 +81,13 @@ class ShardedServer:
         self._shards = [self._new_shard(bucket) for bucket in self.buckets]
 
     def _new_shard(self, bucket: ShardedBucket) -> Shard:
-        values = self._own(bucket.pack()).clone()
-        mean = torch.empty_like(values, dtype=self.wire.codec.payload_dtype(values.dtype))
-        payload = self._topology.own_shard(bucket.empty(mean.dtype)).clone()
+        flat = bucket.pack()
+        values = self._own(flat).clone()
+        payload_dtype = self.wire.codec.payload_dtype(values.dtype)
+        mean = torch.empty_like(values, dtype=payload_dtype)
+        payload = torch.zeros_like(self._topology.own_shard(flat), dtype=payload_dtype)
         last_pulled = values.clone() if self.wire.compresses(values.dtype) and not self.wire.raw else None
-        for tensor in (values, last_pulled):
+        for tensor in (values, mean, payload, last_pulled):
             if tensor is not None:
                 self._background.uses(tensor)
         shard = Shard(bucket, values, mean, payload, optimizer_like(self.optimizer, bucket.group), last_pulled)
@@ -135,9 +126,6 @@ class ShardedServer:
         if inter is None or pull_group is None:
             return
         shard.stepped.wait()  # the previous push used the same memory
-        shard.allocate()
-        for tensor in (shard.mean, shard.payload):
-            self._background.uses(tensor)  # the step may still do so when a run that broke off frees it
         if has_gradients:
             begin = self._topology.local_rank * shard.payload.numel()
             shard.bucket.pack_gradients(shard.payload, begin, self._topology.node_weight)
@@ -158,10 +146,7 @@ class ShardedServer:
         shard.stepped = self._background.submit(step)
 
     def wait_for_pulls(self) -> None:
-        """Let the background wait for the pulls, now that all buckets were pushed; returns at once.
-
-        An earlier wait would have delayed the pushes and steps behind it.
-        """
+        """Let the background wait for the pulls, after all pushes, which an earlier wait would delay."""
         if self._pull_group is None:
             return
         for shard in self._shards:
@@ -215,17 +200,11 @@ class ShardedServer:
 
     # ---- while nothing is in flight ------------------------------------------------------------------------------
 
-    def settle(self, has_pulled: bool) -> None:
-        """Wait until nothing is in flight, and free the memory of pushes until the next one.
-
-        Args:
-            has_pulled: Whether there are pulled weights that :meth:`pulled` has not returned yet: they stay.
-        """
+    def settle(self) -> None:
+        """Wait until nothing is in flight."""
         for shard in self._shards:
             shard.stepped.wait()
-        for shard in self._shards:
             shard.pulled.wait()
-            shard.free(with_payload=not has_pulled)
 
     def weights(self) -> Iterator[Tensor]:
         """Yield the present weights, exact: one new flat tensor per bucket. Collective."""
@@ -276,7 +255,7 @@ class ShardedServer:
         """Return the optimizer's state for whole parameters, gathered bucket by bucket. Collective.
 
         Args:
-            only_on: The only rank that receives it, so that no other holds more than a few buckets. None: all ranks.
+            only_on: The only rank that keeps it, so that no other holds more than a few buckets. None: all ranks.
 
         Returns:
             For each parameter that has state, what the optimizer would hold without shards; empty on ranks that do not
@@ -288,25 +267,24 @@ class ShardedServer:
             for shard, pieces in zip(self._shards, known, strict=True)
             for name, dtype in dtypes_of(pieces)
         ]
-        own = ((shard.bucket.shard_numel, shard.state_by_element(name, dtype)) for shard, _, name, dtype in entries)
-        # gloo's messages take CPU tensors only, and nccl's need memory of their own: all ranks get CUDA tensors
-        on_cpu = all(not streams.has(bucket.bucket.device) for bucket in self.buckets)
-        flats = self._gathered_on(only_on, own) if on_cpu and only_on is not None else self._gathered(own)
+        flats = self._gathered(
+            (shard.bucket.shard_numel, shard.state_by_element(name, dtype)) for shard, _, name, dtype in entries
+        )
         receives = only_on is None or only_on == self._topology.rank
         state: dict[Tensor, dict[str, Any]] = {}
         for (shard, pieces, name, dtype), flat in zip(entries, flats, strict=True):
-            for part, values in shard.bucket.split(flat) if receives else ():
-                if isinstance(pieces[part.piece].get(name), torch.dtype):
+            for piece, (part, values) in enumerate(shard.bucket.bucket.split(flat)) if receives else ():
+                if isinstance(pieces[piece].get(name), torch.dtype):
                     held = state.setdefault(part.tensor, {})
                     if name not in held:
                         held[name] = torch.empty(part.tensor.shape, dtype=dtype, device=part.tensor.device)
-                    held[name].view(-1)[part.start : part.end] = values
+                    held[name].view(-1)[part.start : part.start + part.length] = values
         for shard, pieces in zip(self._shards, known, strict=True) if receives else ():
             for piece, values_by_name in pieces.items():
                 for name, value in values_by_name.items():
-                    if isinstance(value, Sent):
+                    if not isinstance(value, torch.dtype):
                         tensor = shard.bucket.bucket.slices[piece].tensor
-                        state.setdefault(tensor, {}).setdefault(name, copied(value.value))
+                        state.setdefault(tensor, {}).setdefault(name, copied(value))
         return state
 
     def _known_state(self) -> list[State]:
@@ -333,25 +311,9 @@ class ShardedServer:
             self._topology.gather_shards(flat).wait()
             yield flat
 
-    def _gathered_on(self, rank: int, shards: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
-        """Yield the same on one rank, and empty tensors on the others."""
-        world = self._topology.world
-
-        def gather(numel: int, own: Tensor) -> tuple[Tensor, Handle]:
-            if world.rank != rank:
-                return own[:0], world.exchange([(own, rank)], [])
-            flat = own.new_empty(len(self._owners) * numel)
-            self._own(flat).copy_(own)
-            parts = zip(flat.view(len(self._owners), -1), self._owners, strict=True)
-            return flat, world.exchange([], [(part, owner) for part, owner in parts if owner != rank])
-
-        for flat, handle in _ahead(starmap(gather, shards)):
-            handle.wait()
-            yield flat
-
 
 def _ahead(started: Iterator[T], ahead: int = 2) -> Iterator[T]:
-    """Yield the same items, of which a few are made before they are needed."""
+    """Yield the items, and start a few of them ahead."""
     waiting = deque(islice(started, ahead))
     while waiting:
         yield waiting.popleft()

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
-from lightning_hiercomm.comm.no_collectives import NoCollectives
 from lightning_hiercomm.schemes.components.history import History
 from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket, Slice
@@ -44,8 +44,7 @@ class Shard:
         bucket: The bucket.
         values: The weights; like ``mean``, empty on a rank that owns no shard.
         mean: The mean of the nodes' gradients.
-        payload: What this rank sends and receives of the bucket: gradients during a push, weights during a pull. Like
-            ``mean`` it may have no memory between :meth:`free` and the next push.
+        payload: What this rank sends and receives of the bucket: gradients during a push, weights during a pull.
         optimizer: Steps the weights. Its parameters are neighbouring slices that have taken equally many steps.
         last_pulled: The weights that the other ranks have pulled last, if pulls send differences from them.
         stepped: The step that follows the last push.
@@ -91,17 +90,6 @@ class Shard:
             self.last_pulled.add_(own)
         self.pull = group.all_gather(self.payload, own)
 
-    def allocate(self) -> None:
-        """Give the tensors of a push memory again, with undefined values."""
-        for tensor in (self.mean, self.payload):
-            if not has_memory(tensor):
-                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-
-    def free(self, with_payload: bool) -> None:
-        """Free the memory of the mean gradient, and of the payload, until :meth:`allocate`."""
-        for tensor in (self.mean, self.payload) if with_payload else (self.mean,):
-            tensor.untyped_storage().resize_(0)
-
     # ---- optimizer state -----------------------------------------------------------------------------------------
 
     def own(self, slices: Sequence[Slice], lengths: Sequence[int] | None = None) -> None:
@@ -121,13 +109,16 @@ class Shard:
         return [replace(each, offset=owned.offset + each.offset) for owned in self._owned for each in owned.slices]
 
     def state(self) -> State:
-        """Return this rank's optimizer state, with dtypes for what has one number per element."""
+        """Return this rank's optimizer state, on the CPU, with dtypes for what has one number per element."""
         state: State = defaultdict(dict)
         for owned in self._owned:
             for name, value in self.optimizer.state.get(owned.parameter, {}).items():
-                by_element = is_elementwise(value, name, owned.parameter)
+                if is_elementwise(value, name, owned.parameter):
+                    value = value.dtype
+                elif isinstance(value, Tensor):
+                    value = copied(value.detach()).cpu()
                 for part in owned.slices:
-                    state[part.piece][name] = value.dtype if by_element else Sent(value)
+                    state[part.piece][name] = value
         return dict(state)
 
     def state_by_element(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -164,7 +155,7 @@ class Shard:
         return {
             "values": self.values.clone(),
             "last_pulled": None if self.last_pulled is None else self.last_pulled.clone(),
-            "payload": self.payload.clone() if has_memory(self.payload) else torch.zeros_like(self.payload),
+            "payload": self.payload.clone(),
             "optimizer": [{name: copied(value) for name, value in state.items()} for state in states],
             "runs": [len(owned.slices) for owned in self._owned],
         }
@@ -173,7 +164,6 @@ class Shard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, of a run with the same topology, buckets and wire."""
         self.values.copy_(state["values"])
-        self.allocate()
         self.payload.copy_(state["payload"])
         if self.last_pulled is not None:
             self.last_pulled.copy_(state["last_pulled"])
@@ -190,21 +180,6 @@ class Shard:
         group = self.optimizer.param_groups[0]
         stays = name == "step" and not (group.get("capturable") or group.get("fused"))
         return value.clone() if stays else value.to(owned.parameter.device, copy=True)
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A value of the optimizer's state that is sent to other ranks by way of the CPU."""
-
-    value: Any
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"value": self.value.detach().cpu() if isinstance(self.value, Tensor) else self.value}
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's storage is allocated."""
-    return tensor.untyped_storage().nbytes() > 0
 
 
 def dtypes_of(state: State) -> Iterator[tuple[str, torch.dtype]]:
@@ -232,7 +207,20 @@ def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
 def _without_collectives(optimizer: Optimizer) -> AbstractContextManager[object]:
     if type(optimizer).__module__.startswith("torch.optim."):
         return nullcontext()  # the check takes as long as a step of a small shard
-    return NoCollectives(
+    return _NoCollectives(
         f"{type(optimizer).__name__}.step() communicates with other ranks. With StepsDelay every rank steps another"
         " shard of the parameters, so its collectives would not match. Use AllReduce()"
     )
+
+
+class _NoCollectives(TorchDispatchMode):
+    """Raises an error before a collective of ``torch.distributed`` starts in this thread."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._message = message
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(self._message)
+        return func(*args, **(kwargs or {}))

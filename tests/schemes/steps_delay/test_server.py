@@ -117,22 +117,17 @@ class NewTensors(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])
-def test_state_for_one_rank_is_gathered_on_that_rank_only(nodes):
+def test_optimizer_state_for_one_rank_takes_little_memory_on_others(nodes):
     part = 2**16
     shapes = ((2**13,),) * 12  # six parts
     model = 6 * part
 
-    def work(run: Rank) -> tuple[dict[str, Any], dict[str, Any], float, float, int]:
+    def work(run: Rank) -> tuple[dict[str, Any], dict[str, Any], int]:
         steps(3)(run)
-        before = bytes_of(run)
         everywhere = run.scheme.optimizer_state()
-        sent_to_all = bytes_of(run) - before
         with NewTensors() as new:
             state = run.scheme.optimizer_state(only_on=1)
-        return everywhere, state, sent_to_all, bytes_of(run) - before - sent_to_all, new.peak
-
-    def bytes_of(run: Rank) -> float:
-        return sum(value for name, value in run.meter.snapshot().items() if name.endswith("_bytes"))
+        return everywhere, state, new.peak
 
     results = on_nodes(
         work,
@@ -142,48 +137,31 @@ def test_state_for_one_rank_is_gathered_on_that_rank_only(nodes):
         inner=partial(torch.optim.Adam, lr=0.1),
         bucket_bytes=part,
     )
-    lanes = min(map(len, nodes))
-    for rank, (everywhere, state, sent_to_all, sent, peak) in enumerate(results):
+    for rank, (everywhere, state, peak) in enumerate(results):
         assert state["param_groups"] == everywhere["param_groups"]
-        is_owner = any(rank in ranks[:lanes] for ranks in nodes)
         if rank == 1:
             assert state["state"].keys() == everywhere["state"].keys()
             for index, held in everywhere["state"].items():
                 assert all(torch.equal(state["state"][index][name], value) for name, value in held.items())
-            assert place.device.type != "cpu" or sent == 0
-            assert 2 * model <= peak <= 2 * model + 5 * part
+            assert 2 * model <= peak <= 2 * model + 8 * part
         else:
             assert state["state"] == {}
-            if place.device.type == "cpu":
-                assert sent == pytest.approx(2 * model / lanes / len(nodes) if is_owner else 0, rel=0.01)
-                # threads keep a copy of what they have sent and nobody has taken
-                assert peak <= sent + 4 * part < 2 * model
-        if place.device.type != "cpu":  # nccl's messages take memory of their own: all get the parts, one keeps them
-            assert sent == sent_to_all
+            assert peak <= 8 * part < 2 * model
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
-def test_a_look_gives_back_the_memory_of_what_travels_and_changes_nothing(warmup_steps):
-    def work(run: Rank, looks: bool) -> tuple[list[list[float]], list[tuple[int, int]]]:
-        held = []
+def test_writing_the_averaged_model_changes_no_later_step(warmup_steps):
+    def work(run: Rank, looks: bool) -> list[list[float]]:
         for _ in range(9):
             run.train()
             if looks:
                 run.agreed()
-                shards = run.scheme.server._shards  # noqa: SLF001
-                mean = sum(shard.mean.untyped_storage().nbytes() for shard in shards)
-                held.append((mean, sum(shard.payload.untyped_storage().nbytes() for shard in shards)))
-                run.scheme.state_dict()  # as a companion of a checkpoint does
-        return run.trace, held
+                run.scheme.state_dict()  # as a checkpoint does
+        return run.trace
 
     arguments: dict[str, Any] = {"nodes": ((0, 1), (2, 3)), "shapes": ((8,), (8,)), "bucket_bytes": 32}
     undisturbed = train(partial(work, looks=False), StepsDelay(2, warmup_steps), **arguments)
-    for (trace, held), (expected, _) in zip(
-        train(partial(work, looks=True), StepsDelay(2, warmup_steps), **arguments), undisturbed, strict=True
-    ):
-        assert trace == expected
-        delayed = range(warmup_steps + 2, 10, 2)  # steps that have pulled: half of 16 float64 is what a lane carries
-        assert held == [(0, 64 if step in delayed else 0) for step in range(1, 10)]
+    assert train(partial(work, looks=True), StepsDelay(2, warmup_steps), **arguments) == undisturbed
 
 
 def test_a_small_model_is_sent_in_several_buckets():
@@ -221,7 +199,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(optimizer):
                 p.copy_(values.view(p.shape))
         run.scheme.follow(Replica(run.parameters))
         run.optimizer.load_state_dict(saved["optimizer"])
-        run.scheme.load_state_dict({**run.scheme.state_dict(), "steps": 4, "exchange": None})
+        run.scheme.load_state_dict({**run.scheme.state_dict(shared=True), "steps": 4})
         run.scheme.begin_run(1, None)
         for _ in range(3):
             run.train(gradient=1.5)
