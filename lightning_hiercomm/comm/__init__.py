@@ -1,4 +1,4 @@
-"""Moves tensors between ranks; knows nothing of training."""
+"""Collectives of tensors between ranks, over torch, MPI, shared memory or threads."""
 
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.meter import Meter

@@ -1,4 +1,4 @@
-"""The user's autocast: it is for a model's arithmetic, and not for what ranks make of each other's numbers."""
+"""Leaves the user's autocast, which is for the model and not for collectives and optimizers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _accelerator() -> str:
 
 
 class Autocast:
-    """The autocast that is on in this thread when this is made; it may be left for a while, and entered again inside.
+    """The autocast of this thread when the object is created, which can be left and entered again.
 
-    Lightning's manual optimization steps optimizers inside that of ``training_step``, and backward passes run in it
-    there. It would narrow an outer optimizer's products, and refuses to stack float16 where it makes bfloat16.
+    In manual optimization, Lightning steps optimizers inside the autocast of ``training_step``. There it would round an
+    outer optimizer's products, and fail to stack tensors of different types.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Autocast:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Inside, there is none."""
+        """Disable autocast in the context."""
         with ExitStack() as stack:
             for kind in self._on:
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -36,7 +36,7 @@ class Autocast:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, it is as it was."""
+        """Enable it again in the context."""
         with ExitStack() as stack:
             for kind, dtype in self._on.items():
                 stack.enter_context(torch.autocast(kind, dtype))
@@ -45,6 +45,6 @@ class Autocast:
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Inside, or in the function that it decorates, there is no autocast."""
+    """Disable autocast in the context, or in the decorated function."""
     with Autocast().left():
         yield

@@ -20,11 +20,11 @@ Reduction = Literal["sum", "max"]
 
 
 class CommunicationError(RuntimeError):
-    """A move between ranks failed: a peer died, raised, or took a different number of steps."""
+    """A collective failed: a peer died, raised an error, or took a different number of steps."""
 
 
 class Handle(ABC):
-    """A move in flight. Its tensors belong to it until :meth:`wait` returns: neither read nor write them before."""
+    """A collective in flight, like ``torch.distributed.Work``; do not use its tensors before :meth:`wait` returns."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -38,27 +38,26 @@ class Handle(ABC):
         """Discard the result, because it will not be waited for."""
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        """A torch future that completes with ``value`` when the move does, as DDP's communication hooks want it."""
+        """Return a future that completes with ``value`` after the collective, as DDP's communication hooks need it."""
         self.wait()
         return completed_future(value)
 
 
 def completed_future(value: Tensor) -> Future[Tensor]:
-    """A future that holds ``value``, ready on the current stream."""
+    """Return a completed future that holds ``value``, ready on the current stream."""
     future = _future_of(value)
     future.set_result(value)
     return future
 
 
 def _future_of(value: Tensor) -> Future[Tensor]:
-    # a future that is told the device records, when it gets its result, the then current stream, and lets the stream of
-    # whoever waits wait for that; one that is not told orders nothing
-    # ("devices" in https://docs.pytorch.org/docs/stable/futures.html#torch.futures.Future)
+    # with `devices`, streams that wait for the future wait for the stream that was current when its result was set
+    # (https://docs.pytorch.org/docs/stable/futures.html#torch.futures.Future)
     return Future(devices=[] if value.device.type == "cpu" else [value.device])
 
 
 class Completion:
-    """The end of something that another thread does, with or without an error, and the torch futures that follow it."""
+    """The end of a job of another thread, with or without an error, and the torch futures that depend on it."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -67,7 +66,7 @@ class Completion:
         self._futures: list[tuple[Future[Tensor], Tensor]] = []
 
     def end(self, error: BaseException | None = None) -> None:
-        """It has ended; to be called once, by the thread that does it."""
+        """Mark the job as ended; called once, by its thread."""
         self.error = error
         with self._lock:
             self._ended.set()
@@ -76,17 +75,17 @@ class Completion:
             self._complete(future, value)
 
     def wait(self) -> None:
-        """Return when it has ended, or raise its error."""
+        """Wait for the end of the job; raise its error."""
         self._ended.wait()
         if self.error is not None:
             raise self.error
 
     def is_done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the job has ended."""
         return self._ended.is_set()
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        """A future that completes with ``value``, or with the error."""
+        """Return a future that completes with ``value``, or with the error."""
         future = _future_of(value)
         with self._lock:
             if not self._ended.is_set():
@@ -100,8 +99,8 @@ class Completion:
         if error is None:
             future.set_result(value)
             return
-        if not isinstance(error, Exception):  # torch's futures take no other: what was interrupted has failed, too
-            error = CommunicationError(f"a move between ranks was ended by {error!r}")
+        if not isinstance(error, Exception):  # torch's futures take no other
+            error = CommunicationError(f"a collective was interrupted by {error!r}")
         future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
@@ -114,21 +113,21 @@ class _Finished(Handle):
 
 
 finished: Handle = _Finished()
-"""The handle of a move with nothing to move."""
+"""The handle of a collective that has nothing to send."""
 
 
-class _Watched(Handle):
-    """What a communicator gives away: a handle that is dropped before anybody waited for it says so.
+class _WaitChecked(Handle):
+    """A handle that reports if it is deleted before :meth:`wait` was called.
 
-    Whoever forgets to wait reads a number of its own, and perhaps decides otherwise than other ranks: the run would
-    stand still, in silence. So the rank's next move fails, and names the line that this one is from.
+    Code that does not wait reads values of its own rank, and ranks may then act differently, so that the run hangs.
+    Therefore the rank's next collective raises an error with the line that started this one.
     """
 
-    def __init__(self, handle: Handle, meter: Meter, move: str, place: FrameType) -> None:
+    def __init__(self, handle: Handle, meter: Meter, collective: str, caller: FrameType) -> None:
         self._handle = handle
         self._meter = meter
-        self._move = move
-        self._code, self._line = place.f_code, place.f_lineno
+        self._collective = collective
+        self._code, self._line = caller.f_code, caller.f_lineno
         self._is_awaited = False
 
     def wait(self) -> None:
@@ -148,24 +147,23 @@ class _Watched(Handle):
     def __del__(self) -> None:
         if not self._is_awaited:
             where = f"{self._code.co_filename}:{self._line}, in {self._code.co_name}"
-            self._meter.unawaited = f"{self._move}(...) of {where}"
+            self._meter.unawaited = f"{self._collective}(...) of {where}"
 
 
 class Communicator(ABC):
-    """The ranks of one group, seen from one of them.
+    """A group of ranks, from the view of one member.
 
-    Every move is collective: all members call it, in the same order, with tensors of the same shape and dtype. It
-    returns at once with a :class:`Handle`. Tensors are contiguous and of any dtype the backend can carry.
+    All members call each collective in the same order, with contiguous tensors of the same shape and dtype. It returns
+    a :class:`Handle` at once.
 
     Args:
         ranks: World ranks of the members, in group order.
         rank: World rank of this member.
-        tier: ``"intra"`` (inside a node), ``"inter"`` (between nodes) or ``"world"``; what the meter files it under.
+        tier: The level whose traffic this is: ``"intra"`` (inside a node), ``"inter"`` (between nodes) or ``"world"``.
         meter: Counts this rank's traffic.
 
     Attributes:
-        in_node: Group ranks that live on this rank's node where most do not: what is sent to them is no traffic between
-            nodes, and filed under ``"intra"``.
+        in_node: Group ranks on this rank's node, if it is a group between nodes; messages to them count as ``"intra"``.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, tier: str, meter: Meter) -> None:
@@ -182,9 +180,9 @@ class Communicator(ABC):
         Args:
             tensor: Of any shape.
             op: ``"sum"`` or ``"max"``.
-            waiting: A promise that every member waits for it soon, and for several such moves in the order in which
-                they were launched. The move may then need these waits to make progress, and be faster for it.
-            weight: Factor of this member's tensor; others may have other ones. Not 1 for floating dtypes only.
+            waiting: Whether every member waits for it soon, and for several such collectives in the order of their
+                launch. They may then make progress only in these waits, which is faster.
+            weight: Factor of this member's tensor. Others may have other factors; 1 for integers.
         """
         _check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
@@ -192,15 +190,15 @@ class Communicator(ABC):
                 tensor.mul_(weight)
             return finished
         self._count(costs.all_reduce(self.size, _bytes(tensor)))
-        return self._watched(self._all_reduce_weighted(tensor, op, waiting, weight))
+        return self._checked(self._all_reduce_weighted(tensor, op, waiting, weight))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, weight: float = 1.0) -> Handle:
-        """Write the sum of everyone's ``rank``-th part of ``tensor`` to ``output``.
+        """Write the sum of all members' ``rank``-th parts of ``tensor`` to ``output``.
 
         Args:
             output: 1-D, ``n`` elements; may be this rank's own part of ``tensor``.
             tensor: 1-D, ``size * n`` elements. Its contents are undefined afterwards, except the output.
-            weight: Factor of this member's tensor; others may have other ones. Not 1 for floating dtypes only.
+            weight: As in :meth:`all_reduce`.
         """
         self._check_parts(whole=tensor, part=output)
         if self.size == 1:
@@ -212,10 +210,10 @@ class Communicator(ABC):
         if tensor.numel() == 0:
             return finished
         self._count(costs.reduce_scatter(self.size, _bytes(tensor)))
-        return self._watched(self._reduce_scatter_weighted(output, tensor, weight))
+        return self._checked(self._reduce_scatter_weighted(output, tensor, weight))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        """Write everyone's ``tensor`` to ``output``, in group order.
+        """Write all members' ``tensor`` to ``output``, in group order.
 
         Args:
             output: 1-D, ``size * n`` elements.
@@ -228,7 +226,7 @@ class Communicator(ABC):
         if tensor.numel() == 0:
             return finished
         self._count(costs.all_gather(self.size, _bytes(output)))
-        return self._watched(self._all_gather(output, tensor))
+        return self._checked(self._all_gather(output, tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """Replace ``tensor`` by that of the member with group rank ``source``, in place."""
@@ -240,12 +238,12 @@ class Communicator(ABC):
         self._check_awaited()
         if self.rank == source:
             self._count(costs.broadcast(self.size, _bytes(tensor)))
-        return self._watched(self._broadcast(tensor, source))
+        return self._checked(self._broadcast(tensor, source))
 
     def exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
-        """Send tensors to, and receive tensors from, other members, all at once.
+        """Send tensors to other members, and receive tensors from them, all at once.
 
-        Between two members, what is sent first arrives in what is received first.
+        Messages between two members arrive in the order in which they were sent.
 
         Args:
             send: Pairs of a tensor and the group rank it goes to.
@@ -262,30 +260,30 @@ class Communicator(ABC):
         self._check_awaited()
         for tensor, peer in send:
             self._count(_bytes(tensor), "intra" if peer in self.in_node else self.tier)
-        return self._watched(self._exchange(send, receive))
+        return self._checked(self._exchange(send, receive))
 
     def expect_exchanges(self) -> None:
-        """Say that there will be exchanges in which only some members take part. Collective; blocks."""
+        """Prepare for exchanges in which only some members take part. Collective; blocks."""
 
     @abstractmethod
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Everyone's ``value`` (small, picklable), in group order. Blocks."""
+        """Return the values of all members (small, picklable), in group order; blocks."""
 
     def barrier(self) -> None:
         """Return when every member has called it."""
         self.all_gather_object(None)
 
     def close(self) -> None:
-        """Give back what the backend holds for this group (sockets, buffers). Nothing may be in flight. Collective."""
+        """Free the sockets and buffers of this group. Nothing may be in flight. Collective."""
 
     def _all_reduce_weighted(self, tensor: Tensor, op: Reduction, waiting: bool, weight: float) -> Handle:
-        """For a backend to override that can scale while it copies, without another pass over memory."""
+        """All-reduce; a backend overrides it if it can scale while it copies."""
         if weight != 1.0:
             tensor.mul_(weight)
         return self._all_reduce(tensor, op, waiting)
 
     def _reduce_scatter_weighted(self, output: Tensor, tensor: Tensor, weight: float) -> Handle:
-        """For a backend to override, likewise."""
+        """Reduce-scatter; overridden for the same reason."""
         if weight != 1.0:
             tensor.mul_(weight)
         return self._reduce_scatter(output, tensor)
@@ -309,17 +307,18 @@ class Communicator(ABC):
         self._check_awaited()
         self.meter.count(tier or self.tier, sent_bytes)
 
-    def _watched(self, handle: Handle) -> Handle:
-        caller = sys._getframe(1)  # of the move, which is the caller of this
-        place = caller.f_back
-        return handle if place is None else _Watched(handle, self.meter, f"{self.tier}.{caller.f_code.co_name}", place)
+    def _checked(self, handle: Handle) -> Handle:
+        collective = sys._getframe(1)
+        caller = collective.f_back
+        assert caller is not None
+        return _WaitChecked(handle, self.meter, f"{self.tier}.{collective.f_code.co_name}", caller)
 
     def _check_awaited(self) -> None:
-        move, self.meter.unawaited = self.meter.unawaited, None
-        if move is not None:
+        collective, self.meter.unawaited = self.meter.unawaited, None
+        if collective is not None:
             raise CommunicationError(
-                f"rank {self.ranks[self.rank]} did not wait for {move}: a move returns at once, and what it brings is"
-                " there when its handle's wait() has returned. Write .wait() behind it"
+                f"rank {self.ranks[self.rank]} did not wait for {collective}: its result is there only after wait()."
+                " Add .wait() to the call"
             )
 
     def _check_parts(self, whole: Tensor, part: Tensor) -> None:
@@ -333,18 +332,17 @@ class Communicator(ABC):
 
 
 Connect = Callable[[Sequence[Sequence[int]], str], Communicator | None]
-"""Makes one communicator per group of world ranks, for a tier; returns this rank's, or None if it is in no group.
+"""Creates a communicator for each group of world ranks of a level, and returns this rank's (None: it is in no group).
 
 Collective over the world: every rank calls it with the same groups.
 """
 
 
 def _check_contiguous(tensor: Tensor) -> None:
-    # a backend that is handed an address would move the wrong bytes, in silence
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous():  # a backend that takes an address would send the wrong bytes
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous:"
-            " move a contiguous copy"
+            " send a contiguous copy"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a tensor looks like between nodes: as it is, in a narrower type, or in codes of few bits, block by block."""
+"""Codecs: how tensors are encoded between nodes."""
 
 from __future__ import annotations
 
@@ -18,64 +18,58 @@ from lightning_hiercomm.comm.spares import scratch
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST_SAFE_PEAK = 2.0**127
 
-# Elements that are encoded at a time: what lies between two operations stays in a CPU's cache, and is small.
+# Elements that are encoded at a time, so that temporary tensors are small and stay in a CPU's cache.
 _TILE_ON_CPU = 2**18
 _TILE = 2**24
 
-# Rows of at most so many blocks are padded to whole blocks: a copy of them takes less time than more operations.
+# Rows of at most so many blocks are padded to whole blocks, because a copy is faster than more operations.
 _MOST_PADDED_BLOCKS = 64
 
 
 class Codec(ABC):
-    """A payload type of traffic between nodes.
+    """Base class of codecs: immutable configurations without tensors, equal on sender and receiver.
 
-    A codec is a configuration: it holds no tensors, never changes, compares by value and can be pickled. Both ends
-    hold equal ones. What a payload decodes to depends on its bits alone, so a sender that decodes its own payload
-    learns exactly what every receiver gets, on whatever device.
-
-    Parameters must not be encoded themselves: an update below half a unit in the last place is then lost (in bfloat16,
-    1.0 - 0.001 is 1.0). Encode their *difference* from values that both ends know.
+    A payload decodes to the same bits on every rank and device. So a sender that decodes its own payload has exactly
+    the values of every receiver.
     """
 
     adds: ClassVar[bool]
-    """Whether payloads of several nodes may be summed as they are, so that they can ride an all-reduce."""
+    """Whether an all-reduce may sum payloads without decoding them."""
 
     needs_feedback: ClassVar[bool] = False
-    """Whether most of what is encoded has to be sent later, so that there has to be a residual."""
+    """Whether the codec drops most values, so that it requires an error-feedback residual."""
 
     block: int = 1
-    """Elements that are encoded together: what is cut at multiples of it decodes to the same, fastest."""
+    """Elements that are encoded together. Tensors that are cut at multiples of it decode to the same values."""
 
     @property
     def largest(self) -> float:
-        """The largest absolute value of elements whose payloads, and weighted means of these, decode to finite ones."""
+        """The largest absolute value that is safe: payloads, and their weighted means, decode to finite values."""
         return math.inf
 
     @abstractmethod
     def payload_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of the payload of values of ``dtype``."""
+        """Return the type of the payload of values of ``dtype``."""
 
     def narrows(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of ``dtype`` travels in another form."""
+        """Whether tensors of ``dtype`` are encoded."""
         return self.payload_dtype(dtype) != dtype
 
     def payload_numel(self, numel: int, dtype: torch.dtype) -> int:
-        """The elements of the payload of ``numel`` values of ``dtype``."""
+        """Return the number of elements of the payload of ``numel`` values of ``dtype``."""
         return numel
 
     def payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """The bytes of the payload of ``numel`` values of ``dtype``."""
+        """Return the bytes of the payload of ``numel`` values of ``dtype``."""
         return self.payload_numel(numel, dtype) * self.payload_dtype(dtype).itemsize
 
     def encode(self, values: Tensor, payload: Tensor | None = None) -> Tensor:
-        """Make the payload of ``values``.
+        """Encode ``values``.
 
         Args:
-            values: 1-D and contiguous, of any floating type. Not changed. In two dimensions, every row is encoded by
-                itself.
-            payload: Where to write it: 1-D and contiguous, :meth:`payload_numel` elements of :meth:`payload_dtype`; as
-                many rows of them. None makes a tensor, or returns ``values`` itself if it travels as it is: leave it
-                alone meanwhile.
+            values: 1-D, or rows that are encoded separately; contiguous, of any floating type. Not changed.
+            payload: The output: as many rows of :meth:`payload_numel` elements of :meth:`payload_dtype`, contiguous.
+                None: a new tensor, or ``values`` itself if its type is not encoded.
 
         Returns:
             The payload.
@@ -91,26 +85,18 @@ class Codec(ABC):
         return payload
 
     def decode(self, payload: Tensor, out: Tensor) -> Tensor:
-        """Write the values that ``payload`` holds to ``out``.
-
-        Args:
-            payload: What :meth:`encode` made of as many values as ``out`` has.
-            out: 1-D and contiguous, of any floating type; or as many rows as the payload has.
-
-        Returns:
-            ``out``.
-        """
+        """Decode ``payload`` into ``out`` (1-D or rows, contiguous, of any floating type), and return it."""
         self._decode(payload, out)
         return out
 
     def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> Tensor:
-        """Make the payload of ``residual + values``, and compute what encoding has lost.
+        """Encode ``residual + values``, and store the error of the payload in ``residual``.
 
         Args:
-            values: As for :meth:`encode`, in :func:`arithmetic_dtype`. Replaced by what the payload decodes to.
+            values: As for :meth:`encode`, in :func:`arithmetic_dtype`. Replaced by the decoded payload.
             residual: The error of the previous payload, of the same shape and type. Replaced by the error of this
-                one, with zeros where that is not finite.
-            payload: Where to write it.
+                one; non-finite elements become zero.
+            payload: The output.
 
         Returns:
             The payload.
@@ -121,12 +107,12 @@ class Codec(ABC):
         return payload
 
     def add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
-        """Replace ``own`` by the sum of itself and of what several payloads decode to.
+        """Add decoded payloads to ``own``, in a fixed order.
 
         Args:
-            payloads: One a row.
+            payloads: One per row.
             own: 1-D and contiguous, in :func:`arithmetic_dtype`.
-            place: How many of the payloads come before ``own`` in the order of the sum.
+            place: The number of payloads that come before ``own`` in the sum.
         """
         _add_in_order(self.decode(payloads, own.new_empty(len(payloads), own.numel())), own, place)
 
@@ -139,7 +125,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class AsIs(Codec):
-    """Tensors travel as they are."""
+    """Sends tensors unencoded."""
 
     adds: ClassVar[bool] = True
 
@@ -149,7 +135,7 @@ class AsIs(Codec):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Wider tensors travel rounded to ``dtype``; what float16 cannot hold becomes infinite, and is seen.
+    """Rounds wider tensors to ``dtype``. Values that are too large for float16 become infinite, which is detected.
 
     Args:
         dtype: ``torch.bfloat16``, ``torch.float16`` or ``torch.float32``.
@@ -172,11 +158,10 @@ class Cast(Codec):
 
 
 class Blockwise(Codec):
-    """Blocks of elements share a scale, and a byte holds the codes of one or several elements.
+    """Base class of codecs in which a block of elements shares a scale, and a byte holds codes of several elements.
 
-    A payload is one tensor of bytes: first the scales of all blocks as bfloat16, then all codes. The elements that
-    share a byte are equally far into equal parts of a block. The length is even, so that several payloads may be laid
-    one behind the other.
+    A payload is a tensor of bytes: the scales of all blocks as bfloat16, then all codes. Elements that share a byte
+    have the same position in equal parts of a block. The length is even, so that payloads can be concatenated.
     """
 
     adds: ClassVar[bool] = False
@@ -198,19 +183,19 @@ class Blockwise(Codec):
     def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> Tensor:
         if not self._is_quantized(payload, values):
             return super().encode_with_feedback(values, residual, payload)
-        for scales, codes, rows, kept_back in self._tiles(payload, values, residual):
+        for scales, codes, rows, errors in self._tiles(payload, values, residual):
             numel = rows.shape[-1]
-            blocks = self._padded(kept_back.add_(rows))
+            blocks = self._padded(errors.add_(rows))
             is_padded = numel % self.block != 0
             quotients = _scratch_like("values", blocks) if is_padded else rows.view(blocks.shape)
             peaks, multipliers, single = self._quantize(blocks, scales, codes, numel, quotients)
             blocks.sub_(quotients.copy_(single).mul_(multipliers))
-            # below this bound neither the values nor what they decode to overflow
+            # below this bound neither the values nor their decoded payload overflow
             if streams.has(values.device) or not peaks.max().item() < _LARGEST_SAFE_PEAK:
                 drop_nonfinite(blocks)
             if is_padded:
                 rows.copy_(_unpadded(quotients, numel))
-                kept_back.copy_(_unpadded(blocks, numel))
+                errors.copy_(_unpadded(blocks, numel))
         self._zero_unused(payload, values.shape[-1])
         return payload
 
@@ -270,11 +255,11 @@ class Blockwise(Codec):
             payload[..., used:].zero_()
 
     def _tiles(self, payload: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Cut payloads and the tensors that belong to them into parts that fit into a processor's cache.
+        """Cut payloads and their tensors into parts that fit into a processor's cache.
 
         Args:
-            payload: One payload, or rows of them.
-            tensors: Of equally long rows, each as many as the payload has, or one.
+            payload: One payload, or rows of payloads.
+            tensors: Rows of equal length, as many as the payload has.
 
         Yields:
             The scales of some blocks, with one more dimension; their codes; and their elements of every tensor.
@@ -302,7 +287,7 @@ class Blockwise(Codec):
             yield scales[..., blocks:, :], codes[..., whole_bytes:], *(tensor[..., whole:] for tensor in tensors)
 
     def _padded(self, rows: Tensor) -> Tensor:
-        """Rows as blocks: views if they are of whole blocks, otherwise copies with zeros behind them."""
+        """Return rows as blocks: views if they consist of whole blocks, otherwise zero-padded copies."""
         *shape, numel = rows.shape
         blocks = -(-numel // self.block)
         if numel == blocks * self.block:
@@ -321,14 +306,14 @@ class Blockwise(Codec):
             values: In an :func:`arithmetic_dtype`.
             scales: Of every block.
             codes: Of every row.
-            numel: Elements of a row; what follows them in its last block is zero.
+            numel: Elements of a row; the rest of its last block is zero.
             quotients: Of the same shape and type as ``values``; overwritten.
 
         Returns:
             The largest magnitude of every block, its scale in the type of the values, and a code for every element.
         """
         peaks = torch.maximum(values.amax(-1, keepdim=True), values.amin(-1, keepdim=True).neg_())
-        top = peaks.new_full((), self._top)  # by a number CUDA does not divide: it multiplies by what 1/top rounds to
+        top = peaks.new_full((), self._top)  # CUDA divides by tensors; by numbers it multiplies with a rounded 1/top
         scales.copy_((peaks / top).clamp_min_(_SMALLEST_SCALE))
         multipliers = scales.to(values.dtype)
         torch.div(values, multipliers, out=quotients).round_()
@@ -341,14 +326,7 @@ class Blockwise(Codec):
         return peaks, multipliers, single
 
     def _dequantize(self, scales: Tensor, codes: Tensor, numel: int, out: Tensor) -> None:
-        """Write what blocks decode to.
-
-        Args:
-            scales: Of every block.
-            codes: Of every row.
-            numel: Elements of a row.
-            out: Blocks, in an :func:`arithmetic_dtype`.
-        """
+        """Decode blocks into ``out``, which has an :func:`arithmetic_dtype`; ``numel`` is the elements of a row."""
         if self._per_byte == 1 and numel % self.block == 0:
             single = codes.view(out.shape)
         else:
@@ -358,7 +336,7 @@ class Blockwise(Codec):
         out.copy_(single).mul_(scales.to(out.dtype))
 
     def _bytes(self, codes: Tensor, single: Tensor, numel: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of whole blocks, then of a short one, and the elements of each byte, in one more dimension.
+        """Yield bytes of whole blocks, then of a short one, and the elements of each byte, in one more dimension.
 
         Args:
             codes: Bytes, in rows.
@@ -382,7 +360,7 @@ class Blockwise(Codec):
 
     @property
     def _group(self) -> int:
-        """Elements that are packed together; a block has a multiple of so many."""
+        """Elements that are packed together; a block has a multiple of this number."""
         return self._per_byte
 
     @property
@@ -395,8 +373,8 @@ class Blockwise(Codec):
         """Write codes to bytes.
 
         Args:
-            elements: Codes as int8, with the elements of a group in the last dimension but one. Replaced by what the
-                bytes unpack to.
+            elements: Codes as int8, with the elements of a group in the last dimension but one. Replaced by the
+                unpacked bytes.
             packed: The bytes, as int8.
         """
 
@@ -407,24 +385,21 @@ class Blockwise(Codec):
 
 @dataclass(frozen=True)
 class Quantized(Blockwise):
-    """Blocks of elements share a scale and travel as small integers (Dettmers et al. 2022; 4 bits: Streaming DiLoCo).
+    """Integers of 8 or 4 bits, with one scale for each block of elements.
 
     With ``top`` = 127 (8 bits) or 7 (4 bits), a block ``v`` becomes::
 
         scale = bfloat16(max|v| / top)      q = round(v / scale)      decoded: q scale
 
     Both roundings are to nearest, ties to even. A bfloat16 is within 1/256 of the number it rounds, so
-    ``max|v| / scale`` is within 0.5 of ``top``: codes never overflow, no element is off by more than half a scale, and
-    the largest has the code ``top``, so encoding decoded float32 or float64 values again changes no bit. Scales rounded
-    up would not promise the last; float32 scales would put 4 bits 3.1 % over 1/8 of float32, where bfloat16 ones cost
-    1.6 % (8 bits over 1/4: 0.8 %).
+    ``max|v| / scale`` is within 0.5 of ``top``. Hence codes never overflow, no element is off by more than half a
+    scale, and the largest has the code ``top``: encoding decoded float32 or float64 values again changes no bit.
 
-    The smallest scale is 2⁻¹²⁶, float32's smallest normal number: blocks of zeros and of smaller numbers need no case
-    of their own, and no device's way with denormal numbers matters. A NaN or an infinity makes its block's scale one,
-    as does what no bfloat16 can scale, and no element of such a block decodes to a finite value, for 0 times infinity
-    is none. The largest finite values of a type may become infinite.
+    The smallest scale is 2⁻¹²⁶, float32's smallest normal number, so zeros and denormal numbers need no special case.
+    A block with a NaN or an infinity, or too large for a bfloat16 scale, decodes to non-finite values only. The largest
+    finite values of a type may become infinite.
 
-    With 4 bits a byte is ``q_i + 16 q_j`` of elements as far into the first and the second half of a block.
+    With 4 bits a byte is ``q_i + 16 q_j`` of elements at the same position in the first and the second half of a block.
 
     References:
         - Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
@@ -471,30 +446,29 @@ class Quantized(Blockwise):
 
 @dataclass(frozen=True)
 class LargestFour(Blockwise):
-    """Of every 16 elements the 4 largest travel, each as a sign and a power of two; the others wait in the residual.
+    """The 4 largest of every 16 elements, each as a sign and a power of two; the others stay in the residual.
 
-    Scales and rounding are those of :class:`Quantized` with ``top`` = 64. The magnitude of a code that travels is then
-    rounded to a power of two::
+    Scales and rounding are those of :class:`Quantized` with ``top`` = 64. The magnitude of a sent code is then rounded
+    to a power of two::
 
         |q|       0    1    2    3..5    6..11    12..22    23..45    46..64
         level     0    1    2    3       4        5         6         7
         decoded   0    1    2    4       8        16        32        64        times the sign and the scale
 
-    A byte is ``16 * level + place``, with the sign of ``q`` at the level, and the place of the element in its group. A
+    A byte is ``16 * level + place``: the level with the sign of ``q``, and the place of the element in its group. A
     block of ``n`` elements has ``n / 16`` groups; group ``j`` has elements ``j``, ``j + n / 16``, and so on. The bytes
-    of the largest of all groups come first, then those of the second largest. Of equal magnitudes, that at the lower
-    place is the larger one. These are 2 bits for each element: a sixteenth of float32.
+    of the largest elements of all groups come first, then those of the second largest. Of equal magnitudes, the one at
+    the lower place counts as larger. These are 2 bits for each element: a sixteenth of float32.
 
-    Large gradients arrive at once, small ones later and all the more. Of quantizers with 2 bits for each element, those
-    that also clip large gradients or delay them trained worse or not at all (``benchmarks/studies/two_bits.py``). So
-    this needs error feedback, and something to encode that may arrive late: parameters themselves may not.
+    Large gradients arrive at once, small ones accumulate in the residual and arrive later. Other quantizers with 2 bits
+    for each element clip or delay large gradients, and trained worse (``benchmarks/studies/two_bits.py``). This codec
+    requires error feedback, and values that may arrive late, which parameters may not.
 
     References:
-        - Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (the largest gradients;
-          the others are kept).
-        - Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (why keeping them converges).
+        - Aji & Heafield, "Sparse Communication for Distributed Gradient Descent", EMNLP 2017 (sends the largest).
+        - Stich et al., "Sparsified SGD with Memory", NeurIPS 2018 (convergence with error feedback).
         - Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706 (the largest
-          of every chunk, with values of few bits, under error feedback).
+          of every chunk, quantized, with error feedback).
 
     Args:
         block: Elements that share a scale; a multiple of 16.
@@ -520,10 +494,10 @@ class LargestFour(Blockwise):
     def _top(self) -> int:
         return 64
 
-    # torch compares small integers, and chooses by a mask, ten times as slowly as it adds and clamps them
+    # torch's comparisons and masks of small integers are ten times slower than additions and clamps
 
     def _pack(self, elements: Tensor, packed: Tensor) -> None:
-        codes = elements.movedim(-2, 0).contiguous()  # the same place of all groups in a row: short rows take longer
+        codes = elements.movedim(-2, 0).contiguous()  # places of a group first, because short rows are slow
         magnitudes, places = codes.abs(), _places(codes)
         keys = magnitudes.to(torch.int16).mul_(16).add_(15 - places)
         levels = torch.zeros_like(magnitudes)
@@ -548,12 +522,12 @@ class LargestFour(Blockwise):
 
 
 def _places(codes: Tensor) -> Tensor:
-    """The numbers of a group's elements, which are in the first dimension."""
+    """Return the places of a group's elements, which are in the first dimension."""
     return torch.arange(len(codes), dtype=torch.int8, device=codes.device).view(-1, *[1] * (codes.dim() - 1))
 
 
 def _powers(levels: Tensor) -> Tensor:
-    """0 at level 0, 1 at 1, 2 at 2, 4 at 3 and so on, with the sign of the level."""
+    """Return 0 at level 0, 1 at 1, 2 at 2, 4 at 3 and so on, with the sign of the level."""
     powers = torch.bitwise_left_shift(torch.ones_like(levels), levels.abs()).bitwise_right_shift_(1)
     return powers.abs_().mul_(levels.sign())  # 1 << 7 is -128, and -64 after the shift to the right
 
@@ -569,11 +543,11 @@ _NAMED: dict[str, Codec] = {
 
 
 def codec_named(name: str | torch.dtype | None) -> Codec:
-    """The codec that a person names in the argument ``wire_dtype``.
+    """Return the codec of the argument ``wire_dtype``.
 
     Args:
         name: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"``, ``"int4"``, ``"top4"``, a torch
-            dtype of such a name, or None for tensors as they are.
+            dtype of such a name, or None to send tensors unencoded.
 
     Raises:
         ValueError: For any other name.
@@ -588,7 +562,7 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
 
 @cache
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type to calculate in with values of the floating ``dtype``: float32 or wider."""
+    """Return the type for calculations with values of the floating ``dtype``: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -597,23 +571,23 @@ def _scratch_like(role: str, tensor: Tensor, dtype: torch.dtype | None = None) -
 
 
 def _unpadded(blocks: Tensor, numel: int) -> Tensor:
-    """The first elements of rows that are cut into blocks."""
+    """Return the first ``numel`` elements of rows that are cut into blocks."""
     return blocks.view(*blocks.shape[:-2], -1)[..., :numel]
 
 
 def drop_nonfinite(residual: Tensor) -> Tensor:
-    """Replace elements that are not finite by zeros, in place."""
+    """Replace non-finite elements by zeros, in place."""
     return residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _add_in_order(decoded: Tensor, own: Tensor, place: int) -> None:
-    """Replace ``own`` by the sum of the rows of ``decoded`` and itself, with ``place`` rows before it."""
+    """Add the rows of ``decoded`` to ``own``, ``place`` of them before it."""
     before, after = decoded[:place], decoded[place:]
     if place:
         total = before[0]
         for row in before[1:]:
             total.add_(row)
-        torch.add(total, own, out=own)  # not own + total: of two NaNs the first one's bits stay
+        torch.add(total, own, out=own)  # in this order, because of two NaNs the first one's bits stay
     for row in after:
         own.add_(row)
 

@@ -1,7 +1,6 @@
-"""What moves cost in bytes, by the textbook: the meter counts with it, and planning predicts with it.
+"""Bytes that one member of a group sends in a collective, by the textbook; used by the meter and by predictions.
 
-Every function gives the bytes that one member of a group of ``members`` puts on the wire; ``whole`` is the size in
-bytes of the tensor that all members end up with, or began with.
+``members`` is the size of the group; ``whole`` is the size in bytes of the largest tensor of a member.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ def all_reduce(members: int, whole: float) -> float:
 
 
 def reduce_scatter(members: int, whole: float) -> float:
-    """Half an all-reduce: ``(n - 1) / n``."""
+    """Return the cost of a reduce-scatter: ``(n - 1) / n``."""
     return (members - 1) / members * whole
 
 
 def all_gather(members: int, whole: float) -> float:
-    """The other half: ``(n - 1) / n``."""
+    """Return the cost of an all-gather: ``(n - 1) / n``."""
     return (members - 1) / members * whole
 
 
@@ -28,5 +27,5 @@ def broadcast(members: int, whole: float) -> float:
 
 
 def exchange(members: int, whole: float) -> float:
-    """What goes to one other member goes once."""
+    """Return the cost of a message to one other member."""
     return whole if members > 1 else 0.0

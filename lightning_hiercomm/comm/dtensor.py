@@ -1,4 +1,4 @@
-"""What torch's sharded tensors hold; names that were private in earlier versions."""
+"""Helpers for torch's sharded tensors, and names that older versions keep private."""
 
 from __future__ import annotations
 
@@ -21,20 +21,17 @@ __all__ = ["DTensor", "Shard", "distribute_tensor", "fully_sharded_modules", "ga
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the same object whenever it is asked for; of a plain tensor, itself.
-
-    ``DTensor.to_local`` makes a new tensor of a parameter on every call.
-    """
+    """Return this rank's shard, the same object each time, unlike ``DTensor.to_local``; or the plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Whether this rank holds all of it."""
+    """Whether this rank holds the whole tensor."""
     return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """All of it, as a plain tensor; collective over those who hold parts of it."""
+    """Return the whole tensor as a plain one; collective over the ranks with shards of it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -48,5 +45,5 @@ def whole(held: Tensor, like: Tensor) -> Tensor:
 
 
 def fully_sharded_modules(module: nn.Module) -> list[Any]:
-    """The modules to which ``fully_shard`` was applied; their class has been moved."""
+    """Return the modules to which ``fully_shard`` was applied."""
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]

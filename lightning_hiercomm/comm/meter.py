@@ -1,4 +1,4 @@
-"""Counts what communication costs: bytes, messages, and the seconds that training waited for it."""
+"""Counts bytes, messages, and the seconds that training waits for communication."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Mark = float | torch.cuda.Event
 
 
 class Meter:
-    """The communication of one rank, by tier (``"intra"``, ``"inter"``, ``"world"``).
+    """The communication of one rank, by level (``"intra"``, ``"inter"``, ``"world"``).
 
-    Bytes are those this rank puts on the wire, by the textbook cost of each move (a ring all-reduce over ``n`` ranks
-    sends ``2 (n - 1) / n`` of the tensor), so they are the same on every backend and comparable between schemes.
+    Bytes are those that this rank sends by the textbook cost of each collective (see
+    :mod:`lightning_hiercomm.comm.costs`), so they are equal on all backends.
 
-    Exposed seconds are the time that *training* spent waiting: a move that ends before it is waited for costs nothing.
-    Waits in parallel with training do not count; all others do, also on the thread of autograd's that takes a GPU's
-    backward pass and calls hooks. On CUDA a wait only stalls the stream, so it is timed by events.
+    Exposed seconds are the time that training waits. A collective that ends before it is waited for costs none. Waits
+    inside :meth:`overlapped` do not count; all others do, also on autograd's threads. On CUDA a wait only stalls the
+    stream, so it is timed by events.
 
     Attributes:
-        unawaited: A move of this rank that nobody waited for before its handle was dropped, and where it is from; its
-            communicators look at it, and refuse to go on.
+        unawaited: A collective of this rank whose handle was deleted before a wait, and the line that started it. The
+            rank's next collective raises an error.
     """
 
     def __init__(self) -> None:
@@ -42,15 +42,15 @@ class Meter:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def count(self, tier: str, sent_bytes: float) -> None:
-        """Add one move that sends ``sent_bytes`` bytes from this rank."""
-        with self._lock:  # background threads count, too
+        """Add one collective that sends ``sent_bytes`` bytes from this rank."""
+        with self._lock:  # background threads call this too
             self.bytes[tier] += sent_bytes
             self.messages[tier] += 1
 
     @contextmanager
     def waiting(self, tier: str, device: torch.device) -> Iterator[None]:
-        """Time the enclosed wait, unless it is in parallel with training."""
-        if getattr(_thread, "is_beside_training", False):
+        """Time the enclosed wait, unless it is inside :meth:`overlapped`."""
+        if getattr(_thread, "is_overlapped", False):
             yield
             return
         start = self.mark(device)
@@ -61,23 +61,23 @@ class Meter:
 
     @staticmethod
     @contextmanager
-    def beside_training() -> Iterator[None]:
-        """Let this thread's waits not count: they stall a thread, or a stream, that training does not run on."""
-        before = getattr(_thread, "is_beside_training", False)
-        _thread.is_beside_training = True
+    def overlapped() -> Iterator[None]:
+        """Do not count this thread's waits, which stall a thread or a stream other than training's."""
+        before = getattr(_thread, "is_overlapped", False)
+        _thread.is_overlapped = True
         try:
             yield
         finally:
-            _thread.is_beside_training = before
+            _thread.is_overlapped = before
 
     @staticmethod
     def mark(device: torch.device) -> Mark:
-        """Now, on the host or on the current stream of ``device``."""
+        """Return the present moment, on the host or on the current stream of ``device``."""
         return streams.mark(device, timing=True) if streams.has(device) else time.perf_counter()
 
     def add_wait(self, tier: str, start: Mark, end: Mark) -> None:
-        """Add the time between two marks to the exposed seconds of a tier."""
-        with self._lock:  # hooks of a CPU's and of a GPU's gradients have a thread each
+        """Add the time between two marks to the exposed seconds of a level."""
+        with self._lock:  # autograd has a thread for each device
             if isinstance(start, float) and isinstance(end, float):
                 self._seconds[tier] += end - start
             elif not isinstance(start, float) and not isinstance(end, float):
@@ -87,16 +87,16 @@ class Meter:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Exposed seconds by tier, of the waits that have ended."""
+        """Exposed seconds by level, of the waits that have ended."""
         with self._lock:
             self._collect()
             return dict(self._seconds)
 
     def snapshot(self) -> dict[str, float]:
-        """All counters as one flat dictionary.
+        """Return all counters.
 
-        ``inter_bytes``, ``inter_messages`` and ``inter_exposed_seconds``; the same of the other tiers;
-        ``exposed_seconds`` of all together.
+        These are ``inter_bytes``, ``inter_messages`` and ``inter_exposed_seconds``, the same of the other levels, and
+        ``exposed_seconds`` of all levels.
         """
         values: dict[str, float] = {}
         seconds = self.seconds

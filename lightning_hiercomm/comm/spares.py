@@ -1,4 +1,4 @@
-"""Memory for what travels, used again."""
+"""Reusable memory for messages and calculations."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ _thread = _Thread()
 
 
 class Spares:
-    """1-D tensors on CPU that are taken, given back and taken again; at most 64 MiB of them are kept.
+    """A pool of 1-D CPU tensors, of at most 64 MiB. On other devices torch has its own.
 
-    Fresh memory costs a page fault for every 4 KiB, which takes longer than to write them. On other devices torch keeps
-    what was freed, so there is nothing to do.
+    New memory costs a page fault for every 4 KiB, which takes longer than writing them.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Spares:
         self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D tensor of ``numel`` elements; its contents are undefined."""
+        """Return a 1-D tensor of ``numel`` elements with undefined contents."""
         if _keeps_freed(device):
             return torch.empty(numel, dtype=dtype, device=device)
         needed = numel * dtype.itemsize
@@ -49,7 +48,7 @@ class Spares:
 
     @contextmanager
     def lend(self, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], Tensor]]:
-        """A function that takes such a tensor, for the time of the context."""
+        """Return a function that takes tensors, which the end of the context gives back."""
         lent: list[Tensor] = []
 
         def take() -> Tensor:
@@ -72,13 +71,9 @@ class Spares:
 
 
 def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor for one calculation of this thread; the next call for the same role and type reuses its memory.
+    """Return a tensor for one calculation of this thread; the next call for the same role and type reuses its memory.
 
-    Args:
-        role: What the tensor is for.
-        shape: Of the tensor.
-        dtype: Of the tensor.
-        device: Of the tensor. On other devices than the CPU, the tensor is new.
+    On devices other than the CPU, the tensor is new.
     """
     if _keeps_freed(device):
         return torch.empty(shape, dtype=dtype, device=device)
@@ -86,7 +81,7 @@ def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
     if latest is not None and latest.shape == shape:
         return latest
     numel = math.prod(shape)
-    with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+    with torch.inference_mode(False):  # tensors of inference mode cannot be written outside of it
         if kept is None or kept.numel() < numel:
             kept = torch.empty(numel, dtype=dtype)
         latest = kept[:numel].view(shape)
@@ -95,5 +90,5 @@ def scratch(role: str, shape: Sequence[int], dtype: torch.dtype, device: torch.d
 
 
 def _keeps_freed(device: torch.device) -> bool:
-    """Whether torch keeps memory of the device for its next tensor; in streams it must, for it knows their order."""
+    """Whether torch pools memory of the device."""
     return device.type != "cpu" or streams.has(device)

@@ -1,4 +1,4 @@
-"""CUDA tensors over a communicator of the CPU: they pass through pinned memory, in parallel with training."""
+"""Collectives of CUDA tensors over a CPU communicator, by way of pinned host memory."""
 
 from __future__ import annotations
 
@@ -10,56 +10,55 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.background import Timed, Turns
+from lightning_hiercomm.comm.background import JobThread, Timed
 from lightning_hiercomm.comm.base import Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.torch import connect_torch, unprofiled
 
 OnHost = Callable[[Tensor], Tensor]
-"""Where a tensor lies on the host."""
+"""Returns the host copy of a tensor."""
 
 
 class StagedCommunicator(Communicator):
-    """The members of a group whose messages are those of the CPU, wherever the tensors are.
+    """A communicator for CUDA and CPU tensors, over one for CPU tensors.
 
-    A CUDA tensor is copied to pinned memory in a stream for copies, moved by a thread when it is there, and copied back
-    in the same stream: the host that launches it goes on at once, and training's stream waits for nothing until
-    somebody waits for the move. Moves go one after another, as they were launched. CPU tensors are moved where they
-    are.
+    A stream copies a CUDA tensor to pinned memory, a thread runs the collective, and the same stream copies the result
+    back. Neither the host nor the stream of training waits until :meth:`Handle.wait`. Collectives run in the order of
+    their launches. CPU tensors are not copied.
 
     Args:
         over_host: The communicator for host tensors, used only here.
-        meter: Counts this rank's traffic; the over_host has one of its own.
+        meter: Counts this rank's traffic; ``over_host`` has its own.
     """
 
     def __init__(self, over_host: Communicator, meter: Meter) -> None:
         super().__init__(over_host.ranks, over_host.ranks[over_host.rank], over_host.tier, meter)
         self._over_host = over_host
-        self._turns = Turns()
+        self._thread = JobThread("hiercomm-staged")
         self._copying: torch.cuda.Stream | None = None
 
     def all_gather_object(self, value: Any) -> list[Any]:
         gathered: list[list[Any]] = []
-        self._turns.take(lambda: gathered.append(self._over_host.all_gather_object(value))).wait()
+        self._thread.submit(lambda: gathered.append(self._over_host.all_gather_object(value))).wait()
         return gathered[0]
 
     def close(self) -> None:
         self._over_host.close()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
-        return self._move(lambda host: self._over_host.all_reduce(host(tensor), op, waiting), [tensor], [tensor])
+        return self._run(lambda host: self._over_host.all_reduce(host(tensor), op, waiting), [tensor], [tensor])
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._move(lambda host: self._over_host.reduce_scatter(host(output), host(tensor)), [tensor], [output])
+        return self._run(lambda host: self._over_host.reduce_scatter(host(output), host(tensor)), [tensor], [output])
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._move(lambda host: self._over_host.all_gather(host(output), host(tensor)), [tensor], [output])
+        return self._run(lambda host: self._over_host.all_gather(host(output), host(tensor)), [tensor], [output])
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._move(lambda host: self._over_host.broadcast(host(tensor), source), [tensor], [tensor])
+        return self._run(lambda host: self._over_host.broadcast(host(tensor), source), [tensor], [tensor])
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
-        return self._move(
+        return self._run(
             lambda host: self._over_host.exchange(
                 [(host(tensor), peer) for tensor, peer in send], [(host(buffer), peer) for buffer, peer in receive]
             ),
@@ -67,7 +66,7 @@ class StagedCommunicator(Communicator):
             [buffer for buffer, _ in receive],
         )
 
-    def _move(self, launch: Callable[[OnHost], Handle], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Handle:
+    def _run(self, launch: Callable[[OnHost], Handle], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Handle:
         device = (*reads, *writes)[0].device
         if not streams.has(device):
             return Timed(launch(lambda tensor: tensor), self.meter, self.tier, device)
@@ -96,21 +95,21 @@ class _Staged(Handle):
             sent = streams.mark(device)
         streams.keep_for(copying, *reads, *writes)
 
-        def move() -> None:
+        def run() -> None:
             streams.work_for(device)
-            sent.synchronize()  # a thread of its own waits, and lets go of the interpreter's lock meanwhile
-            with torch.inference_mode():  # an averaged model may be looked at in that, and is written to in no other
+            sent.synchronize()  # releases the interpreter lock
+            with torch.inference_mode():  # tensors that were made in it cannot be written to outside of it
                 launch(lambda tensor: on_host[id(tensor)]).wait()
                 with streams.within(copying):
                     for tensor in writes:
                         tensor.copy_(on_host[id(tensor)], non_blocking=True)
                     self._arrived = streams.mark(device)
 
-        self._job = communicator._turns.take(move)
+        self._job = communicator._thread.submit(run)
 
     def wait(self) -> None:
         communicator = self._communicator
-        # the host waits, and training as long as its stream has nothing to do
+        # the host waits, and training too if its stream has no work
         with communicator.meter.waiting(communicator.tier, self._device):
             self._job.wait()
         assert self._arrived is not None
@@ -121,7 +120,7 @@ class _Staged(Handle):
 
 
 def connect_gloo(meter: Meter, timeout: timedelta | None = None) -> Connect:
-    """The :data:`~lightning_hiercomm.comm.base.Connect` over gloo, whatever the default process group's backend.
+    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over gloo, for any backend of the default group.
 
     Args:
         meter: Counts the traffic.

@@ -1,4 +1,4 @@
-"""N ranks as threads of one process: for exact tests in milliseconds, and for simulation."""
+"""Ranks as threads of one process, for tests and simulation."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ T = TypeVar("T")
 class ThreadWorld:
     """A world of ranks that are threads.
 
-    Sums run in rank order, so every rank gets the same bits. The first rank that raises ends the others, as a dead
-    process does in a real run.
+    Sums run in rank order, so every rank gets the same bits. The first error ends all ranks, as in a real run.
 
     Args:
         size: Number of ranks.
         timeout: Seconds after which a wait for a peer becomes an error.
-        one_processor: Let all ranks run on one processor (Linux only). With small models they hand the interpreter's
-            lock to each other all the time, which takes several times as long from one processor to another. False
-            lets the computations of large models go on side by side.
+        one_processor: Run all ranks on one processor (Linux only), because passing the interpreter lock between
+            processors takes several times longer. Use False if large models should compute in parallel.
 
     Example::
 
@@ -75,7 +73,7 @@ class ThreadWorld:
         return [results[rank] for rank in range(self.size)]
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """A rank is gone: every wait for a peer, now and later, is an error."""
+        """Let every wait for a peer, now and later, raise the error of a failed rank."""
         with self._lock:
             self._failure = self._failure or (rank, error)
             for slot in self._slots.values():
@@ -84,7 +82,7 @@ class ThreadWorld:
     def connect(
         self, rank: int, meter: Meter | None = None
     ) -> Callable[[Sequence[Sequence[int]], str], Communicator | None]:
-        """The :data:`~lightning_hiercomm.comm.base.Connect` of one rank."""
+        """Return the :data:`~lightning_hiercomm.comm.base.Connect` of one rank."""
         meter = meter or Meter()
         made: dict[Hashable, int] = defaultdict(int)
 
@@ -99,12 +97,12 @@ class ThreadWorld:
         return connect
 
     def _numbered(self, ranks: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        """What stands for these ranks in keys, which are hashed at each move; and the ranks, once for all of them."""
+        """Return a number for these ranks, to hash as a key in each collective, and one tuple for all of them."""
         with self._lock:
             return self._groups.setdefault(ranks, (len(self._groups), ranks))
 
     def post(self, key: Hashable, rank: int, value: Any, senders: int) -> None:
-        """Leave ``value`` for whoever collects ``key``; so do ``senders`` ranks."""
+        """Store the value of one of ``senders`` ranks for the ranks that collect ``key``."""
         with self._lock:
             slot = self._slots[key]
             slot.values[rank] = value
@@ -112,13 +110,16 @@ class ThreadWorld:
                 slot.is_over.set()
 
     def collect(self, key: Hashable, senders: int, readers: int, together: Callable[[dict[int, Any]], T]) -> T:
-        """Block until ``senders`` ranks posted ``key``.
+        """Block until ``senders`` ranks have posted ``key``.
 
         Args:
-            key: Of the slot; the last of its readers clears it.
-            senders: How many post.
-            readers: How many collect.
-            together: What becomes of all values, by rank. The first reader computes it for all; it must not be changed.
+            key: Of the slot; the last of its readers deletes it.
+            senders: The number of ranks that post.
+            readers: The number of ranks that collect.
+            together: Combines all values, by rank. The first reader calls it for all readers.
+
+        Returns:
+            Its result, which must not be changed.
         """
         with self._lock:
             slot = self._slots[key]
@@ -149,14 +150,14 @@ class ThreadWorld:
 
 @contextmanager
 def on_one_processor(wanted: bool = True) -> Iterator[None]:
-    """Threads that are started meanwhile stay on the processor on which this one runs, where it can be told."""
+    """Keep threads that are started in the context on the present processor, if the system supports it."""
     statistics = Path("/proc/thread-self/stat")
     if not wanted or not hasattr(os, "sched_setaffinity") or not statistics.exists():
         yield
         return
     allowed = os.sched_getaffinity(0)
     current = int(statistics.read_text().rsplit(")", 1)[1].split()[36])  # field 39 of proc(5); names may have spaces
-    os.sched_setaffinity(0, {current})  # of this thread, from which those that it starts have it
+    os.sched_setaffinity(0, {current})  # new threads inherit it
     try:
         yield
     finally:
@@ -164,7 +165,7 @@ def on_one_processor(wanted: bool = True) -> Iterator[None]:
 
 
 class _Slot:
-    """What ranks leave for each other in one place."""
+    """The values of one collective."""
 
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
@@ -175,14 +176,14 @@ class _Slot:
 
 
 class _Parcel:
-    """A tensor that one rank's stream has made, and others use."""
+    """A tensor of one rank's stream that other ranks use."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._made = streams.mark(tensor.device) if streams.has(tensor.device) else None
 
     def open(self) -> Tensor:
-        """The tensor, for the current stream."""
+        """Return the tensor, for use in the current stream."""
         if self._made is not None:
             streams.current(self._tensor.device).wait_event(self._made)
             streams.keep_here(self._tensor)
@@ -196,8 +197,8 @@ class _ThreadCommunicator(Communicator):
         super().__init__(ranks, rank, tier, meter)
         self._world = world
         self._key = key
-        self._moves = 0
-        self._letters: dict[tuple[int, int], int] = defaultdict(int)
+        self._collectives = 0
+        self._messages: dict[tuple[int, int], int] = defaultdict(int)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         key = self._next_key()
@@ -227,15 +228,15 @@ class _ThreadCommunicator(Communicator):
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         sent = [tensor.clone() for tensor, _ in send]
         for copy, (_, peer) in zip(sent, send, strict=True):
-            self._world.post(self._letter(self.rank, peer), self.rank, _Parcel(copy), 1)
-        letters = [(buffer, self._letter(peer, self.rank)) for buffer, peer in receive]
+            self._world.post(self._message(self.rank, peer), self.rank, _Parcel(copy), 1)
+        messages = [(buffer, self._message(peer, self.rank)) for buffer, peer in receive]
 
         def finish() -> None:
-            for buffer, key in letters:
+            for buffer, key in messages:
                 buffer.copy_(self._world.collect(key, 1, 1, lambda values: next(iter(values.values()))).open())
 
         def is_done() -> bool:
-            return all(self._world.is_posted(key, 1) for _, key in letters)
+            return all(self._world.is_posted(key, 1) for _, key in messages)
 
         device = (send[0] if send else receive[0])[0].device
         borrowed = [(tensor, copy) for copy, (tensor, _) in zip(sent, send, strict=True)]
@@ -270,16 +271,16 @@ class _ThreadCommunicator(Communicator):
         return result
 
     def _next_key(self) -> Hashable:
-        self._moves += 1
-        return (self._key, self._moves)
+        self._collectives += 1
+        return (self._key, self._collectives)
 
-    def _letter(self, source: int, target: int) -> Hashable:
-        self._letters[source, target] += 1
-        return (self._key, source, target, self._letters[source, target])
+    def _message(self, source: int, target: int) -> Hashable:
+        self._messages[source, target] += 1
+        return (self._key, source, target, self._messages[source, target])
 
 
 class _ThreadHandle(Handle):
-    """Also catches what real backends turn into silent corruption: a tensor that was changed while in flight."""
+    """A handle that also detects changes of tensors in flight, which corrupt results of real backends."""
 
     def __init__(
         self,

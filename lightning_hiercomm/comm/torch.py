@@ -1,10 +1,9 @@
-"""Over torch.distributed process groups: gloo on CPU, nccl on GPU."""
+"""Communicators over process groups of torch.distributed: gloo on CPU, nccl on GPU."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -18,38 +17,29 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.background import Timed, Turns
+from lightning_hiercomm.comm.background import JobThread, Timed
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.spares import Spares
 
 Launch = Callable[[], Sequence[dist.Work | None]]
-"""Sets messages going, without waiting for them; torch gives None for what is done."""
+"""Starts messages; torch returns None for messages that are already done."""
 
-# Elements of one message. gloo uses a link in one direction at a time for a single large message; with several in
-# flight both directions are busy.
-_PIECE = 2**20
+# Elements of one message. gloo uses one direction of a link at a time for a single large message, and both directions
+# for several.
+_MESSAGE_NUMEL = 2**20
 
-# The most members of a group between nodes that reduce small tensors by messages between all pairs, and how many bytes
-# they send each other whole, in one round, or in parts, in two. gloo's ring takes two rounds for every member, but uses
-# the links better for large tensors.
+# Groups between nodes of at most so many members reduce small tensors by messages between all pairs: whole, in one
+# round, or in parts, in two rounds. gloo's ring has two rounds per member, but uses links better for large tensors.
 _MOST_DIRECT_PEERS = 16
 _ONE_ROUND = 2**11
 _TWO_ROUNDS = 2**19
 
-# Exchanges have a tag of their own: a message of another move, launched meanwhile, must not be taken for theirs. Moves
-# of two rounds count their tags from here.
+# The tag of exchanges, whose messages must not mix with those of other collectives. Second rounds count from here.
 _EXCHANGE = 1
 
-# Of objects and greetings, far from all others'.
-_WORDS = 2**30
-
-# Bytes that an object may have, on the average, to be gathered in one message per member and way; what is longer takes
-# a second one.
-_SHORT = 128
-
 _groups: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Process groups that :func:`connect_torch` has made."""
+"""Process groups that :func:`connect_torch` has created."""
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -63,11 +53,11 @@ class TorchCommunicator(Communicator):
         rank: World rank of this member.
         tier: See :class:`~lightning_hiercomm.comm.base.Communicator`.
         meter: Counts this rank's traffic.
-        launching: Makes a context in which moves are launched.
+        launching: Returns a context in which collectives are launched.
 
     Attributes:
         group: The process group.
-        is_nccl: Whether nccl carries it, which moves CUDA tensors only.
+        is_nccl: Whether its backend is nccl, which takes CUDA tensors only.
     """
 
     def __init__(
@@ -84,10 +74,11 @@ class TorchCommunicator(Communicator):
         self._launching = launching
         self._last_tag = _EXCHANGE
         self.is_nccl = self._is_nccl()
-        self._has_met = False
+        self._is_connected = False
         self._spares = Spares()
-        # a link that carries messages from and to several other nodes at once takes up to a half longer for all of them
-        self._turns = None if tier != "inter" or self.size == 2 or self.is_nccl else Turns()
+        # messages to several nodes at once take up to a half longer in all
+        in_order = tier == "inter" and self.size > 2 and not self.is_nccl
+        self._thread = JobThread("hiercomm-exchanges") if in_order else None
 
     def _is_nccl(self) -> bool:
         # "cpu:gloo,cuda:nccl" has one for each kind of device
@@ -96,70 +87,56 @@ class TorchCommunicator(Communicator):
     def all_gather_object(self, value: Any) -> list[Any]:
         try:
             if not self.is_nccl and dist.get_backend(self.group) == "gloo":
-                return [pickle.loads(each) for each in self._gather_words(pickle.dumps(value))]
+                return self._gather_over_tree(value)
             values: list[Any] = [None] * self.size
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise self.failure(error) from error
         return values
 
-    def _gather_words(self, own: bytes) -> list[bytes]:
-        """What every member says, up a tree to the first one and down again: twice as many messages as members.
+    def _gather_over_tree(self, own: Any) -> list[Any]:
+        """Gather objects up a binomial tree to the first member, and send them down again.
 
-        (By itself torch lets the sizes, and then the objects, go round a ring: twice the square of the members.)
-        Member ``i`` hears from ``i + 1``, ``i + 2``, ``i + 4``..., up to its lowest set bit, and tells ``i`` less that
-        bit what they all said: gloo's broadcast goes the same way, so a group that connects when needed needs no more.
+        Member ``i`` receives from ``i + 1``, ``i + 2``, ``i + 4``..., up to its lowest set bit, and sends to ``i`` less
+        that bit. These are ``2 (n - 1)`` objects in all; torch's own gather passes ``n (n - 1)`` round a ring. gloo's
+        broadcast uses the same pairs, so a group that connects when needed opens no more sockets.
         """
-        said = [own]
+        gathered = [own]
         step = 1
         while step < self.size and not self.rank & step:
             if self.rank + step < self.size:
-                said += self._hear(self.rank + step, min(step, self.size - self.rank - step))
+                gathered += self._receive_object(self.rank + step)
             step *= 2
         if self.rank:
-            self._say(said, self.rank - step)
-            said = self._hear(self.rank - step, self.size)
+            self._send_object(gathered, self.rank - step)
+            gathered = self._receive_object(self.rank - step)
         while step > 1:
             step //= 2
             if self.rank + step < self.size:
-                self._say(said, self.rank + step)
-        return said
+                self._send_object(gathered, self.rank + step)
+        return gathered
 
-    def _say(self, words: list[bytes], peer: int) -> None:
-        """Tell another member something, in one message if it is short."""
-        message = pickle.dumps(words)
-        whole = torch.frombuffer(bytearray(len(message).to_bytes(8, "little") + message), dtype=torch.uint8)
-        first = torch.zeros(_room(len(words)), dtype=torch.uint8)
-        begun, rest = whole[: len(first)], whole[len(first) :]
-        first[: len(begun)] = begun
-        for part in (first, rest) if len(rest) else (first,):
-            dist.send(part, self.ranks[peer], self.group, _WORDS)
+    def _send_object(self, value: Any, peer: int) -> None:
+        dist.send_object_list([value], self.ranks[peer], self.group)
 
-    def _hear(self, peer: int, members: int) -> list[bytes]:
-        """What another member tells of so many."""
-        first = torch.empty(_room(members), dtype=torch.uint8)
-        dist.recv(first, self.ranks[peer], self.group, _WORDS)
-        size, begun = int.from_bytes(bytes(first[:8].tolist()), "little"), first[8:]
-        rest = torch.empty(max(0, size - len(begun)), dtype=torch.uint8)
-        if len(rest):
-            dist.recv(rest, self.ranks[peer], self.group, _WORDS)
-        words: list[bytes] = pickle.loads((begun.numpy().tobytes() + rest.numpy().tobytes())[:size])
-        return words
+    def _receive_object(self, peer: int) -> Any:
+        received = [None]
+        dist.recv_object_list(received, self.ranks[peer], self.group)
+        return received[0]
 
-    def greet_neighbours(self) -> None:
-        """Send the next member of the ring a word, and hear one from the last: who is out of reach shows now."""
-        ends = [(move, (self.rank + way) % self.size) for move, way in ((dist.irecv, -1), (dist.isend, 1))]
-        words = [dist.P2POp(move, torch.zeros(1), self.ranks[peer], self.group, _WORDS) for move, peer in ends]
-        for work in dist.batch_isend_irecv(words):
+    def connect_neighbors(self) -> None:
+        """Send a message around the ring, so that an unreachable member raises an error now."""
+        ends = [(dist.irecv, (self.rank - 1) % self.size), (dist.isend, (self.rank + 1) % self.size)]
+        messages = [dist.P2POp(start, torch.zeros(1), self.ranks[peer], self.group) for start, peer in ends]
+        for work in dist.batch_isend_irecv(messages):
             work.wait()
 
     def expect_exchanges(self) -> None:
-        # "if this API is the first collective call in the group, all ranks of the group must participate in this API
-        # call; otherwise, the behavior is undefined", of nccl's messages
+        # nccl: "if this API is the first collective call in the group, all ranks of the group must participate"
         # (https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.batch_isend_irecv)
-        if self.is_nccl and not self._has_met:
+        if self.is_nccl and not self._is_connected:
             self.barrier()
-            self._has_met = True
+            self._is_connected = True
 
     def close(self) -> None:
         if self.group is not None and dist.is_initialized():
@@ -177,10 +154,10 @@ class TorchCommunicator(Communicator):
         return [dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=True)]
 
     def _all_reduce_directly(self, tensor: Tensor, op: Reduction, in_one_round: bool) -> Handle:
-        """All-reduce by messages between all pairs: in two rounds as many bytes as gloo's ring, in one round more.
+        """All-reduce by messages between all pairs.
 
-        gloo does two all-reduces at a time, on threads that share the cores with training: the link waits for them.
-        In the first of two rounds everyone gets everyone's values for its own part, in the second their sums.
+        gloo runs two all-reduces at a time, on threads that share the cores with training, so the link idles. Two
+        rounds (reduce-scatter, all-gather) send as many bytes as gloo's ring, one round sends more.
         """
         parts = [tensor] * self.size if in_one_round else tensor.tensor_split(self.size)
         own = parts[self.rank]
@@ -199,19 +176,18 @@ class TorchCommunicator(Communicator):
 
         second_round = None
         if not in_one_round:
-            self._last_tag += 1  # a tag of its own: what is launched between the rounds must not mix with them
+            self._last_tag += 1  # collectives that are launched between the rounds must not mix with them
             second_round = partial(self._swap, [own] * self.size, parts, tag=self._last_tag)
         return self._launch(partial(self._swap, parts, received), [tensor, others], combine, second_round)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         if self.is_nccl:
-            if tensor.is_complex():  # of torch's moves this one alone does not look at the real numbers by itself
+            if tensor.is_complex():  # the only collective of torch that does not convert complex tensors itself
                 output, tensor = (torch.view_as_real(each).flatten() for each in (output, tensor))
             return self._launch(
                 lambda: [dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True)], [output, tensor]
             )
-        # gloo's own reduce-scatter is an all-reduce inside: it moves twice the bytes. Everyone sends everyone its
-        # part and adds up what arrives.
+        # gloo's own reduce-scatter is an all-reduce, with twice the bytes
         parts = tensor.chunk(self.size)
         if self.size == 2 and not streams.has(tensor.device):
             theirs = self._spares.take(output.numel(), output.dtype, output.device)
@@ -229,7 +205,7 @@ class TorchCommunicator(Communicator):
             start = partial(self._swap, parts, arrived.chunk(self.size))
 
         def sum_up() -> None:
-            streams.keep_here(arrived)  # made on the stream that launched
+            streams.keep_here(arrived)  # allocated on the launching stream
             torch.sum(arrived.view(self.size, -1), dim=0, dtype=output.dtype, out=output)
 
         return self._launch(start, [output, tensor, arrived], finish=sum_up)
@@ -242,11 +218,11 @@ class TorchCommunicator(Communicator):
             parts[self.rank].copy_(tensor)
         return self._launch(partial(self._swap, [tensor] * self.size, parts), [output, tensor])
 
-    def _works(self, move: Callable[..., dist.Work | None], *tensors: Tensor) -> Sequence[dist.Work | None]:
-        return [move(*tensors, group=self.group, async_op=True)]
+    def _works(self, collective: Callable[..., dist.Work | None], *tensors: Tensor) -> Sequence[dist.Work | None]:
+        return [collective(*tensors, group=self.group, async_op=True)]
 
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> Sequence[dist.Work | None]:
-        """Send ``sent[i]`` to rank ``i`` and take ``received[i]`` from it, for all others."""
+        """Send ``sent[i]`` to every other rank ``i``, and receive ``received[i]`` from it."""
         targets = [(self.rank + offset) % self.size for offset in range(1, self.size)]
         sources = [(self.rank - offset) % self.size for offset in range(1, self.size)]
         return self._post([(sent[peer], peer) for peer in targets], [(received[peer], peer) for peer in sources], tag)
@@ -254,12 +230,12 @@ class TorchCommunicator(Communicator):
     def _post(
         self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[dist.Work | None]:
-        """Launch messages, in pieces (see ``_PIECE``): gloo's own all-to-all and all-gather take a quarter longer."""
+        """Launch point-to-point messages; gloo's own all-to-all and all-gather take a quarter longer."""
         operations = [
-            dist.P2POp(move, piece, self.ranks[peer], self.group, tag)
-            for move, messages in ((dist.irecv, receive), (dist.isend, send))
-            for tensor, peer in messages
-            for piece in pieces(tensor)
+            dist.P2POp(start, message, self.ranks[peer], self.group, tag)
+            for start, tensors in ((dist.irecv, receive), (dist.isend, send))
+            for tensor, peer in tensors
+            for message in messages_of(tensor)
         ]
         works: Sequence[dist.Work | None] = dist.batch_isend_irecv(operations)
         return works
@@ -276,16 +252,16 @@ class TorchCommunicator(Communicator):
         if streams.has(device) and not self.is_nccl:
             return self._exchange_on_host(send, receive)
         launch = partial(self._launch, partial(self._post, send, receive, _EXCHANGE), tensors)
-        if self._turns is None or streams.has(device):
+        if self._thread is None or streams.has(device):
             return launch()
-        return Timed(self._turns.take(lambda: launch().wait()), self.meter, self.tier, device)
+        return Timed(self._thread.submit(lambda: launch().wait()), self.meter, self.tier, device)
 
     def _exchange_on_host(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
-        """Without the address of a GPU's memory: gloo would hand it to a socket, and the host would read there.
+        """Exchange host copies of CUDA tensors, because gloo's send and recv take CPU tensors only.
 
-        ("GPU" in the table of https://docs.pytorch.org/docs/stable/distributed.html#backends has no send and no recv
-        for gloo; its collectives copy by themselves.) The host waits for the copies here:
-        :class:`~lightning_hiercomm.comm.staged.StagedCommunicator` spares it that.
+        (See the table of https://docs.pytorch.org/docs/stable/distributed.html#backends; its collectives copy by
+        themselves.) The host waits for the copies, unlike in
+        :class:`~lightning_hiercomm.comm.staged.StagedCommunicator`.
         """
         sent = [(streams.to_host(tensor), peer) for tensor, peer in send]
         received = [(streams.host_memory(buffer), peer) for buffer, peer in receive]
@@ -313,6 +289,7 @@ class TorchCommunicator(Communicator):
             raise self.failure(error) from error
 
     def failure(self, error: RuntimeError) -> CommunicationError:
+        """Return the error of a lost group."""
         some = f"{list(self.ranks[:8])}{f' and {self.size - 8} more' if self.size > 8 else ''}"
         return CommunicationError(f"rank {self.ranks[self.rank]} lost its {self.tier} group (ranks {some}): {error}")
 
@@ -328,9 +305,8 @@ class _TorchHandle(Handle):
     ) -> None:
         self._communicator = communicator
         self._works = works
-        # keeps the memory alive that the backend reads and writes. (torch keeps it for nccl until wait(), too, and no
-        # longer calls record_stream: https://github.com/pytorch/pytorch/pull/148590. So what another stream has made
-        # than the one that waits must be kept for that one by whoever launches: streams.keep_here.)
+        # keeps the memory alive until wait(). torch no longer calls record_stream
+        # (https://github.com/pytorch/pytorch/pull/148590), so callers call streams.keep_here if another stream waits
         self._tensors = tensors
         self._finish = finish
         self._second_round = second_round
@@ -340,9 +316,9 @@ class _TorchHandle(Handle):
             return
         communicator = self._communicator
         try:
-            # nccl leaves the waiting to the stream: for it wait() is cudaStreamWaitEvent, and the host goes on
-            # ("wait()" in https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations);
-            # with gloo the host waits, and training as long as its stream has nothing to do
+            # with nccl only the stream waits
+            # (https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations);
+            # with gloo the host waits, and training too if its stream has no work
             with communicator.meter.waiting(communicator.tier, self._tensors[0].device):
                 for work in self._works:
                     work.wait()
@@ -359,8 +335,8 @@ class _TorchHandle(Handle):
         self._tensors, self._works = (), []
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        # gloo's futures know nothing of the stream that copies a result back to the GPU in releases of torch before
-        # https://github.com/pytorch/pytorch/pull/170812, and DDP would read the bucket too early: wait() orders it
+        # before https://github.com/pytorch/pytorch/pull/170812, gloo's futures do not wait for the stream that copies
+        # results back to the GPU, so DDP would read the bucket too early
         by_way_of_host = streams.has(value.device) and not self._communicator.is_nccl
         if by_way_of_host or self._finish is not None or len(self._works) != 1:
             return super().future(value)
@@ -373,19 +349,14 @@ class _TorchHandle(Handle):
         return all(work.is_completed() for work in self._works)
 
 
-def _room(members: int) -> int:
-    """Bytes of the first message with what so many say."""
-    return 64 + _SHORT * members
-
-
-def pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """The messages that carry a tensor, 1-D views of it."""
-    views: Sequence[Tensor] = tensor.view(-1).split(_PIECE)
+def messages_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Split a tensor into 1-D views, each sent as one message."""
+    views: Sequence[Tensor] = tensor.view(-1).split(_MESSAGE_NUMEL)
     return views
 
 
 def _in_order(ranks: Sequence[int]) -> dict[str, Any]:
-    """Make ``new_group`` keep the order of ``ranks``; by itself it sorts them, and parts would land elsewhere."""
+    """Return arguments that let ``new_group`` keep the order of ``ranks``, which it sorts by default."""
     if list(ranks) == sorted(ranks):
         return {}
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -402,15 +373,15 @@ def connect_torch(
     launching: Callable[[], AbstractContextManager[None]] = nullcontext,
     backend: str | None = None,
 ) -> Connect:
-    """The :data:`~lightning_hiercomm.comm.base.Connect` over the initialised default process group.
+    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over the initialized default process group.
 
-    That group itself is the ``world``: another one would be a full mesh of sockets, on gloo, which says nothing that
-    this one cannot. Moves over it belong to the training thread, as those of Lightning and of the user do.
+    The ``world`` is the default group itself, because another one costs a full mesh of sockets on gloo. Only the
+    training thread may use it, as Lightning and the user do.
 
     Args:
         meter: Counts the traffic.
         timeout: Of the process groups.
-        launching: Makes a context in which moves between nodes are launched.
+        launching: Returns a context in which collectives between nodes are launched.
         backend: Of the process groups. Default: that of the default one.
     """
 
@@ -426,7 +397,7 @@ def connect_torch(
             return None
         communicator = TorchCommunicator(group, own, rank, tier, meter, launching if tier == "inter" else nullcontext)
         if is_lazy and "gloo" in dist.get_backend_config(group):
-            communicator.greet_neighbours()
+            communicator.connect_neighbors()
         return communicator
 
     return connect
@@ -435,28 +406,21 @@ def connect_torch(
 def _own_group(
     groups: Sequence[Sequence[int]], own: Sequence[int] | None, timeout: timedelta | None, backend: str | None
 ) -> dist.ProcessGroup | None:
-    """Make the process group that this rank is in, and none of those that it is not in.
+    """Create the process group of this rank only, not those of other ranks.
 
-    Every rank calls ``new_group`` once, at the same place of the same program; a rank in no group, for one of its own
-    that it gives back at once. Three things depend on it:
+    Every rank calls ``new_group`` once; a rank in no group creates one of its own and destroys it. Reasons:
 
-    - Names. A group's name comes from its ranks and from how many groups its members have made; members who counted
-      differently would wait for each other in the store for ever. (Before torch 2.14 they counted the groups that they
-      are *in*, pytorch/pytorch#189073: there all ranks make all groups.)
-    - ``ncclCommSplit``. If the default group has a ``device_id``, which Lightning gives it, torch connects a new group
-      at once, used or not (eager_connect_single_device in its distributed_c10d.py), by splitting the default group's
-      communicator, and "all ranks in the communicator must call" that
-      (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclcommsplit). Where all ranks make all
-      groups it is one split of the whole world per group; here it is a single one, with as many colours. A rank splits
-      it without a colour, too, for each group that it makes and is not in, also of gloo, which lets nobody in it split:
-      so every rank is in one group, those in none in one of their own.
-    - The order of launches. Two communicators of nccl on one device must be used in an order that is the same on all
-      ranks, for each holds the device until its peers are there, too
-      (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html, "Using multiple NCCL
-      communicators concurrently"). So no group is made when it is first needed, which may be in a background thread on
-      one rank and not yet on another: a topology's are made in its constructor, a duplicate's when a scheme begins. The
-      one group that a topology and its duplicate share, the world's, is used by the training thread only, in the order
-      of the program; what a background stream launches has a duplicate's own groups.
+    - Names. A group's name comes from its ranks and from the number of groups that its members have created. Members
+      with different counts would wait for each other forever. Before torch 2.14 they counted the groups that they are
+      in (pytorch/pytorch#189073), so there all ranks create all groups.
+    - ``ncclCommSplit``. Lightning gives the default group a ``device_id``, so torch connects each new group at once by
+      splitting the default group's communicator (``eager_connect_single_device``), and "all ranks in the communicator
+      must call" that (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/comms.html#ncclcommsplit). If all
+      ranks create all groups, there is one split of the world per group; otherwise a single one for all.
+    - The order of launches. All ranks must use nccl communicators of one device in one order, because each holds the
+      device until its peers arrive ("Using multiple NCCL communicators concurrently",
+      https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/communicators.html). So groups are not created on
+      first use, which may be in a background thread, but with a topology or its duplicate.
     """
     wanted, how = [own or [dist.get_rank()]], dict[str, Any](use_local_synchronization=True)
     if not group_names_agree() or dist.get_backend() == "mpi":
@@ -474,22 +438,22 @@ def _own_group(
 
 
 def is_of_communicator(group: dist.ProcessGroup) -> bool:
-    """Whether a process group was made for a communicator; the default group was not."""
+    """Whether a process group was created for a communicator; the default group was not."""
     return group in _groups
 
 
 def group_names_agree() -> bool:
-    """Whether members of a group give it one name, even if they have been in unequal numbers of groups before."""
+    """Whether members name a group alike, even if they were in unequal numbers of groups before."""
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     return (major, minor) >= (2, 14)
 
 
 @contextmanager
 def without_splitting_gloo() -> Iterator[None]:
-    """Let torch not split the default group's communicator where that is gloo's, which has none to split.
+    """Keep torch from splitting the default group's communicator with a gloo backend, which has none.
 
-    With a device, which Lightning gives to the default group of every backend, torch does so for groups of a mesh, and
-    for one that this rank is not in, and ends in a TypeError or an AttributeError (seen in torch 2.11 and 2.14).
+    If the default group has a device, as with Lightning, torch tries to split it for groups of a mesh, and for groups
+    without this rank. It raises a TypeError or an AttributeError (torch 2.11 and 2.14).
     """
     default = dist.distributed_c10d._get_default_group()
     device = default.bound_device_id
@@ -505,14 +469,12 @@ def without_splitting_gloo() -> Iterator[None]:
 
 @contextmanager
 def connecting_when_needed() -> Iterator[None]:
-    """Let gloo connect two members of a group when they first have something to say to each other, and not all at once.
+    """Let gloo connect two members of a new group with their first message, instead of all pairs at once.
 
-    In a large group most never have: its collectives are rings and trees. A new group then costs each member one word
-    in the store and no socket; in a full mesh, one socket and two words per other member. In a small group everyone
-    talks to everyone (see ``_MOST_DIRECT_PEERS``), and a full mesh shows from the beginning who is out of reach.
+    A full mesh costs one socket and two store entries per pair, which collectives of large groups (rings and trees) do
+    not need. Small groups need it (see ``_MOST_DIRECT_PEERS``), and it reports unreachable members at once.
 
-    gloo reads this variable whenever a group is made (torch 2.8 and newer; before, groups are full meshes). Whoever has
-    set it himself gets what it says.
+    gloo reads the variable when a group is created (torch 2.8 and newer). A value set by the user is kept.
     """
     if "TORCH_GLOO_LAZY_INIT" in os.environ:
         yield
@@ -526,10 +488,9 @@ def connecting_when_needed() -> Iterator[None]:
 
 @contextmanager
 def unprofiled() -> Iterator[None]:
-    """Keep torch's profiler from recording what this thread does.
+    """Keep torch's profiler from recording this thread.
 
-    A move that is launched while the profiler records, and ends in parallel with training when it has stopped, would
-    write to a record that is gone: a segmentation fault.
+    An asynchronous collective that ends after the profiler has stopped would write to freed memory and crash.
     """
     if not torch.autograd.profiler._is_profiler_enabled:  # the process's; not all modes show in the thread's own flag
         yield

@@ -1,4 +1,4 @@
-"""Weighted means of numbers that travel as they are, are added in a wider type, and are rounded once."""
+"""Weighted sums of unencoded values, added in a wider type and rounded once."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lightning_hiercomm.comm.codec import arithmetic_dtype
 
 
 def is_short(dtype: torch.dtype) -> bool:
-    """Whether sums of numbers of this type are to be made in a wider one: a third of 1.5 is none in bfloat16."""
+    """Whether sums of this type are calculated in a wider one (float16, bfloat16)."""
     return dtype.is_floating_point and arithmetic_dtype(dtype) != dtype
 
 
 @torch.no_grad()
 def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[float]) -> Callable[[], None]:
-    """Let every member sum a part of everyone's numbers: a reduce-scatter, and as many bytes.
+    """Start a weighted reduce-scatter.
 
     Args:
         group: The members.
-        parts: By member, what of this rank's numbers that member sums: 1-D, contiguous, of one length wherever it comes
-            from, and of any number of elements, so also of none. They belong to the sum until it is completed.
-        weights: By member.
+        parts: This rank's values that each member sums: 1-D, contiguous, of equal length on all ranks for one member,
+            possibly empty. Do not use them before completion.
+        weights: Of the members.
 
     Returns:
-        A function that waits, and leaves ``sum_m weights[m] x_m``, summed in member order in float32 (of more than 16
-        bits in float64) and then rounded, in this rank's own part.
+        A function that waits, and writes ``sum_m weights[m] x_m`` to this rank's own part. The sum is calculated in
+        member order, in float32 (float64 for types of more than 16 bits), and then rounded.
     """
     own = parts[group.rank]
     peers = [member for member in range(group.size) if member != group.rank]
@@ -41,10 +41,10 @@ def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[f
     @torch.no_grad()
     def complete() -> None:
         arrived.wait()
-        streams.keep_here(*received.values())  # made on the stream that launched
+        streams.keep_here(*received.values())  # allocated on the launching stream
         first, *others = (own if member == group.rank else received[member] for member in range(group.size))
         wider = arithmetic_dtype(own.dtype) if is_short(own.dtype) else torch.promote_types(own.dtype, torch.float64)
-        total = first.to(wider).mul_(weights[0])  # not zero plus that: -0.0 stays what it is
+        total = first.to(wider).mul_(weights[0])  # 0.0 + x would change -0.0
         for values, weight in zip(others, weights[1:], strict=True):
             total.add_(values, alpha=weight)
         own.copy_(total)
@@ -53,18 +53,16 @@ def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[f
 
 
 class WideSum:
-    """Weighted sums over a group, on every member.
+    """Weighted all-reduce in a wider type.
 
-    An all-reduce of weighted numbers would round them when they are weighted and at every addition, so that not even
-    the mean of equal ones is what they are. Here every member gets a chunk of everyone's numbers, sums it in a wider
-    type, rounds the sum once, and gives it to all: ``2 (M - 1) / M`` of the numbers' bytes, as in an all-reduce.
-
-    Two members send each other all they have: as many bytes in one round.
+    An all-reduce of weighted values rounds them before and at every addition, so even the mean of equal values differs
+    from them. Here every member sums a chunk in a wider type, rounds it once, and sends it to all: ``2 (M - 1) / M`` of
+    the bytes, as in an all-reduce. Two members send each other everything: as many bytes, in one round.
 
     Args:
-        first: Carries the chunks. The members, in group order.
-        second: Carries the sums; a communicator of its own if sums are completed on another thread (or, on CUDA,
-            stream) than launched.
+        first: The group, for the chunks.
+        second: The same members, for the sums; a duplicate if sums are completed on another thread or stream than
+            launched.
     """
 
     def __init__(self, first: Communicator, second: Communicator) -> None:
@@ -73,15 +71,14 @@ class WideSum:
 
     @torch.no_grad()
     def launch(self, part: Tensor, weights: Sequence[float]) -> Callable[[], None]:
-        """Send a part on its way. All members launch their parts, and complete them, in the same order.
+        """Start to sum a tensor. All members launch, and complete, their sums in the same order.
 
         Args:
-            part: 1-D and contiguous; as long, and of the same type, on every member. It belongs to the sum until that
-                is completed.
-            weights: By member.
+            part: 1-D and contiguous, of the same length and type on every member. Do not use it before completion.
+            weights: Of the members.
 
         Returns:
-            A function that waits, and leaves the sum in ``part``.
+            A function that waits, and writes the sum to ``part``.
         """
         members = self._first.size
         if members <= 2:

@@ -1,4 +1,4 @@
-"""What a tensor looks like on the wire between nodes, and whether it is the tensor or its difference that travels."""
+"""The form of parameters between nodes: the codec, and whether values or differences are encoded."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from lightning_hiercomm.comm.codec import AsIs, Cast, Codec, codec_named
 
 @dataclass(frozen=True, init=False)
 class Wire:
-    """The form of inter-node traffic.
+    """The encoding of traffic between nodes.
 
-    Parameters must not simply be encoded: an update below half a unit in the last place is then lost (in bfloat16,
-    1.0 - 0.001 is 1.0). So by default what travels is the *difference* from the last synchronized parameters, which
-    both ends know exactly.
+    Encoded parameters would lose updates below half a unit in the last place (in bfloat16, 1.0 - 0.001 is 1.0). By
+    default nodes therefore send the difference from the last synchronized parameters, which all nodes store.
 
     Args:
-        codec: What is made of a tensor, or a floating type to cast it to. None sends tensors as they are.
-        raw: Encode the parameters themselves. Cheaper in memory (no copy of the last synchronized values), but small
-            updates stall; for reproducing papers that do so.
+        codec: The codec, or a floating type to cast to. None sends tensors unencoded.
+        raw: Encode the parameters themselves, to reproduce papers that do so. Saves the memory of the last
+            synchronized parameters, but small updates are lost.
     """
 
     codec: Codec
@@ -33,7 +32,7 @@ class Wire:
 
     @classmethod
     def named(cls, name: str | torch.dtype | None, raw: bool = False) -> Wire:
-        """Make a wire from a name (see :func:`~lightning_hiercomm.comm.codec.codec_named`), a torch dtype, or None.
+        """Return the wire of a name (see :func:`~lightning_hiercomm.comm.codec.codec_named`), a torch dtype, or None.
 
         Raises:
             ValueError: For any other name.
@@ -42,9 +41,9 @@ class Wire:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether anything at all travels in another form."""
+        """Whether tensors of any type are encoded."""
         return not isinstance(self.codec, AsIs)
 
     def compresses(self, dtype: torch.dtype) -> bool:
-        """Whether a tensor of ``dtype`` travels in another, narrower form."""
+        """Whether tensors of ``dtype`` are encoded in fewer bytes."""
         return self.codec.narrows(dtype)

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Reduction
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
-from lightning_hiercomm.comm.torch import REDUCE_OPS, TorchCommunicator, pieces
+from lightning_hiercomm.comm.torch import REDUCE_OPS, TorchCommunicator, messages_of
 from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.signature import Signer
 
@@ -149,8 +149,8 @@ class _GlooGroup(TorchCommunicator):
     ) -> Sequence[dist.Work | None]:
         group = self._required
         return [
-            *(group.recv([piece], peer, tag) for tensor, peer in receive for piece in pieces(tensor)),
-            *(group.send([piece], peer, tag) for tensor, peer in send for piece in pieces(tensor)),
+            *(group.recv([piece], peer, tag) for tensor, peer in receive for piece in messages_of(tensor)),
+            *(group.send([piece], peer, tag) for tensor, peer in send for piece in messages_of(tensor)),
         ]
 
     @property

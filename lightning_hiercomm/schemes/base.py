@@ -362,8 +362,8 @@ class RunningScheme(Generic[S]):
         Args:
             waits_for_nodes: Whether its jobs wait for collectives between nodes.
         """
-        puts_off = waits_for_nodes and self.topology.waits_on_host
-        background = Background(self.replica.device, self.topology.meter, puts_off=puts_off)
+        defers = waits_for_nodes and self.topology.waits_on_host
+        background = Background(self.replica.device, self.topology.meter, defers=defers)
         self.backgrounds.append(background)
         return background
 

@@ -146,7 +146,7 @@ class WorldMean(GradientPath):
         self.residuals = None if wire.codec.adds else Residuals(self._sum, parameters, device)
         self._chunk_bytes = chunk_bytes
         self._outbound = Background(device, topology.meter, "inter")
-        self._inbound = Background(device, topology.meter, "inter", puts_off=topology.waits_on_host)
+        self._inbound = Background(device, topology.meter, "inter", defers=topology.waits_on_host)
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
         shards = self._topology.num_shards

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_streams import FakeEvent
 
-from lightning_hiercomm.comm.background import Background, Turns
+from lightning_hiercomm.comm.background import Background, JobThread
 from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -90,10 +90,10 @@ def test_only_waiting_for_a_job_is_exposed_not_the_job(background, meter):
 
 
 @pytest.mark.parametrize("by", ["wait", "future"])
-@pytest.mark.parametrize("puts_off", [False, True])
-def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, fake_device, puts_off, by):
-    """As a move over gloo does, which is waited for where it is submitted, or where a job that is put off is due."""
-    background = Background(CPU, meter, puts_off=puts_off)
+@pytest.mark.parametrize("defers", [False, True])
+def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, fake_device, defers, by):
+    """As a move over gloo does, which is waited for where it is submitted, or where a deferred job is due."""
+    background = Background(CPU, meter, defers=defers)
     waits: list[float] = []
     meter.add_wait = lambda tier, start, end: waits.append(end.made_at - start.made_at)
 
@@ -106,14 +106,14 @@ def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, fake_devi
     assert len([seconds for seconds in waits if seconds >= 0.05]) == 1
 
 
-def test_what_a_turn_waits_for_is_not_exposed(meter):
-    turns = Turns()
+def test_waits_of_a_job_thread_are_not_exposed(meter):
+    thread = JobThread("jobs")
 
-    def move() -> None:
+    def job() -> None:
         with meter.waiting("inter", CPU):
             time.sleep(0.01)
 
-    turns.take(move).wait()
+    thread.submit(job).wait()
     assert meter.seconds == {}
 
 
@@ -164,8 +164,8 @@ def test_a_future_of_an_interrupted_job_has_not_succeeded(background):
             future.wait()
 
 
-@pytest.mark.parametrize("puts_off", [False, True])
-def test_a_future_on_a_gpu_completes_in_the_stream_of_its_job(meter, puts_off, fake_device, monkeypatch):
+@pytest.mark.parametrize("defers", [False, True])
+def test_a_future_on_a_gpu_completes_in_the_stream_of_its_job(meter, defers, fake_device, monkeypatch):
     completed: list[object] = []
 
     def noted(value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:  # torch's records the streams of now
@@ -174,7 +174,7 @@ def test_a_future_on_a_gpu_completes_in_the_stream_of_its_job(meter, puts_off, f
 
     monkeypatch.setattr("lightning_hiercomm.comm.background.completed_future", noted)
     with fake_device.watching():
-        background, value = Background(CPU, meter, puts_off=puts_off), torch.zeros(1)
+        background, value = Background(CPU, meter, defers=defers), torch.zeros(1)
         background.uses(value)
         training = fake_device.current()
         job = background.submit(lambda: value.fill_(3))
@@ -189,7 +189,7 @@ def test_an_error_of_a_deferred_job_reaches_only_its_waiters(meter, fake_device)
         raise CommunicationError("lost")
 
     with fake_device.watching():
-        background, value = Background(CPU, meter, puts_off=True), torch.zeros(1)
+        background, value = Background(CPU, meter, defers=True), torch.zeros(1)
         failing, after = background.submit(fail), background.submit(lambda: value.fill_(3))
         after.wait()
         assert value.item() == 3
@@ -204,16 +204,16 @@ def test_interrupting_a_deferred_job_interrupts_later_waiters(meter, fake_device
         raise KeyboardInterrupt
 
     with fake_device.watching():
-        background = Background(CPU, meter, puts_off=True)
+        background = Background(CPU, meter, defers=True)
         background.submit(interrupted)
         with pytest.raises(KeyboardInterrupt):
             background.submit(lambda: None).wait()
 
 
-def test_all_ranks_say_alike_whether_a_job_that_was_put_off_is_done(meter, fake_device, monkeypatch):
+def test_a_deferred_job_is_done_on_all_ranks_alike(meter, fake_device, monkeypatch):
     """What a device has done differs, and who launches the next moves by it does so in another order than others."""
     with fake_device.watching():
-        background = Background(CPU, meter, puts_off=True)
+        background = Background(CPU, meter, defers=True)
         job, last = background.submit(lambda: None), background.submit(lambda: None)
         assert not job.is_done()
         last.wait()

@@ -616,7 +616,7 @@ def drop_handle(rank):
     where = "drop_handle" if rank.device is None else "<lambda>"  # of what stands between this and the device
     for _ in range(20):
         group.all_reduce(torch.ones(1000))  # nobody keeps the tensor or the handle
-        with pytest.raises(CommunicationError, match=rf"did not wait for inter\.all_reduce.*, in {where}: a move"):
+        with pytest.raises(CommunicationError, match=rf"did not wait for inter\.all_reduce.*, in {where}: its result"):
             group.broadcast(torch.ones(1), 0)
     check = torch.ones(1)
     group.all_reduce(check).wait()
@@ -665,7 +665,7 @@ def count_waits(rank):
     handle = group.all_reduce(torch.zeros(1000))
 
     def wait_beside_training():
-        with rank.meter.beside_training():
+        with rank.meter.overlapped():
             handle.wait()
 
     thread = threading.Thread(target=wait_beside_training)

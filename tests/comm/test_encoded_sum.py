@@ -415,9 +415,9 @@ def test_a_restored_feedback_goes_on_bit_by_bit(members):
 def test_a_feedback_of_another_part_is_refused():
     def work(rank, encoded_sum, meter):
         state = encoded_sum.feedback(torch.empty(12, device=harness.place.device)).state_dict()
-        with pytest.raises(ValueError, match="saved sender's feedback has 12 elements, this one 1:"):
+        with pytest.raises(ValueError, match="saved sender feedback has 12 elements, and this run's 1:"):
             encoded_sum.feedback(torch.empty(1, device=harness.place.device)).load_state_dict(state)
-        with pytest.raises(ValueError, match="saved reducer's feedback has 1 elements, this one 4:"):
+        with pytest.raises(ValueError, match="saved reducer feedback has 1 elements, and this run's 4:"):
             encoded_sum.feedback(torch.empty(12, device=harness.place.device)).load_state_dict(
                 {**state, "reducer": torch.zeros(1)}
             )

@@ -48,7 +48,7 @@ def test_waits_of_autograd_threads_count_and_overlapped_ones_do_not():
         with meter.waiting("inter", CPU):
             pass
 
-    with meter.beside_training():
+    with meter.overlapped():
         wait()
         assert meter.seconds == {}
         thread = threading.Thread(target=wait)  # on a GPU, of a backward pass with hooks

@@ -66,8 +66,8 @@ def lose_a_member(rank):
     group = rank.group(twin="lost")
     group.barrier()
     if rank.rank == 3:
-        for line in group.lines:  # as the kernel does when a process dies
-            line.close()
+        for each in group.sockets:  # as the kernel does when a process dies
+            each.close()
         return
     started = time.monotonic()
     handles = [group.all_reduce(torch.zeros(10)) for _ in range(2)]
@@ -115,10 +115,10 @@ def test_only_groups_whose_members_can_share_memory_do(world):
 def leave_nothing_behind(rank):
     group = rank.connect(PAIRS, "intra")
     group.all_reduce(torch.zeros(3)).wait()
-    lines = group.lines
+    sockets = group.sockets
     assert not [name for name in os.listdir("/dev/shm") if "hiercomm" in name]
     group.close()
-    assert all(line.fileno() == -1 for line in lines)
+    assert all(each.fileno() == -1 for each in sockets)
     with open("/proc/self/maps") as maps:
         return sum("hiercomm" in line for line in maps)
 

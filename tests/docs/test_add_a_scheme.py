@@ -231,9 +231,7 @@ def test_collective_without_wait_is_refused_with_its_line(tmp_path):
     (line,) = (n for n, text in enumerate(path.read_text().splitlines(), 1) if "all_reduce" in text)
     forgetful: dict = {"__name__": "forgetful"}
     exec(compile(path.read_text(), path, "exec", dont_inherit=True), forgetful)
-    message = (
-        rf"did not wait for world\.all_reduce\(\.\.\.\) of .*forgetful\.py:{line}, in end_epoch: .*Write \.wait\(\)"
-    )
+    message = rf"did not wait for world\.all_reduce\(\.\.\.\) of .*forgetful\.py:{line}, in end_epoch: .*Add \.wait\(\)"
     with pytest.raises(CommunicationError, match=message):
         on_nodes(lambda rank: epochs(rank, 0, 4), forgetful["AtPlateau"](), targets=(0.0, 8.0))
 

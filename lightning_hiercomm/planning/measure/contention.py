@@ -69,7 +69,7 @@ class Traffic:
                 tensor[0] = float(self._is_over.is_set())
                 in_flight.append((tensor, self._group.all_reduce(tensor, op="max")))
             tensor, handle = in_flight.popleft()
-            with Meter.beside_training():
+            with Meter.overlapped():
                 handle.wait()
             self.count += 1
             self.seconds = time.perf_counter() - began
