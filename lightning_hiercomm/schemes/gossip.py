@@ -43,33 +43,32 @@ class Gossip(Scheme):
     At step t every node (every rank, if not ``hierarchical``) does the following, with z the parameters of the forward
     pass::
 
-        g   := gradient at z, averaged over the node if hierarchical x   := optimizer(x, g) for every segment s of the
-        model, all at once: with d the out-degree of this node in the graph of (t, s), p = 1 / (d + 1): send p x_s, p
-        w_s to d nodes;  x_s, w_s := p x_s, p w_s + received
-        z_s := x_s / w_s
+        g := gradient at z, averaged over the node if hierarchical
+        x := optimizer(x, g)
+        for every segment s, with d the out-degree of this node in the graph of (t, s), and p = 1 / (d + 1):
+            send p x_s, p w_s to d nodes
+            x_s, w_s := p x_s, p w_s + received
+            z_s := x_s / w_s
 
-    The sum of x and that of w over the nodes are conserved (push-sum), so z tends to the mean of all nodes. Where all
-    nodes send and receive equally much (the mixing is doubly stochastic), w stays 1 and z is x: then
-    ``x_s := (x_s + received_s) / 2`` for one peer, Crossover-SGD's Algorithm 1. The weights w follow from the graph,
-    which every rank knows, so they are computed and not sent.
+    The sums of x and of w over the nodes are conserved (push-sum), so z tends to the mean of all nodes. If all nodes
+    send as much as they receive (the mixing is doubly stochastic), w stays 1 and z is x: for one peer
+    ``x_s := (x_s + received_s) / 2``, Crossover-SGD's Algorithm 1. Every rank computes w from the graph.
 
-    A node sends the model once per step to each peer of the graph, with no barrier over all nodes. With hierarchical
-    gossip, local rank ``s mod L`` exchanges segment s and broadcasts the result inside its node, so all links of a node
-    are used.
+    A node sends the model once per step to each peer, without a barrier. With hierarchical gossip, local rank
+    ``s mod L`` exchanges segment s and broadcasts the result inside its node, so all links of a node are used.
 
     - Crossover-SGD: ``Gossip(hierarchical=False)``; hierarchical Crossover-SGD: ``Gossip()``.
     - SGP: ``Gossip("directed_exponential", segments=1, hierarchical=False)``.
     - DP-SGD: ``Gossip("ring", segments=1, hierarchical=False, overlap=True)``.
 
-    Rank weights (of unequal nodes, of heterogeneous batches): node m adds M W_m times its optimizer's update to x. (As
-    initial push-sum weights they would wear off: mixing evens w out, and then all nodes' gradients count the same.)
+    With rank weights (unequal nodes, heterogeneous batches), node m adds M W_m times its optimizer's update to x.
+    (Initial push-sum weights would not do, because mixing equalizes w.)
 
-    With a narrower ``wire_dtype`` the sent values are rounded, and the sender subtracts the rounded values from its
-    own. So the sum is conserved and no update is lost, but nodes only converge to the resolution of the type (0.4 % of
-    a value in bfloat16). ``Wire.raw`` makes no difference here.
+    With a narrower ``wire_dtype``, the sender subtracts the rounded values from its own. So the sum is conserved and no
+    update is lost, but nodes converge only to the resolution of the type (0.4 % of a value in bfloat16). ``Wire.raw``
+    has no effect.
 
-    Float buffers (BatchNorm statistics) are not exchanged; they are averaged when the nodes synchronize for a
-    validation or a checkpoint.
+    Float buffers (BatchNorm statistics) are averaged only for a validation or a checkpoint.
 
     Sources: Yeo et al., "Crossover-SGD: A gossip-based communication in distributed deep learning for alleviating large
     mini-batch problem and enhancing scalability", Algorithms 1 and 2, section 3.3; Assran et al. 2019, "Stochastic
@@ -185,7 +184,7 @@ class RunningGossip(RunningScheme[Gossip]):
         super().__init__(config, context)
         # elastic training waits for every exchange, so the communicators are not used concurrently
         shares_communicators = self.is_alone or self.topology.may_grow
-        self._beside = self.topology if shares_communicators else self.topology.duplicate()
+        self._duplicate = self.topology if shares_communicators else self.topology.duplicate()
         self._background = self._new_background()
         self._segments, self._peers = self._cut(context.replica)
         self.state.weights = self._equal_weights()
@@ -217,8 +216,7 @@ class RunningGossip(RunningScheme[Gossip]):
     def _write_mean(self) -> bool:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
 
-        A pending exchange (``overlap``) moves mass between nodes and leaves the sum as it is, so the mean is that of
-        the nodes' present values; received values are merged when training continues.
+        A pending exchange (``overlap``) does not change the sum, and is merged when training continues.
         """
         self._learn_weights()
         weighted = [
@@ -243,35 +241,32 @@ class RunningGossip(RunningScheme[Gossip]):
         if optimizer_step is None or was_nonfinite:  # a repaired node's gradients are stale
             return
         weights, share = self.own_weights, self._share_of_updates
-        seen = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
+        z = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
         self._scale(weights)
         before = [parameter.detach().clone() for parameter in self.replica.parameters] if share != 1.0 else []
-        optimizer_step(partial(self._as_far_from_z, seen, weights))
+        optimizer_step(partial(self._offset_from_z, z, weights))
         with torch.no_grad():
             for parameter, value in zip(self.replica.parameters, before, strict=False):
                 parameter.lerp_(value, 1.0 - share)
         self._scale([1.0 / weight for weight in weights])
 
     @contextmanager
-    def _as_far_from_z(self, seen: Mapping[int, Tensor], weights: Sequence[float]) -> Iterator[None]:
+    def _offset_from_z(self, z: Mapping[int, Tensor], weights: Sequence[float]) -> Iterator[None]:
         """Offset the parameters from z as an optimizer such as SAM has offset them from x, to evaluate the loss.
 
         Args:
-            seen: z, by segment, where it differs from x.
+            z: By segment, where it differs from x.
             weights: Push-sum weights, by segment.
         """
-        held = {index: self._segments[index].pack() for index in seen}
-        for index, z in seen.items():
-            self._segments[index].unpack(held[index] + z * (1.0 - weights[index]))
+        held = {index: self._segments[index].pack() for index in z}
+        for index, values in z.items():
+            self._segments[index].unpack(held[index] + values * (1.0 - weights[index]))
         yield
         for index, values in held.items():
             self._segments[index].unpack(values)
 
     def _send(self) -> None:
-        """Start to exchange every segment that this rank carries, and allocate memory for received values.
-
-        Segments are sent one by one, so that sending, packing and broadcasting inside the node overlap.
-        """
+        """Start to exchange all segments, one by one, so that packing, sending and broadcasting overlap."""
         if self.state.steps % _VERIFY_EVERY == 0:  # a difference persists, so later checks find it too
             self.guard.verify()
         is_nonfinite = self.guard.check(self._segments)
@@ -291,20 +286,20 @@ class RunningGossip(RunningScheme[Gossip]):
         was_nonfinite = False
         for exchange in self.state.pending.take_all():
             while exchange.buckets:
-                move = exchange.buckets.popleft()
-                move.arrived.wait()
-                self._background.hands_out(move.flat)
-                after = self._peers.weights_after(exchange.started, move.index, self.state.weights[move.index])
-                bucket = self._segments[move.index]
-                before_mixing, after_mixing = self.state.weights[move.index][node], after[node]
+                pending = exchange.buckets.popleft()
+                pending.arrived.wait()
+                self._background.hands_out(pending.flat)
+                weights = self.state.weights[pending.index]
+                after = self._peers.weights_after(exchange.started, pending.index, weights)
+                bucket = self._segments[pending.index]
                 if exchange.verdict.is_nonfinite:
                     bucket.unpack(bucket.empty().zero_())
-                if before_mixing == after_mixing == 1.0:
-                    bucket.add(move.flat)
+                if weights[node] == after[node] == 1.0:
+                    bucket.add(pending.flat)
                 else:
-                    bucket.unpack(bucket.pack(weight=before_mixing).add_(move.flat).div_(after_mixing))
-                self._peers.give_back(move)
-                self.state.weights[move.index] = after
+                    bucket.unpack(bucket.pack(weight=weights[node]).add_(pending.flat).div_(after[node]))
+                self._peers.give_back(pending)
+                self.state.weights[pending.index] = after
             self.state.synchronizations += 1
             was_nonfinite |= exchange.verdict.is_nonfinite
         if was_nonfinite:
@@ -316,9 +311,8 @@ class RunningGossip(RunningScheme[Gossip]):
     def scalars(self) -> dict[str, float]:
         """``disagreement``: the distance of a node from the mean, relative to the parameters' norm, before mixing.
 
-        It is estimated, with no further communication, from what this rank's peers sent at the last exchange, on up to
-        4096 elements of every segment that it carries. Over uniformly random peers ``E ||z_r - z_peer||^2`` is ``2 n /
-        (n - 1)`` times the mean squared distance from the mean; a ring's neighbours are closer than that.
+        It is estimated from up to 4096 elements of each segment that this rank received at the last exchange. It is
+        exact in expectation for uniformly random peers; a ring's neighbors are closer than that.
         """
         relative = self._peers.disagreement.relative()
         return {} if relative is None else {"disagreement": relative}
@@ -338,14 +332,14 @@ class RunningGossip(RunningScheme[Gossip]):
             self.state.weights = expected
 
     def before_nodes_change(self) -> Callable[[], None]:
-        go_on, own = super().before_nodes_change(), self.own_weights
+        resume, own = super().before_nodes_change(), self.own_weights
 
-        def go_on_with_weights() -> None:
-            go_on()
+        def resume_with_weights() -> None:
+            resume()
             self.state.weights = [[weight] * self.topology.num_nodes for weight in own]
             self.state.has_new_nodes = True
 
-        return go_on_with_weights
+        return resume_with_weights
 
     def _learn_weights(self) -> None:
         """Gather the nodes' push-sum weights after a change of nodes; a joining node has weight 1. Collective."""
@@ -401,7 +395,7 @@ class RunningGossip(RunningScheme[Gossip]):
             segments = replica.in_buckets_of(config.segment_bytes)
         else:
             segments = [bucket for part in replica.cut(config.segments) for bucket in part]
-        peers = Peers(segments, config.graph, self.topology, self._beside, self.wire, config.push_sum)
+        peers = Peers(segments, config.graph, self.topology, self._duplicate, self.wire, config.push_sum)
         if not self.topology.may_grow:
             self._compare_with_other_ranks(segments)
         return segments, peers
@@ -416,14 +410,14 @@ class RunningGossip(RunningScheme[Gossip]):
             for step in range(_STEPS_COMPARED)
             for index in range(len(segments))
         ]
-        seen = repr(([bucket.numel for bucket in segments], rounds)).encode()
-        digests = self.topology.inter.all_gather_object(hashlib.blake2b(seen, digest_size=16).hexdigest())
+        description = repr(([bucket.numel for bucket in segments], rounds)).encode()
+        digests = self.topology.inter.all_gather_object(hashlib.blake2b(description, digest_size=16).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise ValueError(
-                    f"{graph!r} tells rank {rank} to exchange other segments, or with others, than rank 0, so one"
-                    " would wait for what the other never sends. Give every rank the same arguments and seed, and"
-                    " let send_to depend on its arguments only."
+                    f"{graph!r} gives rank {rank} other segments or peers than rank 0, so ranks would wait for messages"
+                    " that are never sent. Use the same arguments and seed on every rank, and let send_to depend on its"
+                    " arguments only."
                 )
 
 

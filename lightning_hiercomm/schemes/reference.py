@@ -106,7 +106,7 @@ class ReferenceParameters:
             flat = bucket.empty(reducer.parts_of(index))
             for piece, part in bucket.split(flat):
                 part.copy_(values[id(piece.tensor)].reshape(-1)[piece.start :][: piece.length])
-            reference.copy_(reducer.carried(flat, index))
+            reference.copy_(reducer.sent_part(flat, index))
 
     def by_tensor(self, replica: Replica) -> list[Tensor]:
         """Return :meth:`values` in the order of the replica's tensors. Collective over the node."""

@@ -407,7 +407,7 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
     schemes = [Gossip(seed=0), Gossip(seed=0), Gossip(seed=1)]
 
     def body(topology):
-        with pytest.raises(ValueError, match="tells rank 2 to exchange other segments"):
+        with pytest.raises(ValueError, match="gives rank 2 other segments or peers"):
             schemes[topology.rank].build(Context(Replica([torch.zeros(3)]), topology))
 
     on_ranks(body, [[0], [1], [2]])

@@ -270,7 +270,7 @@ class RunningOuterOptimizer:
         own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
         for index, runs in enumerate(self._runs):
             own_runs = [Run(run.numel(), History.of(optimizer.state.get(run, {}), run)) for run in runs]
-            own.setdefault(reducer.buckets[index].held_by, []).append((_first_carried(reducer, index), own_runs))
+            own.setdefault(reducer.buckets[index].held_by, []).append((_first_sent(reducer, index), own_runs))
         everyone = topology.intra.all_gather_object(own)
         whole: dict[str, list[list[Run]]] = {}
         for held_by in own:
@@ -301,10 +301,10 @@ class RunningOuterOptimizer:
                 for name, values in state.values.items():
                     if name not in flats:
                         flats[name] = bucket.empty(reducer.parts_of(index), dtype=values.dtype).zero_()
-                        parts[name] = reducer.carried(flats[name], index)
+                        parts[name] = reducer.sent_part(flats[name], index)
                     flats[name][offset:][: piece.length] = values.reshape(-1)[piece.start :][: piece.length]
                 offset += piece.length
-            reference, begin = reducer.references[index], _first_carried(reducer, index)
+            reference, begin = reducer.references[index], _first_sent(reducer, index)
             if whole:  # padding has the history of the last element
                 whole.append(Run(begin + reference.numel(), whole[-1].history))
             own, offset = [], 0
@@ -321,8 +321,8 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
 
 
-def _first_carried(reducer: Reducer, index: int) -> int:
+def _first_sent(reducer: Reducer, index: int) -> int:
     """Return the offset of this rank's shard in a packed bucket."""
     parts = reducer.parts_of(index)
     places = torch.arange(-(-reducer.buckets[index].numel // parts) * parts)
-    return next(iter(reducer.carried(places, index)[:1].tolist()), 0)
+    return next(iter(reducer.sent_part(places, index)[:1].tolist()), 0)

@@ -31,19 +31,19 @@ from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Route:
     """The senders and weights of a bucket, fixed at launch because its sums end later, on other threads.
 
     Attributes:
-        shard: The shard of a packed bucket that this rank sends to other nodes, as a view; may be empty.
-        parts: The same for every rank of the node, in local order, where they hold different values.
-        gather: Gives every rank of the node all of it, in place.
+        shard: Returns this rank's shard of a packed bucket, which it sends to other nodes; a view, perhaps empty.
+        shards: Returns the shards of all ranks of the node, in local order.
+        gather: Gathers a packed bucket on all ranks of the node, in place.
         in_node: The weights of the node's ranks, which sum to 1.
-        of_nodes: The weights of all nodes, likewise.
+        of_nodes: The weights of all nodes, which sum to 1.
     """
 
     shard: Callable[[Tensor], Tensor]
-    parts: Callable[[Tensor], Sequence[Tensor]]
+    shards: Callable[[Tensor], Sequence[Tensor]]
     gather: Callable[[Tensor], Handle]
     in_node: Sequence[float]
     of_nodes: Sequence[float]
@@ -52,11 +52,10 @@ class _Way:
 class ShardedAllReduce(Reducer):
     """The weighted mean over all ranks of a replica's buckets, ``sum_m W_m x_m``.
 
-    The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only part ``l`` of each bucket
-    over its inter-node process group, then the node gathers the parts: ``2 (M - 1) / M`` of the model per node, spread
-    over all its links. Where a rank holds a part of the model anyway, nothing is left to gather. While one bucket is
-    gathered the next are already on the wire. Values that differ inside a node are averaged there first, each rank
-    getting the mean of its own part.
+    The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only shard ``l`` of each
+    bucket over its inter-node process group. Then the node gathers the shards, unless its ranks hold shards of the
+    model anyway. A node sends ``2 (M - 1) / M`` of the model, spread over all its links. Values that differ inside a
+    node are first averaged there by a reduce-scatter. While one bucket is gathered, the next ones are on the wire.
 
     All ranks end with identical bits. Means of 16-bit numbers are summed in float32, of statistics in float64, and
     rounded once (a node's mean is also rounded before it is sent), so equal values stay unchanged.
@@ -65,21 +64,20 @@ class ShardedAllReduce(Reducer):
         replica: The parameters and buffers to average.
         topology: The nodes and the ranks' weights.
         wire: The encoding between nodes. If it is lossy, differences from the reference parameters are sent (see
-            :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's part of the model.
-        through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.duplicate` whose communicators carry it, where
-            averages also overlap with training. Default: the topology itself.
-        second: Another duplicate, for the second round of codes that do not add, if sums overlap with training.
+            :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's shard of the model.
+        through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.duplicate` with the communicators to use, if
+            averages overlap with training. Default: the topology itself.
+        second: Another duplicate, for the second round of an encoded sum, if sums overlap with training.
         buckets: The buckets of the replica to average. Default: all.
-        update_reference: Steps the reference parameters when the nodes' mean has arrived, and returns what every rank
-            gets instead of the mean. Differences travel in any case. Default: to the mean.
-        on_nonfinite: Unless ``"ignore"``, nothing is carried where a rank holds values that are not finite, or too
-            large for the wire.
-        checks_buffers: Whether nothing is carried either where a rank's module has replaced a buffer by another shape.
-        weights: Says what the ranks' weights for a bucket are when it is launched; they sum to 1. Default: the
-            topology's.
+        update_reference: Updates the reference parameters by the nodes' mean, and returns the values that every rank
+            gets. Default: the mean.
+        on_nonfinite: Unless ``"ignore"``, the exchange is flagged, and nothing is sent, if a rank holds values that are
+            non-finite or too large for the wire.
+        checks_buffers: Whether it is also flagged if a rank's module has replaced a buffer by another shape.
+        weights: Returns the ranks' weights for a bucket at its launch; they sum to 1. Default: the topology's.
 
     Attributes:
-        turn: How many exchanges came before the last one.
+        turn: The number of exchanges before the last one.
     """
 
     def __init__(
@@ -119,7 +117,7 @@ class ShardedAllReduce(Reducer):
     def set_references(self) -> None:
         differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
         if self._update_reference is not None or differences_travel:
-            # buffers, which travel as they are and come last, need none
+            # buffers come last; they are sent unencoded, without a reference
             with_reference = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
             self.references = [self._present(index) for index in with_reference]
             feedback = [self._sum.feedback(reference) for reference in self.references]
@@ -158,7 +156,7 @@ class ShardedAllReduce(Reducer):
             found += is_unfit(values_of(buckets), largest).to(self._device)
         return found.clamp_(max=1)
 
-    # ---- waited for ----------------------------------------------------------------------------------------------
+    # ---- synchronous ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def __call__(
@@ -184,9 +182,9 @@ class ShardedAllReduce(Reducer):
 
         for index in indexes:
             bucket = self.buckets[index]
-            flat, way = bucket.pack(multiple_of=self.parts_of(index)), self._way(index)
-            averaged_in_node = self._average_in_node(index, flat, self.through.intra, way)
-            in_flight.append((bucket, flat, self._between_nodes(index, flat, averaged_in_node, way, waiting=True)))
+            flat, route = bucket.pack(multiple_of=self.parts_of(index)), self._route(index)
+            averaged_in_node = self._average_in_node(index, flat, self.through.intra, route)
+            in_flight.append((bucket, flat, self._between_nodes(index, flat, averaged_in_node, route, waiting=True)))
             if len(in_flight) == BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
@@ -210,89 +208,87 @@ class ShardedAllReduce(Reducer):
         bucket = self.buckets[index]
         sent = bucket.pack(multiple_of=self.parts_of(index))
         flat = sent.clone() if keep_sent else sent
-        used = (
-            flat,
-            *self.references[index : index + 1],
-        )  # an aborted run restores the reference parameters, too
+        used = (flat, *self.references[index : index + 1])  # an aborted run frees the reference parameters, too
         for tensor in used:
             background.uses(tensor)
-        way, nodes, preflight = self._way(index), self.topology.num_nodes, self._preflight
+        route, nodes, preflight = self._route(index), self.topology.num_nodes, self._preflight
         # training's own communicator, because the background thread uses the duplicate
-        averaged_in_node = self._average_in_node(index, flat, self.topology.intra, way)
+        averaged_in_node = self._average_in_node(index, flat, self.topology.intra, route)
         if averaged_in_node is None:
-            complete_now = self._between_nodes(index, flat, None, way, preflight)
+            complete_now = self._between_nodes(index, flat, None, route, preflight)
             return PendingBucket(index, flat, sent, background.submit(complete_now), nodes)
-        if outbound is None:
-            raise RuntimeError("values that differ inside a node need a background thread of their own to leave it")
+        assert outbound is not None
         for tensor in used:
             outbound.uses(tensor)
         launched: list[Callable[[], None]] = []
-        has_left = outbound.submit(
-            lambda: launched.append(self._between_nodes(index, flat, averaged_in_node, way, preflight))
+        is_sent = outbound.submit(
+            lambda: launched.append(self._between_nodes(index, flat, averaged_in_node, route, preflight))
         )
 
         def complete() -> None:
-            has_left.wait()
+            is_sent.wait()
             launched.pop()()
 
         return PendingBucket(index, flat, sent, background.submit(complete), nodes)
 
     def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
-        """Update the reference parameters, unless the exchange is flagged; leave in ``part`` what every rank gets."""
+        """Update the reference parameters, unless the exchange is flagged; write the result to ``part``."""
         assert self._update_reference is not None
         if preflight is not None and self._on_nonfinite == "raise" and streams.has(part.device):
-            # the host does not wait for the flag: the run ends if it is set, and the values stay finite until then
+            # the host does not wait for the flag; if it is set, the run ends, with finite values until then
             part.copy_(torch.where(preflight.flag > 0, 0.0, part))
         elif preflight is not None and preflight.is_flagged():
             return
         part.copy_(self._update_reference(index, reference, part))
 
-    # ---- who carries what ----------------------------------------------------------------------------------------
+    # ---- one bucket ----------------------------------------------------------------------------------------------
 
-    def _way(self, index: int) -> _Way:
-        """The way of a bucket that is launched now; by the training thread, which alone knows what now is."""
+    def _route(self, index: int) -> _Route:
+        """Return the route of a bucket that is launched now; called by the training thread."""
         holders, topology, weights = self._holders(index), self.topology, self.weights(index)
 
-        def parts(flat: Tensor) -> list[Tensor]:
+        def shards(flat: Tensor) -> list[Tensor]:
             return [holders.shard(flat, local_rank) for local_rank in range(topology.ranks_on_node)]
 
-        return _Way(holders.shard, parts, holders.gather, topology.in_node(weights), topology.of_nodes(weights))
+        return _Route(holders.shard, shards, holders.gather, topology.in_node(weights), topology.of_nodes(weights))
 
     def parts_of(self, index: int) -> int:
         return self._holders(index).num_shards
 
-    def carried(self, flat: Tensor, index: int) -> Tensor:
+    def sent_part(self, flat: Tensor, index: int) -> Tensor:
         return self._holders(index).shard(flat)
 
-    def share(self, flat: Tensor, index: int) -> Handle:
+    def gather(self, flat: Tensor, index: int) -> Handle:
         return self._holders(index).gather(flat)
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
-        """Return the part of a packed bucket whose reference this rank may need; begins with the part it sends."""
-        return self.carried(flat, index)
+        """Return the part of a packed bucket whose reference this rank stores; it begins with the shard it sends."""
+        return self.sent_part(flat, index)
 
     def _holders(self, index: int) -> Holders:
         return self.through.holders[self.buckets[index].held_by]
 
-    def _average_in_node(self, index: int, flat: Tensor, intra: Communicator, way: _Way) -> Callable[[], None] | None:
-        """Start to average values that differ inside the node, each rank's with its weight; None if they do not.
+    def _average_in_node(
+        self, index: int, flat: Tensor, intra: Communicator, route: _Route
+    ) -> Callable[[], None] | None:
+        """Start to average values that differ inside the node.
 
         Returns:
-            A function that waits, and leaves the mean in the part of ``flat`` that this rank carries.
+            A function that waits, and writes the mean to this rank's shard of ``flat``; None if the values are equal.
         """
         if self.buckets[index].equal_in_node:
             return None
         topology = self.topology
         if self.buckets[index].keeps_equal or is_short(flat.dtype):
-            return send_parts(intra, way.parts(flat), way.in_node)
-        weight, part = way.in_node[topology.local_rank], way.shard(flat)
+            return send_parts(intra, route.shards(flat), route.in_node)
+        weight, part = route.in_node[topology.local_rank], route.shard(flat)
         if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.num_shards:
             node_mean = torch.empty_like(part)
             summed = intra.reduce_scatter(node_mean, flat, weight=weight)
 
             def finish() -> None:
                 summed.wait()
-                streams.keep_here(node_mean)  # made on training's stream, but outbound
+                streams.keep_here(node_mean)  # allocated on the stream of training
                 part.copy_(node_mean)
 
             return finish
@@ -303,24 +299,24 @@ class ShardedAllReduce(Reducer):
         index: int,
         flat: Tensor,
         averaged_in_node: Callable[[], None] | None,
-        way: _Way,
+        route: _Route,
         preflight: Preflight | None = None,
         waiting: bool = False,
     ) -> Callable[[], None]:
-        """Send a packed bucket on its way between the nodes.
+        """Start to average a packed bucket over the nodes.
 
         Args:
             index: Of the bucket.
-            flat: The bucket, packed.
-            averaged_in_node: What :meth:`_average_in_node` returned.
-            way: Who carries it.
+            flat: The packed bucket.
+            averaged_in_node: The result of :meth:`_average_in_node`.
+            route: Its senders and weights.
             preflight: Of the exchange; None if it is not flagged.
             waiting: Whether training waits for it.
 
         Returns:
-            A function that waits for it, and leaves the mean in ``flat``.
+            A function that waits, and writes the mean to ``flat``.
         """
-        part = way.shard(flat)
+        part = route.shard(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
         has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
         reference = self.references[index] if has_reference else None
@@ -331,7 +327,7 @@ class ShardedAllReduce(Reducer):
         if reference is not None:
             part.sub_(reference[: part.numel()])
         feedback = self._feedback[index] if self._feedback and is_narrowed else None
-        arrive = self._sum.launch(part, feedback, waiting, way.of_nodes, self.buckets[index].keeps_equal)
+        arrive = self._sum.launch(part, feedback, waiting, route.of_nodes, self.buckets[index].keeps_equal)
 
         def complete() -> None:
             arrive()
@@ -343,17 +339,17 @@ class ShardedAllReduce(Reducer):
                 self._update_part(index, reference, part, preflight)
             elif reference is not None:
                 part.add_(reference[: part.numel()])
-            way.gather(flat).wait()
+            route.gather(flat).wait()
             if reference is not None and self._update_reference is None:
                 reference.copy_(self.remembered(flat, index))
 
         return complete
 
     def _is_narrowed(self, bucket: Bucket) -> bool:
-        # counters and variances among float buffers must not be rounded by neighbouring values
+        # counters and variances among float buffers must not be rounded
         return self.wire.compresses(bucket.dtype) and not bucket.keeps_equal
 
-    # ---- the step, and state -------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -374,17 +370,17 @@ class LeaderAllReduce(ShardedAllReduce):
     With a lossy wire every rank keeps the reference values of all parameters, because ranks take turns.
     """
 
-    def _way(self, index: int) -> _Way:
-        topology, reducer, weights = self.topology, self.turn % self.topology.num_shards, self.weights(index)
+    def _route(self, index: int) -> _Route:
+        topology, leader, weights = self.topology, self.turn % self.topology.num_shards, self.weights(index)
 
-        def parts(flat: Tensor) -> list[Tensor]:
-            return [flat if local_rank == reducer else flat[:0] for local_rank in range(topology.ranks_on_node)]
+        def shards(flat: Tensor) -> list[Tensor]:
+            return [flat if local_rank == leader else flat[:0] for local_rank in range(topology.ranks_on_node)]
 
-        def part(flat: Tensor) -> Tensor:
-            return parts(flat)[topology.local_rank]
+        def shard(flat: Tensor) -> Tensor:
+            return shards(flat)[topology.local_rank]
 
-        share = partial(self.through.intra.broadcast, source=reducer)
-        return _Way(part, parts, share, topology.in_node(weights), topology.of_nodes(weights))
+        broadcast = partial(self.through.intra.broadcast, source=leader)
+        return _Route(shard, shards, broadcast, topology.in_node(weights), topology.of_nodes(weights))
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
@@ -395,9 +391,9 @@ def average_in_node(buckets: Sequence[Bucket], topology: Topology, healthy: Coll
     """Replace values by their weighted mean over the ranks of this node; blocks.
 
     Args:
-        buckets: Of these values.
+        buckets: The values.
         topology: The ranks.
-        healthy: Those of whom the mean is; the others' values are not read. None: all.
+        healthy: The ranks whose values are averaged. None: all.
     """
     weights = topology.weights if healthy is None else among(healthy, topology.weights)
     mean = InterNodeSum(AsIs(), topology.intra)
@@ -408,6 +404,6 @@ def average_in_node(buckets: Sequence[Bucket], topology: Topology, healthy: Coll
 
 
 def among(ranks: Collection[int], weights: Sequence[float]) -> list[float]:
-    """The weights of some ranks, which sum to 1; zero for the others."""
+    """Return the weights of some ranks, normalized to sum 1, and zero for all others."""
     total = sum(weights[rank] for rank in ranks)
     return [weight / total if rank in ranks else 0.0 for rank, weight in enumerate(weights)]

@@ -1,4 +1,4 @@
-"""Reducers: which rank sends which part of a bucket to other nodes, and how the node gathers the result."""
+"""Base class of reducers: which rank sends which shard of a bucket, and how the node gathers the result."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 UpdateReference = Callable[[int, Tensor, Tensor], Tensor]
-"""Updates reference parameters (of a bucket, this rank's part, 1-D, in place) by the nodes' mean minus them.
+"""Updates this rank's reference parameters of a bucket (1-D, in place) by the nodes' mean minus them.
 
-It returns the values that every rank merges instead of the mean.
+Returns the values that every rank merges instead of the mean.
 """
 
 
@@ -29,13 +29,13 @@ class Reducer(ABC):
     """Base class of reducers, which average buckets between nodes.
 
     Attributes:
-        buckets: What it carries.
+        buckets: The buckets.
         topology: The nodes and their weights.
         through: The duplicate of it whose communicators are used.
-        wire: What is sent.
-        turn: How many exchanges came before the last one.
-        references: The reference values of this rank's part of every bucket, 1-D, if differences from them are sent.
-        disagreement: How far this node was from what came back.
+        wire: The encoding between nodes.
+        turn: The number of exchanges before the last one.
+        references: This rank's reference parameters for every bucket, 1-D, if differences from them are sent.
+        disagreement: The distance of this node from the received values.
     """
 
     buckets: Sequence[Bucket]
@@ -52,7 +52,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def parts_of(self, index: int) -> int:
-        """Into how many equal parts a packed bucket is cut."""
+        """Return the number of equal shards of a packed bucket."""
 
     @abstractmethod
     def begin(
@@ -62,8 +62,8 @@ class Reducer(ABC):
 
         Args:
             step: The optimizer steps this rank has taken.
-            turn: How many exchanges came before this one.
-            only: The buckets, by their indexes.
+            turn: The number of exchanges before this one.
+            only: The indexes of the buckets.
             background: As in :meth:`start`.
             outbound: As in :meth:`start`.
 
@@ -79,9 +79,9 @@ class Reducer(ABC):
 
         Args:
             index: Of the bucket.
-            background: Where the node gets what arrives, after what was started before.
-            keep_sent: Whether what this node sends must be known when the mean has arrived.
-            outbound: Where values that differ inside the node leave it. Only these need it.
+            background: Completes the exchange, in the order of the starts.
+            keep_sent: Whether to keep a copy of the sent values in :attr:`PendingBucket.sent`.
+            outbound: Launches the inter-node sum of values that differ inside the node; needed for these only.
         """
 
     @abstractmethod
@@ -92,28 +92,28 @@ class Reducer(ABC):
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
     ) -> Verdict:
-        """Carry buckets now; blocks.
+        """Average buckets; blocks.
 
         Args:
-            step: Must be equal on all ranks: the optimizer steps this rank has taken.
-            turn: How many exchanges came before this one.
-            only: The buckets, by their indexes. Default: all.
-            take: Gets every bucket and what has arrived for it, packed. Default: replaces the bucket's values.
+            step: The optimizer steps that this rank has taken; equal on all ranks.
+            turn: The number of exchanges before this one.
+            only: The indexes of the buckets. Default: all.
+            take: Called with every bucket and its packed mean. Default: replaces the bucket's values.
 
         Returns:
-            The known result of the preflight. If it is flagged, no bucket has left any rank.
+            The result of the preflight. If it is flagged, nothing was sent.
 
         Raises:
             CommunicationError: If a rank took another number of steps, or died.
         """
 
     @abstractmethod
-    def carried(self, flat: Tensor, index: int) -> Tensor:
-        """The part of a packed bucket that this rank takes to the other nodes, as a view; empty if it takes none."""
+    def sent_part(self, flat: Tensor, index: int) -> Tensor:
+        """Return the part of a packed bucket that this rank sends to other nodes: a view, perhaps empty."""
 
     @abstractmethod
-    def share(self, flat: Tensor, index: int) -> Handle:
-        """Give every rank of the node all of a packed bucket, in place."""
+    def gather(self, flat: Tensor, index: int) -> Handle:
+        """Gather a packed bucket on all ranks of the node, in place."""
 
     @abstractmethod
     def set_references(self) -> None:
@@ -124,10 +124,10 @@ class Reducer(ABC):
 
     @torch.no_grad()
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """A packed bucket, made of the parts of the node's ranks; of the part's dtype. Collective over the node."""
+        """Return a packed bucket, gathered from the parts of the node's ranks. Collective over the node."""
         flat = self.buckets[index].empty(self.parts_of(index), dtype=part.dtype)
-        self.carried(flat, index).copy_(part)
-        self.share(flat, index).wait()
+        self.sent_part(flat, index).copy_(part)
+        self.gather(flat, index).wait()
         return flat
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,22 +32,22 @@ class Disagreement:
 
         Args:
             index: Of the bucket.
-            own: What :func:`sample` took of this node's values when they were sent.
-            others: The same elements of what arrived.
-            of: How many elements were sampled.
+            own: The :func:`sample` of this node's values when they were sent.
+            others: The same elements of the received values.
+            of: The number of elements from which the samples were taken.
         """
-        if not own.numel():  # others carry this bucket, this time or always
+        if not own.numel():  # another rank sends this bucket
             return
         wide = arithmetic_dtype(own.dtype)
         difference = own.to(wide) - others.to(wide)
         lengths = difference.abs(), others.to(wide).abs()  # of complex numbers, too
         squares = torch.stack([length.square().sum() for length in lengths]) * (of / own.numel())
-        streams.keep_here(own, others)  # sampled on training's stream, compared on another
-        self._squares[index] = squares, _event(squares)
+        streams.keep_here(own, others)  # allocated on the stream of training
+        self._squares[index] = squares, streams.mark(squares.device) if streams.has(squares.device) else None
 
     def relative(self) -> float | None:
         """The distance, not negative; None before anything has arrived."""
-        known = [squares for squares, noted in list(self._squares.values()) if noted is None or noted.query()]
+        known = [squares for squares, event in list(self._squares.values()) if event is None or event.query()]
         if not known:
             return None
         distance, norm = torch.stack(known).double().sum(0).tolist()
@@ -59,16 +59,12 @@ class Disagreement:
 
 
 def sample(part: Tensor, begin: int = 0, of: int | None = None) -> Tensor:
-    """A copy of at most 4096 evenly spaced elements of a 1-D tensor.
+    """Return a copy of at most 4096 evenly spaced elements of a 1-D tensor.
 
     Args:
-        part: The tensor, or a part of it, whose samples are a part of the whole one's.
-        begin: Where the part begins.
+        part: The tensor, or a part of it.
+        begin: The part's first element.
         of: Elements of the whole tensor. Default: those of ``part``.
     """
     every = max(1, -(-(part.numel() if of is None else of) // _SAMPLES))
     return part[-begin % every :: every].clone()
-
-
-def _event(tensor: Tensor) -> torch.cuda.Event | None:
-    return streams.mark(tensor.device) if streams.has(tensor.device) else None

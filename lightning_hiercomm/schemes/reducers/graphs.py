@@ -21,8 +21,6 @@ Fairness = Literal["uniform", "cyclic", "roulette"] | None
 class Graph(Value, ABC):
     """Base class of communication graphs; a custom graph is a subclass with this one method.
 
-    Gossip checks every answer, see :func:`round_of`.
-
     Example::
 
         class Backwards(Graph):
@@ -32,16 +30,15 @@ class Graph(Value, ABC):
 
     @abstractmethod
     def send_to(self, size: int, step: int, segment: int) -> Sequence[Sequence[int]]:
-        """For every rank, the other ranks it sends to.
+        """Return, for every rank, the other ranks to which it sends.
 
-        The answer depends on the arguments alone, so that it is the same on every rank and after a resume: draw random
-        numbers from a generator seeded by them.
+        The result must depend on the arguments alone, so that it is equal on every rank and after a resume. Seed random
+        generators with them.
 
         Args:
-            size: Number of ranks that gossip, at least 2. (With hierarchical gossip a "rank" of the graph is a node.)
-            step: Exchanges before this one: optimizer steps, or synchronizations if nodes do not exchange at every
-                step.
-            segment: Index of the segment of the model.
+            size: The number of ranks, at least 2. With hierarchical gossip these are the nodes.
+            step: The number of exchanges before this one.
+            segment: The index of the segment of the model.
         """
 
     def __repr__(self) -> str:
@@ -50,21 +47,21 @@ class Graph(Value, ABC):
 
 
 class Ring(Graph):
-    """Every rank exchanges with both its neighbours, as in DP-SGD (Lian et al. 2017)."""
+    """Every rank exchanges with both its neighbors, as in DP-SGD (Lian et al. 2017)."""
 
     def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
         return [sorted({(rank - 1) % size, (rank + 1) % size}) for rank in range(size)]
 
 
 class Full(Graph):
-    """Every rank exchanges with every other: each step averages exactly, at ``size - 1`` times the bytes and memory."""
+    """Every rank exchanges with all others: an exact average, with ``size - 1`` times the bytes and memory."""
 
     def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
         return [[peer for peer in range(size) if peer != rank] for rank in range(size)]
 
 
 class DirectedExponential(Graph):
-    """Rank r sends to r + 1, then r + 2, r + 4, ..., one hop per step, round and round, as in SGP.
+    """Rank r sends to r + 1 at the first step, then to r + 2, r + 4, ..., and repeats, as in SGP.
 
     With ``peers = k``, step i of a round goes to the k ranks at distances ``j (k + 1)^i``, j = 1 .. k. A round averages
     exactly if the number of ranks is a power of ``k + 1``.
@@ -73,7 +70,7 @@ class DirectedExponential(Graph):
     ``NPeerDynamicDirectedExponentialGraph``.
 
     Args:
-        peers: How many ranks each rank sends to at a step (fewer where the ranks run out).
+        peers: The number of ranks to which each rank sends at a step, or fewer in small worlds.
 
     Raises:
         ValueError: If ``peers`` is not positive.
@@ -95,18 +92,17 @@ class DirectedExponential(Graph):
 
 
 class RandomPermutation(Graph):
-    """A fresh random permutation D for every step and segment: rank r receives from D[r].
+    """A new random permutation D for every step and segment: rank r receives from D[r].
 
-    Source: Yeo et al., "Crossover-SGD", section 3.2 and Algorithm 2. As printed, that algorithm can leave the last rank
-    with only itself to choose and then divides by zero (9 % of the draws for 8 ranks); here that cannot happen.
+    Source: Yeo et al., "Crossover-SGD", section 3.2 and Algorithm 2. As printed, the algorithm divides by zero if only
+    the last rank itself is left for it (9 % of the samples for 8 ranks), which is prevented here.
 
     Args:
-        fair: How D is drawn. ``"uniform"``: all derangements (permutations without a fixed point) are equally likely.
-            ``"cyclic"``: all permutations that are one single cycle are. ``"roulette"``: the paper's draw, rank after
-            rank among those not chosen yet, except that the last rank but one takes the last one if it is still free.
-            None: every rank picks on its own, so that some send several times and some not at all; for comparison. Its
-            mixing is not doubly stochastic, so gossip uses push-sum weights with it.
-        seed: Together with step and segment, determines D.
+        fair: The distribution of D. ``"uniform"``: all derangements (permutations without a fixed point) are equally
+            likely. ``"cyclic"``: all permutations with a single cycle are. ``"roulette"``: as in the paper, each rank
+            chooses among the ranks that are left. None: ranks choose independently, so that some send several times and
+            some never, for comparison; gossip then uses push-sum weights.
+        seed: Random seed of D, together with step and segment.
 
     Raises:
         ValueError: For any other ``fair``.
@@ -125,13 +121,13 @@ class RandomPermutation(Graph):
         return send_to
 
     def receive_from(self, size: int, step: int, segment: int) -> list[int]:
-        """D: for every rank, the one it receives from."""
+        """Return D: for every rank, the one from which it receives."""
         return list(_drawn(self.fair, self.seed, size, step, segment))
 
 
-@lru_cache(maxsize=4096)  # asked for twice by every rank; simulations have many ranks in one process
+@lru_cache(maxsize=4096)  # every rank calls it twice; simulations have many ranks in one process
 def _drawn(fair: Fairness, seed: int, size: int, step: int, segment: int) -> tuple[int, ...]:
-    # A string is hashed by SHA-512, the same everywhere, so neighbouring steps and segments are independent.
+    # strings are hashed by SHA-512, equally on all machines, so neighboring seeds are independent
     generator = random.Random(f"{seed} {step} {segment}")
     if fair == "uniform":
         return tuple(_derangement(size, generator))
@@ -173,27 +169,25 @@ def _roulette(size: int, generator: random.Random) -> list[int]:
 class Round:
     """One exchange of one segment among all ranks.
 
-    Every rank splits its value into equal shares, one for each rank it sends to and one to keep, and adds up what it
-    keeps and what arrives. Hence what a rank gives away sums to one (the mixing matrix is column-stochastic) and sums
-    over ranks are conserved.
+    Every rank splits its value into equal shares, one for each receiver and one to keep, and adds the received shares.
+    Hence the mixing matrix is column-stochastic, and sums over ranks are conserved.
 
     Attributes:
-        send_to: For every rank, those it sends to.
-        receive_from: For every rank, those it receives from, in ascending order.
+        send_to: For every rank, the ranks to which it sends.
+        receive_from: For every rank, the ranks from which it receives, in ascending order.
     """
 
     send_to: tuple[tuple[int, ...], ...]
     receive_from: tuple[tuple[int, ...], ...]
 
     def share(self, rank: int) -> float:
-        """The part of its value that ``rank`` sends to each of its peers, p = 1 / (out-degree + 1)."""
+        """Return the part of its value that ``rank`` sends to each peer, p = 1 / (out-degree + 1)."""
         return 1.0 / (len(self.send_to[rank]) + 1)
 
     def push(self, weights: Sequence[float]) -> list[float]:
-        """The push-sum weights after this round, from those before it.
+        """Return the push-sum weights of all ranks after this round, from those before it.
 
-        Every rank knows the whole graph, so every rank computes everyone's weights: they never travel. A doubly
-        stochastic round leaves equal weights as they are.
+        Every rank computes them from the graph, so they are not sent. A doubly stochastic round keeps equal weights.
         """
         after = []
         for rank, sources in enumerate(self.receive_from):
@@ -212,11 +206,11 @@ class Round:
 
 
 def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
-    """Return the checked answer of ``graph`` for this step and segment; a single rank has no peers.
+    """Return the checked exchange of ``graph`` for this step and segment; a single rank has no peers.
 
     Raises:
-        ValueError: If the answer leaves out a rank, or a rank sends to itself, twice to the same, to one that does not
-            exist, or receives from no other.
+        ValueError: If a rank is missing, sends to itself, twice to the same rank or to one that does not exist, or
+            receives from no other.
     """
 
     def refuse(what: str) -> ValueError:
@@ -226,15 +220,15 @@ def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
         return Round(((),), ((),))
     answer = graph.send_to(size, step, segment)
     if len(answer) < size:
-        raise refuse(f"nothing is said about rank {len(answer)}")
+        raise refuse(f"rank {len(answer)} is missing")
     if len(answer) > size:
-        raise refuse(f"something is said about rank {size}, which does not exist")
+        raise refuse(f"rank {size} does not exist")
     send_to = tuple(tuple(map(operator.index, peers)) for peers in answer)
     receive_from: list[list[int]] = [[] for _ in range(size)]
     for rank, peers in enumerate(send_to):
         for peer in peers:
             if peer == rank:
-                raise refuse(f"rank {rank} sends to itself; it keeps a share without being told")
+                raise refuse(f"rank {rank} sends to itself, but it keeps a share anyway")
             if not 0 <= peer < size:
                 raise refuse(f"rank {rank} sends to rank {peer}, which does not exist")
             if receive_from[peer][-1:] == [rank]:
@@ -242,5 +236,5 @@ def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
             receive_from[peer].append(rank)
     for rank, sources in enumerate(receive_from):
         if not sources:
-            raise refuse(f"rank {rank} receives from nobody")
+            raise refuse(f"rank {rank} receives from no rank")
     return Round(send_to, tuple(map(tuple, receive_from)))

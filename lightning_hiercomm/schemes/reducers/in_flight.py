@@ -18,14 +18,14 @@ _OVERLAP = 1  # buckets of one exchange that may still be on the link when the n
 
 @dataclass
 class PendingBucket:
-    """One bucket on its way.
+    """One bucket of a pending exchange.
 
     Attributes:
         index: Of the bucket, among its reducer's.
-        arrived: What to wait for before ``flat`` is touched.
-        flat: What arrives, packed.
-        sent: What this node sent, packed, where the merge needs to know; else the same tensor as ``flat``.
-        nodes: Over how many nodes what arrives is the mean.
+        flat: The packed result, valid after :attr:`arrived`.
+        sent: The packed values that this node sent, if the merge needs them; otherwise ``flat``.
+        arrived: The handle to wait for.
+        nodes: The number of nodes in the mean.
     """
 
     index: int
@@ -37,16 +37,16 @@ class PendingBucket:
 
 @dataclass
 class PendingExchange:
-    """Buckets that were sent after one step and are merged after one step.
+    """Buckets that were sent after one step and are merged after another.
 
     Attributes:
-        started: Optimizer steps after which it was sent.
-        due: Optimizer steps after which it is merged.
-        fragments: Of the model, that it holds.
-        verdict: The result of its preflight. If it is flagged, what arrives is thrown away.
-        buckets: Its buckets, in the order in which they arrive.
+        started: The optimizer step after which it was sent.
+        due: The optimizer step after which it is merged.
+        fragments: The fragments of the model that it holds.
+        verdict: The result of its preflight. If it is flagged, the received values are dropped.
+        buckets: Its buckets, in order of arrival.
         undo: Restores values that were changed asynchronously since it was sent; for elastic training.
-        is_lost: Whether a change of nodes has cancelled it: nodes synchronize again when it is due.
+        is_lost: Whether a change of nodes has canceled it, so that nodes synchronize again when it is due.
     """
 
     started: int
@@ -63,11 +63,11 @@ class PendingExchange:
         return self.due - self.started
 
     def holds(self, index: int) -> bool:
-        """Whether a bucket is part of it, and not merged yet."""
+        """Whether a bucket is part of it, and is not merged yet."""
         return any(bucket.index == index for bucket in self.buckets)
 
     def wait(self) -> None:
-        """Return when all of it has arrived."""
+        """Wait for all of its buckets."""
         self.verdict.wait()
         for bucket in self.buckets:
             bucket.arrived.wait()
@@ -81,7 +81,7 @@ class PendingExchange:
             self.is_lost = True
 
     def is_nearly_done(self) -> bool:
-        """Whether no more than the last buckets have not arrived yet: they do so in their order."""
+        """Whether all buckets except the last ones have arrived; they arrive in order."""
         return len(self.buckets) <= _OVERLAP or self.buckets[-1 - _OVERLAP].arrived.is_done()
 
 
@@ -90,7 +90,7 @@ class PendingExchanges:
 
     Attributes:
         exchanges: As above.
-        device: Gets the tensors of restored exchanges.
+        device: The device of restored exchanges.
     """
 
     def __init__(self) -> None:
@@ -103,20 +103,20 @@ class PendingExchanges:
     def start(
         self, started: int, due: int, fragments: Sequence[int] = (0,), verdict: Verdict | None = None
     ) -> PendingExchange:
-        """A new exchange, whose buckets the caller adds."""
+        """Add a new exchange, without buckets."""
         exchange = PendingExchange(started, due, fragments, verdict or Verdict())
         self.exchanges.append(exchange)
         return exchange
 
     def take(self, step: int) -> PendingExchange | None:
-        """The exchange that is due after ``step`` optimizer steps, if there is one; it is no longer in flight."""
+        """Remove and return the exchange that is due after ``step`` optimizer steps, if there is one."""
         due = next((exchange for exchange in self.exchanges if exchange.due == step), None)
         if due is not None:
             self.exchanges.remove(due)
         return due
 
     def take_first(self, step: int) -> PendingExchange | None:
-        """The oldest exchange, due now, after ``step`` optimizer steps, if not before; it is no longer in flight."""
+        """Remove and return the oldest exchange, and make it due at ``step`` at the latest."""
         if not self.exchanges:
             return None
         first = self.exchanges.pop(0)
@@ -124,25 +124,25 @@ class PendingExchanges:
         return first
 
     def take_all(self) -> list[PendingExchange]:
-        """All exchanges; they are no longer in flight."""
+        """Remove and return all exchanges."""
         taken, self.exchanges = self.exchanges, []
         return taken
 
     def keep(self, exchange: PendingExchange) -> None:
-        """Undo :meth:`take`."""
+        """Put an exchange back that :meth:`take` has removed."""
         self.exchanges.insert(0, exchange)
 
     def forget(self, exchange: PendingExchange) -> None:
-        """It is no longer in flight, if it was."""
+        """Remove an exchange, if it is pending."""
         self.exchanges = [other for other in self.exchanges if other is not exchange]
 
     def lose(self) -> None:
-        """Lose them all, see :meth:`PendingExchange.lose`."""
+        """Cancel all, see :meth:`PendingExchange.lose`."""
         for exchange in self.exchanges:
             exchange.lose()
 
     def undo_point(self) -> Callable[[], None]:
-        """Remember them; return a callback after which the same are pending, but lost: see :meth:`lose`."""
+        """Return a callback after which the same exchanges are pending, but lost: see :meth:`lose`."""
         before = list(self.exchanges)
 
         def undo() -> None:
@@ -152,17 +152,17 @@ class PendingExchanges:
         return undo
 
     def settle(self) -> None:
-        """Wait until all has arrived, and keep it."""
+        """Wait until all have arrived."""
         for exchange in self.exchanges:
             exchange.wait()
 
     def drop(self) -> None:
-        """Wait until all has arrived, and forget it."""
+        """Wait until all have arrived, and remove them."""
         self.settle()
         self.exchanges.clear()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """What has arrived; :meth:`settle` comes first."""
+        """Return the received values; call :meth:`settle` first."""
         return [
             {
                 "started": exchange.started,
@@ -184,11 +184,7 @@ class PendingExchanges:
         for saved in state:
             verdict = Verdict(saved["is_flagged"], saved["is_nonfinite"])
             exchange = self.start(saved["started"], saved["due"], saved["fragments"], verdict)
-            arrived = _on(self.device, saved["arrived"])
-            sent = _on(self.device, saved["sent"]) or arrived
+            arrived = [tensor.to(self.device, copy=True) for tensor in saved["arrived"]]
+            sent = [tensor.to(self.device, copy=True) for tensor in saved["sent"]] or arrived
             for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):
                 exchange.buckets.append(PendingBucket(index, flat, own, nodes=of))
-
-
-def _on(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.to(device, copy=True) for tensor in tensors]

@@ -21,14 +21,14 @@ class InterNodeSum:
     benchmarks.studies.sums``). So cast sums use the faster all-reduce.
 
     Args:
-        codec: What travels.
+        codec: The codec.
         first: The inter-node process group of this rank; None on a rank that is in none.
         second: The same ranks by another communicator, for sums that are completed on another thread than launched.
     """
 
     def __init__(self, codec: Codec, first: Communicator | None, second: Communicator | None = None) -> None:
         self._codec = codec
-        self._lane = first
+        self._group = first
         self._encoded = None if codec.adds or first is None else EncodedSum(codec, first, second or first)
         self._wide = None if first is None else WideSum(first, second or first)
 
@@ -47,37 +47,33 @@ class InterNodeSum:
         """Start to sum a part.
 
         Args:
-            part: 1-D; not to be touched meanwhile.
+            part: 1-D. Do not use it before completion.
             feedback: The error-feedback residual of this part.
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
-            weights: Of everyone's parts, by node, as this rank knows them. With them what has 16 bits and travels as it
-                is is summed by a :class:`WideSum`. None: all are 1, and it is summed in its own type, as gradients are.
-            keeps_equal: Whether the mean of equal numbers has to be those, too: they travel as they are.
+            weights: Of the nodes. Unencoded 16-bit values are then summed by a :class:`WideSum`. None: all weights are
+                1, and the sum is calculated in the values' own type, as for gradients.
+            keeps_equal: Whether the mean of equal values must equal them, so that they are sent unencoded.
 
         Returns:
-            A function that waits, and leaves the sum in ``part``.
+            A function that waits, and writes the sum to ``part``.
         """
-        if self._lane is None or self._wide is None:
-            return _nothing
-        weight = 1.0 if weights is None else weights[self._lane.rank]
+        if self._group is None or self._wide is None:
+            return lambda: None
+        weight = 1.0 if weights is None else weights[self._group.rank]
         if keeps_equal or not self._codec.narrows(part.dtype):
             if weights is not None and (keeps_equal or is_short(part.dtype)):
                 return self._wide.launch(part, weights)
-            return self._lane.all_reduce(part, waiting=waiting, weight=weight).wait
+            return self._group.all_reduce(part, waiting=waiting, weight=weight).wait
         if weight != 1.0:
-            part.mul_(weight)  # before it is rounded, so it is rounded once
+            part.mul_(weight)  # before encoding, which then rounds once
         if self._encoded is not None:
             return self._encoded.launch(part, feedback)
         payload = self._codec.encode(part)
-        summed = self._lane.all_reduce(payload, waiting=waiting)
+        summed = self._group.all_reduce(payload, waiting=waiting)
 
         def complete() -> None:
             summed.wait()
-            streams.keep_here(payload)  # made on the stream that launched
+            streams.keep_here(payload)  # allocated on the launching stream
             self._codec.decode(payload, part)
 
         return complete
-
-
-def _nothing() -> None:
-    pass

@@ -25,22 +25,22 @@ from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
 class Peers:
-    """Sends shares of segments to other nodes, and takes theirs.
+    """Exchanges segments of parameters with other nodes.
 
-    Of the L ranks of a node that hold a segment ``s``, the one in place ``s mod L`` carries it, so all links of a node
-    work, and shares what arrived with the others.
+    Of the L ranks of a node that hold segment ``s``, rank ``s mod L`` exchanges it and broadcasts the result to the
+    others, so that all links of a node are used.
 
     Args:
-        segments: What is exchanged, each as a whole.
-        graph: Who sends to whom.
+        segments: The segments, each exchanged as a whole.
+        graph: Selects the peers.
         topology: The nodes.
-        beside: A duplicate of it, whose communicators broadcast received values inside nodes, overlapped with training.
-        wire: What travels. Its sender subtracts from its own value what it really sent.
-        push_sum: Whether a node gives shares of its value away, so that sums over nodes are conserved. Otherwise it
-            sends all of its value, and goes on with the plain mean of that and what arrives.
+        duplicate: A duplicate of it, for broadcasts inside nodes that overlap with training.
+        wire: The encoding. The sender subtracts the decoded payload from its own value.
+        push_sum: Whether a node sends shares of its value, so that sums over nodes are conserved. Otherwise it sends
+            all of its value, and continues with the plain mean of its own and the received values.
 
     Attributes:
-        disagreement: How far a node is from the mean of all, estimated from what peers sent. Over uniformly random
+        disagreement: The distance of a node from the mean of all, estimated from received values. Over uniformly random
             peers ``E ||z_r - z_peer||^2`` is ``2 n / (n - 1)`` times the mean squared distance from the mean.
     """
 
@@ -49,50 +49,49 @@ class Peers:
         segments: Sequence[Bucket],
         graph: Graph,
         topology: Topology,
-        beside: Topology,
+        duplicate: Topology,
         wire: Wire,
         push_sum: bool = True,
     ) -> None:
         if wire.codec.needs_feedback:
             raise ValueError(
-                "peers send each other the parameters themselves, of which wire_dtype='top4' would drop most: use"
-                " 'int8' or 'bfloat16'"
+                "peers exchange parameters, of which wire_dtype='top4' would drop most: use 'int8' or 'bfloat16'"
             )
         self.segments = segments
         self.graph = graph
         self.disagreement = Disagreement((topology.num_nodes - 1) / (2 * topology.num_nodes))
         self._topology = topology
-        self._beside = beside
+        self._duplicate = duplicate
         self._codec = wire.codec
         self._push_sum = push_sum
         self._spares = Spares()
-        self._rounds: dict[int, tuple[tuple[int, int], Round]] = {}  # a step asks several times
+        self._rounds: dict[int, tuple[tuple[int, int], Round]] = {}  # by segment: the last round
         if segments and topology.inter is not None:
             topology.inter.expect_exchanges()
 
     def round(self, step: int, index: int) -> Round:
-        """Who exchanges a segment with whom after ``step`` optimizer steps."""
-        asked = step, self._topology.num_nodes
-        known = self._rounds.get(index)
-        if known is None or known[0] != asked:
-            known = self._rounds[index] = asked, round_of(self.graph, self._topology.num_nodes, step - 1, index)
-        return known[1]
+        """Return the exchange of a segment after ``step`` optimizer steps."""
+        key = step, self._topology.num_nodes
+        last = self._rounds.get(index)
+        if last is None or last[0] != key:
+            last = self._rounds[index] = key, round_of(self.graph, self._topology.num_nodes, step - 1, index)
+        return last[1]
 
     def weights_after(self, step: int, index: int, weights: Sequence[float]) -> list[float]:
-        """The nodes' push-sum weights of a segment after an exchange, from those before it."""
+        """Return the nodes' push-sum weights of a segment after an exchange, from those before it."""
         return self.round(step, index).push(weights) if self._push_sum else list(weights)
 
-    def reducer(self, index: int) -> int:
-        """The place, among its holders, of the rank that carries a segment."""
+    def sender(self, index: int) -> int:
+        """Return the place, among its holders, of the rank that exchanges a segment."""
         return index % self._holders(index).num_shards
 
-    def carries(self, index: int) -> bool:
-        """Whether this rank carries a segment."""
-        return self.reducer(index) == self._holders(index).place
+    def sends(self, index: int) -> bool:
+        """Whether this rank exchanges a segment."""
+        return self.sender(index) == self._holders(index).place
 
-    def share(self, flat: Tensor, index: int) -> Handle:
-        """Give every holder what the rank that carries a segment has got, in place."""
-        return self._holders(index).broadcast(flat, source=self.reducer(index))
+    def gather(self, flat: Tensor, index: int) -> Handle:
+        """Broadcast a received segment to its holders, in place."""
+        return self._holders(index).broadcast(flat, source=self.sender(index))
 
     @torch.no_grad()
     def start(
@@ -104,25 +103,24 @@ class Peers:
         then: Callable[[Tensor], None] | None = None,
         is_nonfinite: bool | None = None,
     ) -> PendingBucket:
-        """Send a share of a segment, and make room for what comes.
+        """Start to exchange a segment.
 
         Args:
             index: Of the segment.
-            step: Optimizer steps that this, and every other, rank has taken.
+            step: The optimizer steps that all ranks have taken.
             weights: The nodes' push-sum weights of this segment.
-            background: Where the node gets what arrives, after what was started before.
-            then: Does something to what arrived before the node shares it; on a rank that does not carry the segment,
-                to nothing.
-            is_nonfinite: Whether this node's values are non-finite; None: they are not checked. Otherwise a peer that
-                sends non-finite values counts as one that holds the same as this node, and a node that is non-finite
-                itself goes on with the mean of what finite peers send.
+            background: Completes the exchange, in the order of the starts.
+            then: Called with the change before its broadcast; on a rank that does not exchange the segment, with an
+                empty tensor.
+            is_nonfinite: Whether this node's values are non-finite; None: they are not checked. If they are checked,
+                non-finite values of a peer are replaced by this node's own, and a non-finite node continues with the
+                mean of its finite peers' values.
 
         Returns:
-            A pending bucket that receives the change to add to the segment's x; to add to zero, if this node is
-            non-finite.
+            A pending bucket with the change to add to the segment's x, or to zero if this node is non-finite.
         """
         bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
-        if not self.carries(index) or inter is None or self._topology.num_nodes == 1:
+        if not self.sends(index) or inter is None or self._topology.num_nodes == 1:
             return self._receive(index, background, then)
         round_ = self.round(step, index)
         share = bucket.pack(bucket.empty(spares=self._spares), weight=self._part(round_, weights, node))
@@ -143,14 +141,14 @@ class Peers:
 
         def collect() -> None:
             arrived.wait()
-            change = mixing.of_the_healthy(is_nonfinite) if is_nonfinite else mixing.change(flat, is_nonfinite)
+            change = mixing.mean_of_finite(is_nonfinite) if is_nonfinite else mixing.change(flat, is_nonfinite)
             if change is not flat:
                 flat.copy_(change)
             for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
                 self._spares.give_back(used_up)
             if then is not None:
                 then(flat)
-            self.share(flat, index).wait()
+            self.gather(flat, index).wait()
 
         return PendingBucket(index, flat, flat, background.submit(collect))
 
@@ -159,36 +157,36 @@ class Peers:
         is_alone = self._topology.num_nodes == 1
         flat = self.segments[index].empty(spares=self._spares)
         if is_alone:
-            flat.fill_(-0.0)  # as of equal peers
+            flat.fill_(-0.0)  # adding -0.0 changes no bit
         background.uses(flat)
 
         def receive() -> None:
             if then is not None:
-                then(flat if is_alone and self.carries(index) else flat[:0])
-            self.share(flat, index).wait()
+                then(flat if is_alone and self.sends(index) else flat[:0])
+            self.gather(flat, index).wait()
 
         return PendingBucket(index, flat, flat, background.submit(receive))
 
-    def give_back(self, move: PendingBucket) -> None:
-        """Release the memory of a merged bucket."""
-        self._spares.give_back(move.flat)
+    def give_back(self, bucket: PendingBucket) -> None:
+        """Free the memory of a merged bucket."""
+        self._spares.give_back(bucket.flat)
 
     def _holders(self, index: int) -> Holders:
-        return self._beside.holders[self.segments[index].held_by]
+        return self._duplicate.holders[self.segments[index].held_by]
 
     def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
-        """What of its parameters a node sends to each of its peers."""
+        """Return the factor of a node's parameters in its messages."""
         return weights[node] * round_.share(node) if self._push_sum else 1.0
 
 
 @dataclass
 class _Mixing:
-    """What a rank makes of a segment's share that it has sent, and of those that have arrived from its peers.
+    """Calculates the change of a segment from this rank's message and those of its peers.
 
     Attributes:
-        share: What it has sent, before it was encoded.
-        payload: The same, encoded; the same tensor, if it travels as it is.
-        received: From every peer, in the order of the round.
+        share: This rank's message before encoding.
+        payload: The same, encoded; the same tensor if it is sent unencoded.
+        received: The payloads of all peers, in the order of the round.
     """
 
     peers: Peers
@@ -202,49 +200,44 @@ class _Mixing:
 
     @property
     def node(self) -> int:
-        """This rank's."""
+        """This rank's node."""
         return self.peers._topology.node
 
     @property
-    def travels_as_it_is(self) -> bool:
-        """Whether nothing was encoded."""
+    def is_unencoded(self) -> bool:
+        """Whether messages are sent unencoded."""
         return self.payload is self.share
 
     def change(self, out: Tensor, is_nonfinite: bool | None) -> Tensor:
-        """What is to be added to the segment's x, written to ``out``.
-
-        Args:
-            out: May be the first of :attr:`received`.
-            is_nonfinite: Whether this node's values are non-finite; None: not checked.
-        """
+        """Write the change of the segment's x to ``out``, which may be the first of :attr:`received`."""
         own = self._own(is_nonfinite)
         change = self._theirs(0, out, own, is_nonfinite)
         self._compare(own, change)
-        _subtract(change, own)  # pairwise, so that equal replicas change by exactly nothing
+        _subtract(change, own)  # in pairs, so that equal replicas change by exactly zero
         for place in range(1, len(self.received)):
             change.add_(_subtract(self._theirs(place, torch.empty_like(own), own, is_nonfinite), own))
-        more_came = len(self.received) - len(self.round.send_to[self.node])
+        surplus = len(self.received) - len(self.round.send_to[self.node])
         if not self.peers._push_sum:
             change.div_(len(self.received) + 1)
-        elif more_came:
-            change.add_(own, alpha=more_came)
+        elif surplus:
+            change.add_(own, alpha=surplus)
         return change
 
-    def of_the_healthy(self, is_nonfinite: bool | None) -> Tensor:
+    def mean_of_finite(self, is_nonfinite: bool | None) -> Tensor:
         """Return the mean of finite peers' values, which repairs a non-finite node; NaN if there are none."""
         own = self._own(is_nonfinite)
-        total, healthy = torch.zeros_like(own), torch.zeros((), device=own.device)
+        total, count = torch.zeros_like(own), torch.zeros((), device=own.device)
         for place, peer in enumerate(self.round.receive_from[self.node]):
             values = self._decoded(self.received[place], torch.empty_like(own))
-            is_healthy = self._is_finite(values)
-            total += torch.where(is_healthy, values / self._part_of(peer), 0.0)
-            healthy += is_healthy
+            is_finite = self._is_finite(values)
+            total += torch.where(is_finite, values / self._part_of(peer), 0.0)
+            count += is_finite
         after = self.peers.weights_after(self.step, self.index, self.weights)[self.node]
-        return total.mul_(after if self.peers._push_sum else 1.0).div_(healthy)
+        return total.mul_(after if self.peers._push_sum else 1.0).div_(count)
 
     def _own(self, is_nonfinite: bool | None) -> Tensor:
-        """What this node has sent, as it has arrived."""
-        if is_nonfinite is not False or self.travels_as_it_is:
+        """Return this node's message, as its peers decode it."""
+        if is_nonfinite is not False or self.is_unencoded:
             return self._decoded(self.payload, self.share)
         # values too large for the wire are excluded
         sent = self._decoded(self.payload, torch.empty_like(self.share))
@@ -253,8 +246,8 @@ class _Mixing:
     def _theirs(self, place: int, out: Tensor, own: Tensor, is_nonfinite: bool | None) -> Tensor:
         """Return a peer's values, or this node's own values if the peer's are non-finite."""
         values = self._decoded(self.received[place], out)
-        can_look = self.travels_as_it_is and not streams.has(values.device)
-        if is_nonfinite is None or (can_look and not _is_flagged(values)):
+        can_read = self.is_unencoded and not streams.has(values.device)
+        if is_nonfinite is None or (can_read and not _is_flagged(values)):
             return values
         peer = self.round.receive_from[self.node][place]
         as_own = self._part_of(peer) / self._part_of(self.node)
@@ -264,55 +257,55 @@ class _Mixing:
         return self.peers._part(self.round, self.weights, node)
 
     def _decoded(self, payload: Tensor, out: Tensor) -> Tensor:
-        return payload if self.travels_as_it_is else self.peers._codec.decode(payload, out)
+        return payload if self.is_unencoded else self.peers._codec.decode(payload, out)
 
     def _is_finite(self, values: Tensor) -> Tensor:
-        if self.travels_as_it_is:  # a sender flags its first element; a shard may be empty
+        if self.is_unencoded:  # a non-finite sender flags its first element; a shard may be empty
             return ~values[:1].isnan().any()
         return is_unfit([values]).to(values.device) == 0
 
     def _compare(self, own: Tensor, theirs: Tensor) -> None:
-        """Note how far apart this node's and a peer's parameters are."""
+        """Store the distance between this node's and a peer's parameters."""
         peer = self.round.receive_from[self.node][0]
         samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
         self.peers.disagreement.compare(self.index, *samples, own.numel())
 
 
 def _is_flagged(flat: Tensor) -> bool:
-    """Whether a node that knew its values were not finite sent them, as they are; waits for them, on CUDA too."""
+    """Whether unencoded values come from a non-finite node; waits for them, on CUDA too."""
     return bool(flat[:1].isnan().any())
 
 
 def _choose(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
-    """Return ``value`` if a scalar is true, otherwise the other one; on CUDA without waiting for the scalar."""
+    """Return ``value`` if a scalar is true, otherwise the other one; on CUDA without a wait for the scalar."""
     if streams.has(condition.device):
         return torch.where(condition, value, otherwise())
     return value if bool(condition) else otherwise()
 
 
 def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
-    """``theirs - own``, in place; of what is equal minus zero, for that changes no bit of what it is added to."""
+    """Calculate ``theirs - own`` in place, as -0.0 for equal values, because adding -0.0 changes no bit."""
     for value, less in in_cache_sized_parts(theirs, own):
         torch.sub(less, value, out=value).neg_()
     return theirs
 
 
 class NeighborExchange(Reducer):
-    """The mean of this node's and its peers' parts, for a graph in which everyone sends as much as it receives.
+    """The plain mean of this node's and its peers' values, for graphs in which all nodes send as much as they receive.
 
-    All nodes count alike, whatever their weights. Where the ranks of a node train alone, the node's mean takes the
-    place of what they hold when it leaves.
+    Values that differ inside a node are averaged there first.
 
     Args:
-        buckets: What is carried, each as a whole.
-        graph: Who exchanges with whom.
+        buckets: The buckets, each exchanged as a whole.
+        graph: Selects the peers.
         topology: The nodes.
         through: A duplicate of it.
-        wire: The encoding of parameters, which are sent whole because peers have no common reference.
-        turn: Says which turn of the graph is the next one, from 1.
-        average_in_node: Writes the mean of the node's ranks to what differs among them.
+        background: Completes exchanges in parallel with training.
+        wire: The encoding of parameters, not of differences, because peers have no common reference.
+        turn: Returns the number of the next exchange, from 1.
+        average_in_node: Writes the node's mean to buckets that differ among its ranks.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
-        look: Says whether what leaves is not finite; see :meth:`~lightning_hiercomm.schemes.guard.NonFiniteGuard.look`.
+        look: Returns whether buckets are non-finite; see :meth:`~lightning_hiercomm.schemes.guard.NonFiniteGuard.look`.
     """
 
     def __init__(
@@ -338,14 +331,16 @@ class NeighborExchange(Reducer):
         self._average_in_node = average_in_node
         self._look = look
         self._next_turn = turn
-        self._sick: bool | None = None
+        self._is_nonfinite: bool | None = None
         self.disagreement = self._peers.disagreement
         self._turn = 0
         self.set_references()
 
     def set_references(self) -> None:
         if self._update_reference is not None:
-            self.references = [self.carried(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)]
+            self.references = [
+                self.sent_part(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)
+            ]
 
     def begin(
         self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
@@ -354,34 +349,34 @@ class NeighborExchange(Reducer):
         leaving = [self.buckets[index] for index in only]
         # ranks that train alone average inside the node first, because the graph connects nodes
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
-        self._sick = self._look(leaving)
-        # ranks that come after different numbers of steps wait for others than those that come
-        return Verdict(is_nonfinite=bool(self._sick))
+        self._is_nonfinite = self._look(leaving)
+        # no check for equal steps: ranks with other counts have other peers
+        return Verdict(is_nonfinite=bool(self._is_nonfinite))
 
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
     ) -> PendingBucket:
         self._check(self._peers.round(self._turn, index))
         bucket = self.buckets[index]
-        is_needed = self._peers.carries(index) or keep_sent
+        is_needed = self._peers.sends(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         for tensor in (own, *self.references[index : index + 1]):
             background.uses(tensor)
-        is_nonfinite = bool(self._sick)  # by now; what leaves next may be healthy, before this has arrived
+        is_nonfinite = bool(self._is_nonfinite)  # of this exchange; a later one may begin before its end
         if is_nonfinite:
             own.zero_()
 
         def update_reference(change: Tensor) -> None:
-            mean = change.add_(self.carried(own, index))
-            # a non-finite node without a finite peer keeps its reference values, to continue from later
+            mean = change.add_(self.sent_part(own, index))
+            # a non-finite node without a finite peer keeps its reference parameters
             if self._update_reference is not None and not (is_nonfinite and _is_flagged(mean)):
                 reference = self.references[index]
                 mean.copy_(self._update_reference(index, reference, mean.sub(reference)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        move = self._peers.start(index, self._turn, equal_weights, background, update_reference, self._sick)
-        move.nodes = 1 + len(self._peers.round(self._turn, index).receive_from[self.topology.node])
-        return replace(move, sent=own) if keep_sent else move
+        pending = self._peers.start(index, self._turn, equal_weights, background, update_reference, self._is_nonfinite)
+        pending.nodes = 1 + len(self._peers.round(self._turn, index).receive_from[self.topology.node])
+        return replace(pending, sent=own) if keep_sent else pending
 
     def __call__(
         self,
@@ -392,25 +387,25 @@ class NeighborExchange(Reducer):
     ) -> Verdict:
         indexes = range(len(self.buckets)) if only is None else only
         verdict = self.begin(step, turn, indexes, self._background)
-        moves = [self.start(index, self._background) for index in indexes]
-        for move in moves:
-            move.arrived.wait()
-            self._background.hands_out(move.flat)
-            (Bucket.unpack if verdict.is_nonfinite else take)(self.buckets[move.index], move.flat)
+        started = [self.start(index, self._background) for index in indexes]
+        for pending in started:
+            pending.arrived.wait()
+            self._background.hands_out(pending.flat)
+            (Bucket.unpack if verdict.is_nonfinite else take)(self.buckets[pending.index], pending.flat)
         return verdict
 
     def parts_of(self, index: int) -> int:
         return 1
 
-    def carried(self, flat: Tensor, index: int) -> Tensor:
-        return flat if self._peers.carries(index) else flat[:0]
+    def sent_part(self, flat: Tensor, index: int) -> Tensor:
+        return flat if self._peers.sends(index) else flat[:0]
 
-    def share(self, flat: Tensor, index: int) -> Handle:
-        return self._peers.share(flat, index)
+    def gather(self, flat: Tensor, index: int) -> Handle:
+        return self._peers.gather(flat, index)
 
     def _check(self, round_: Round) -> None:
         if any(len(to) != len(of) for to, of in zip(round_.send_to, round_.receive_from, strict=True)):
             raise ValueError(
-                f"{self._peers.graph!r} lets nodes receive more than they send, so what arrives has no mean: use a"
-                " graph in which everyone sends as much as it receives, or Gossip, which keeps push-sum weights"
+                f"{self._peers.graph!r} lets nodes receive more than they send: use a graph in which all nodes send as"
+                " much as they receive, or Gossip, which has push-sum weights"
             )

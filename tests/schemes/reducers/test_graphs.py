@@ -136,11 +136,11 @@ def test_graphs_depend_on_step_bucket_and_seed_only():
     ("send_to", "message"),
     [
         ([[1], [2], [2]], "rank 2 sends to itself"),
-        ([[1], [0], []], "rank 2 receives from nobody"),
+        ([[1], [0], []], "rank 2 receives from no rank"),
         ([[1], [2], [3]], "rank 2 sends to rank 3, which does not exist"),
         ([[1, 1], [2], [0]], "rank 0 sends twice to rank 1"),
-        ([[1], [0]], "nothing is said about rank 2"),
-        ([[1], [2], [0], [0]], "something is said about rank 3"),
+        ([[1], [0]], "rank 2 is missing"),
+        ([[1], [2], [0], [0]], "rank 3 does not exist"),
     ],
 )
 def test_an_invalid_graph_is_refused_with_the_rank(send_to, message):
