@@ -8,20 +8,17 @@ and sleeps between tests to leave the core to training.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import (
     CommunicationError,
     Communicator,
@@ -31,6 +28,7 @@ from lightning_hiercomm.comm.base import (
     Reduction,
 )
 from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.staged import StagedCommunicator
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -81,7 +79,7 @@ def abort_on_uncaught_exceptions() -> None:
 
 
 def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
-    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over MPI's world.
+    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over MPI's world, for CPU and CUDA tensors.
 
     Args:
         meter: Counts this rank's traffic.
@@ -107,16 +105,14 @@ def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
             world.Split(color=mpi.UNDEFINED)
             return None
         ranks = list(groups[own])
-        return MPICommunicator(world.Split(color=own, key=ranks.index(rank)), ranks, rank, tier, meter)
+        group = world.Split(color=own, key=ranks.index(rank))
+        return StagedCommunicator(MPICommunicator(group, ranks, rank, tier, Meter()), meter)
 
     return connect
 
 
 class MPICommunicator(Communicator):
-    """A communicator over an MPI communicator.
-
-    CUDA tensors pass through pinned host memory, except for exchanges with a CUDA-aware MPI library: such libraries
-    support no other non-blocking collectives of CUDA tensors. torch sums 16-bit floats, because MPI cannot.
+    """A communicator for CPU tensors over an MPI communicator. torch sums 16-bit floats, because MPI cannot.
 
     Args:
         group: The MPI communicator, used only here.
@@ -144,54 +140,43 @@ class MPICommunicator(Communicator):
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         mpi = load_mpi()
         return self._launch(
-            lambda memory: [self.group.Iallreduce(mpi.IN_PLACE, memory(tensor), _operation(op, tensor.dtype))],
-            reads=[tensor],
-            writes=[tensor],
+            lambda: [self.group.Iallreduce(mpi.IN_PLACE, _memory(tensor), _operation(op, tensor.dtype))], [tensor]
         )
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         operation = _operation("sum", tensor.dtype)
         if output.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            tensor = tensor.clone()  # MPI must not write to what it reads
+            tensor = tensor.clone()  # MPI must not write to its input
         return self._launch(
-            lambda memory: [self.group.Ireduce_scatter_block(memory(tensor), memory(output), operation)],
-            reads=[tensor],
-            writes=[output],
+            lambda: [self.group.Ireduce_scatter_block(_memory(tensor), _memory(output), operation)], [tensor, output]
         )
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        mpi, start = load_mpi(), self.rank * tensor.numel()
-        if tensor.data_ptr() == output[start:].data_ptr():
-            return self._launch(
-                lambda memory: [self.group.Iallgather(mpi.IN_PLACE, memory(output))], reads=[output], writes=[output]
-            )
-        return self._launch(
-            lambda memory: [self.group.Iallgather(memory(tensor), memory(output))], reads=[tensor], writes=[output]
-        )
+        start = self.rank * tensor.numel()
+        is_in_place = tensor.data_ptr() == output[start:].data_ptr()
+        own = load_mpi().IN_PLACE if is_in_place else _memory(tensor)
+        return self._launch(lambda: [self.group.Iallgather(own, _memory(output))], [tensor, output])
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._launch(lambda memory: [self.group.Ibcast(memory(tensor), source)], reads=[tensor], writes=[tensor])
+        return self._launch(lambda: [self.group.Ibcast(_memory(tensor), source)], [tensor])
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         return self._launch(
-            lambda memory: [
-                *(self.group.Irecv(memory(buffer), peer) for buffer, peer in receive),
-                *(self.group.Isend(memory(tensor), peer) for tensor, peer in send),
+            lambda: [
+                *(self.group.Irecv(_memory(buffer), peer) for buffer, peer in receive),
+                *(self.group.Isend(_memory(tensor), peer) for tensor, peer in send),
             ],
-            reads=[tensor for tensor, _ in send],
-            writes=[buffer for buffer, _ in receive],
-            directly=True,
+            [tensor for tensor, _ in (*send, *receive)],
         )
 
-    def _launch(
-        self,
-        start: Callable[[Callable[[Tensor], Any]], list[Any]],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        directly: bool = False,
-    ) -> Handle:
-        collective = _Collective(self, start, reads, writes, through_host=not (directly and _is_cuda_aware()))
-        _progress().add(collective)
+    def _launch(self, start: Callable[[], list[Any]], tensors: Sequence[Tensor]) -> Handle:
+        collective = _Collective(self, tensors)
+        try:
+            collective.requests = start()
+        except BaseException as error:
+            collective.end(error)
+        else:
+            _progress().add(collective)
         return collective
 
     def _failure(self, error: BaseException) -> CommunicationError:
@@ -201,96 +186,53 @@ class MPICommunicator(Communicator):
 
 
 class _Collective(Handle):
-    """One collective: waits for the GPU to write the input, then for MPI, then copies the result back."""
+    """A collective in flight.
 
-    def __init__(
-        self,
-        communicator: MPICommunicator,
-        start: Callable[[Callable[[Tensor], Any]], list[Any]],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        through_host: bool,
-    ) -> None:
-        self.communicator = communicator
-        self.requests: list[Any] | None = None
-        self._start = start
-        self._writes = writes
-        self._tensors = [*reads, *writes]  # keeps their memory alive
-        self._device = self._tensors[0].device
-        self._host: dict[int, Tensor] = {}
-        self._written: torch.cuda.Event | None = None
-        if streams.has(self._device):
-            if through_host:
-                self._host = {id(tensor): streams.host_memory(tensor) for tensor in writes}
-                self._host |= {id(tensor): streams.to_host(tensor) for tensor in dict.fromkeys(reads)}
-            self._written = streams.mark(self._device)
+    Args:
+        communicator: Its communicator.
+        tensors: Kept until its end, because MPI reads and writes their memory.
+    """
+
+    def __init__(self, communicator: MPICommunicator, tensors: Sequence[Tensor]) -> None:
+        self.requests: list[Any] = []
+        self._communicator = communicator
+        self._tensors = tensors
         self._completion = Completion()
-        self._settling = threading.Lock()
-        self._is_settled = False
-
-    # ---- called by the progress thread, or at launch -------------------------------------------------------------
-
-    def try_to_start(self) -> bool:
-        """Start it, unless the GPU is still writing the input."""
-        try:
-            if self._written is not None and not self._written.query():  # raises errors of the GPU
-                return False
-            self.requests = self._start(lambda tensor: _memory(self._host.get(id(tensor), tensor)))
-        except BaseException as error:
-            self._end(error)
-        return True
 
     def try_to_end(self) -> bool:
-        """Whether MPI has finished it."""
-        if self.is_done():
-            return True
-        assert self.requests is not None
+        """Whether MPI has finished it; called by the progress thread."""
         try:
             if not load_mpi().Request.Testall(self.requests):
                 return False
         except BaseException as error:
-            self._end(error)
+            self.end(error)
         else:
-            self._end(None)
+            self.end(None)
         return True
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Mark it as ended."""
         if isinstance(error, load_mpi().Exception):
-            failure = self.communicator._failure(error)
+            failure = self._communicator._failure(error)
             failure.__cause__ = error
             error = failure
         self._completion.end(error)
 
-    # ---- called by the waiting thread ----------------------------------------------------------------------------
-
     def wait(self) -> None:
-        # the host waits, and training too if its stream has no work
-        with self.communicator.meter.waiting(self.communicator.tier, self._device):
+        with self._communicator.meter.waiting(self._communicator.tier, torch.device("cpu")):
             self._completion.wait()
-            self._settle()
+        self._tensors = ()
 
     def is_done(self) -> bool:
         return self._completion.is_done()
 
-    def _settle(self) -> None:
-        """Copy staged results back, once, on the current stream."""
-        with self._settling:
-            if self._is_settled:
-                return
-            self._is_settled = True
-            for tensor in self._writes:
-                if id(tensor) in self._host:
-                    tensor.copy_(self._host[id(tensor)], non_blocking=True)
-            self._tensors, self._writes = [], ()
-
 
 class _Progress:
-    """Makes progress: starts the process's collectives in order per communicator, and tests them until they end."""
+    """The thread that tests the process's collectives until they end."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._unstarted: dict[MPICommunicator, deque[_Collective]] = {}
-        self._started: list[_Collective] = []
+        self._running: list[_Collective] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hiercomm-mpi", daemon=True)
         self._thread.start()
@@ -298,11 +240,7 @@ class _Progress:
 
     def add(self, collective: _Collective) -> None:
         with self._changed:
-            behind = self._unstarted.get(collective.communicator)
-            if behind or not collective.try_to_start():
-                self._unstarted.setdefault(collective.communicator, deque()).append(collective)
-            elif not collective.is_done():
-                self._started.append(collective)
+            self._running.append(collective)
             self._changed.notify()
 
     def close(self) -> None:
@@ -315,29 +253,18 @@ class _Progress:
         sleep = _SHORTEST_SLEEP
         while True:
             with self._changed:
-                if not self._started and not self._unstarted:
+                if not self._running:
                     sleep = _SHORTEST_SLEEP
-                    self._changed.wait_for(lambda: self._closing or self._started or self._unstarted)
+                    self._changed.wait_for(lambda: self._closing or self._running)
                 if self._closing:
                     return
-                started = self._start_ready()
-                running = list(self._started)
+                running = list(self._running)
             ended = {id(each) for each in running if each.try_to_end()}
             if ended:
                 with self._changed:
-                    self._started = [each for each in self._started if id(each) not in ended]
-            sleep = _SHORTEST_SLEEP if started or ended else min(2 * sleep, _LONGEST_SLEEP)
+                    self._running = [each for each in self._running if id(each) not in ended]
+            sleep = _SHORTEST_SLEEP if ended else min(2 * sleep, _LONGEST_SLEEP)
             time.sleep(sleep)
-
-    def _start_ready(self) -> bool:
-        started = False
-        for communicator, waiting in list(self._unstarted.items()):
-            while waiting and waiting[0].try_to_start():
-                self._started.append(waiting.popleft())
-                started = True
-            if not waiting:
-                del self._unstarted[communicator]
-        return started
 
 
 @functools.cache
@@ -385,12 +312,3 @@ def _operation(op: Reduction, dtype: torch.dtype) -> Any:
         torch.add(ours, theirs, out=ours) if op == "sum" else torch.maximum(ours, theirs, out=ours)
 
     return mpi.Op.Create(combine, commute=True)
-
-
-@functools.cache
-def _is_cuda_aware() -> bool:
-    """Whether the MPI library accepts GPU memory; Open MPI and MPICH have a function that returns it."""
-    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
-        return True
-    query = getattr(ctypes.CDLL(load_mpi().__file__), "MPIX_Query_cuda_support", None)
-    return query is not None and query() == 1

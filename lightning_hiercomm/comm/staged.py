@@ -33,33 +33,33 @@ class StagedCommunicator(Communicator):
 
     def __init__(self, over_host: Communicator, meter: Meter) -> None:
         super().__init__(over_host.ranks, over_host.ranks[over_host.rank], over_host.tier, meter)
-        self._over_host = over_host
+        self.over_host = over_host
         self._thread = JobThread("hiercomm-staged")
         self._copying: torch.cuda.Stream | None = None
 
     def all_gather_object(self, value: Any) -> list[Any]:
         gathered: list[list[Any]] = []
-        self._thread.submit(lambda: gathered.append(self._over_host.all_gather_object(value))).wait()
+        self._thread.submit(lambda: gathered.append(self.over_host.all_gather_object(value))).wait()
         return gathered[0]
 
     def close(self) -> None:
-        self._over_host.close()
+        self.over_host.close()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
-        return self._run(lambda host: self._over_host.all_reduce(host(tensor), op, waiting), [tensor], [tensor])
+        return self._run(lambda host: self.over_host.all_reduce(host(tensor), op, waiting), [tensor], [tensor])
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._run(lambda host: self._over_host.reduce_scatter(host(output), host(tensor)), [tensor], [output])
+        return self._run(lambda host: self.over_host.reduce_scatter(host(output), host(tensor)), [tensor], [output])
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
-        return self._run(lambda host: self._over_host.all_gather(host(output), host(tensor)), [tensor], [output])
+        return self._run(lambda host: self.over_host.all_gather(host(output), host(tensor)), [tensor], [output])
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._run(lambda host: self._over_host.broadcast(host(tensor), source), [tensor], [tensor])
+        return self._run(lambda host: self.over_host.broadcast(host(tensor), source), [tensor], [tensor])
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         return self._run(
-            lambda host: self._over_host.exchange(
+            lambda host: self.over_host.exchange(
                 [(host(tensor), peer) for tensor, peer in send], [(host(buffer), peer) for buffer, peer in receive]
             ),
             [tensor for tensor, _ in send],
@@ -69,7 +69,9 @@ class StagedCommunicator(Communicator):
     def _run(self, launch: Callable[[OnHost], Handle], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Handle:
         device = (*reads, *writes)[0].device
         if not streams.has(device):
-            return Timed(launch(lambda tensor: tensor), self.meter, self.tier, device)
+            handle = launch(lambda tensor: tensor)
+            handle.forget()  # this communicator's own handle is checked for waits
+            return Timed(handle, self.meter, self.tier, device)
         if self._copying is None:
             self._copying = streams.new(device)
         return _Staged(self, self._copying, device, launch, reads, writes)

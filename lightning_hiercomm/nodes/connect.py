@@ -17,7 +17,7 @@ from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import MPICommunicator, connect_mpi
 from lightning_hiercomm.comm.shared_memory import sharing_memory
-from lightning_hiercomm.comm.staged import connect_gloo
+from lightning_hiercomm.comm.staged import StagedCommunicator, connect_gloo
 from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch, unprofiled
 from lightning_hiercomm.nodes.hosts import Place, nodes_by_default, warn_once
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
@@ -77,7 +77,8 @@ def connect_world(
 def leave_behind(topology: Topology) -> None:
     """Let it be, of a run that broke off: others may be stuck in it until they come to the next, where it is closed."""
     topology.is_left_behind = True
-    if not isinstance(topology.inter, MPICommunicator):  # which closes nothing that is in flight
+    inter = topology.inter.over_host if isinstance(topology.inter, StagedCommunicator) else topology.inter
+    if not isinstance(inter, MPICommunicator):  # which closes nothing that is in flight
         _left_behind.append((topology, dist.group.WORLD, os.getpid()))
 
 

@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from fake_streams import FakeDevice, FakeEvent
 from forked import ForkedPython
 
 from lightning_hiercomm import Transport
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.mpi import _is_cuda_aware, _Progress, connect_mpi
+from lightning_hiercomm.comm.mpi import connect_mpi
 
 CONSTRUCT = (
     "from lightning_hiercomm import HierarchicalStrategy, Transport; HierarchicalStrategy(transport=Transport('mpi'))"
@@ -62,44 +60,3 @@ def test_a_program_that_mpiexec_did_not_start_is_told_how_to():
 def test_only_torch_and_mpi_carry_traffic():
     with pytest.raises(ValueError, match="inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"):
         Transport(inter_node="pigeon")
-
-
-def test_what_a_gpu_computes_passes_through_the_host_once_it_is_written(fake_device: FakeDevice, monkeypatch):
-    communicator = connect_mpi(Meter(), rank=0, world_size=1)([[0]], "inter")
-    if _is_cuda_aware():
-        pytest.skip("this MPI library takes a GPU's memory as it is")
-    progress = _Progress()  # of which the thread ends with the test
-    monkeypatch.setattr("lightning_hiercomm.comm.mpi._progress", lambda: progress)
-    with fake_device.watching():
-        sent, received = torch.arange(3.0) + 1, torch.zeros(3)
-        moved = communicator._exchange([(sent, 0)], [(received, 0)])  # with itself, as MPI allows  # noqa: SLF001
-        moved.wait()
-        assert fake_device.waits == []  # for the GPU; that MPI is done is asked on a thread of its own
-        assert received.tolist() == [1.0, 2.0, 3.0]
-        again = communicator._exchange([(sent + 1, 0)], [(received, 0)]).future(received)  # noqa: SLF001
-        assert again.wait().tolist() == [2.0, 3.0, 4.0]
-    communicator.close()
-    progress.close()
-
-
-def test_what_went_wrong_on_a_gpu_reaches_whoever_waits_for_a_move_of_it(fake_device: FakeDevice, monkeypatch):
-    """The thread that drives MPI is told first, and must not end of it: all others would wait for ever."""
-    communicator = connect_mpi(Meter(), rank=0, world_size=1)([[0]], "inter")
-    progress = _Progress()
-    monkeypatch.setattr("lightning_hiercomm.comm.mpi._progress", lambda: progress)
-    answers = iter([False])
-
-    def query(event: FakeEvent) -> bool:
-        for answer in answers:
-            return answer
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    monkeypatch.setattr(FakeEvent, "query", query)
-    with fake_device.watching():
-        move = communicator._exchange([(torch.ones(3), 0)], [(torch.zeros(3), 0)])  # noqa: SLF001
-        move._completion._ended.wait(5.0)  # noqa: SLF001
-        assert move.is_done()
-        with pytest.raises(RuntimeError, match="device-side assert"):
-            move.wait()
-    communicator.close()
-    progress.close()
