@@ -137,11 +137,11 @@ class Peers:
         flat = received[0] if payload is share else bucket.empty(spares=self._spares)
         for tensor in (share, payload, flat, *received):
             background.uses(tensor)
-        mixing = _Mixing(self, index, step, weights, round_, share, payload, received)
+        mixing = _Mixing(self, index, step, weights, round_, share, payload, received, is_nonfinite)
 
         def collect() -> None:
             arrived.wait()
-            change = mixing.mean_of_finite(is_nonfinite) if is_nonfinite else mixing.change(flat, is_nonfinite)
+            change = mixing.mean_of_finite() if is_nonfinite else mixing.change(flat)
             if change is not flat:
                 flat.copy_(change)
             for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
@@ -187,6 +187,7 @@ class _Mixing:
         share: This rank's message before encoding.
         payload: The same, encoded; the same tensor if it is sent unencoded.
         received: The payloads of all peers, in the order of the round.
+        is_nonfinite: Whether this node's values are non-finite; None: values are not checked.
     """
 
     peers: Peers
@@ -197,6 +198,7 @@ class _Mixing:
     share: Tensor
     payload: Tensor
     received: Sequence[Tensor]
+    is_nonfinite: bool | None
 
     @property
     def node(self) -> int:
@@ -208,14 +210,14 @@ class _Mixing:
         """Whether messages are sent unencoded."""
         return self.payload is self.share
 
-    def change(self, out: Tensor, is_nonfinite: bool | None) -> Tensor:
+    def change(self, out: Tensor) -> Tensor:
         """Write the change of the segment's x to ``out``, which may be the first of :attr:`received`."""
-        own = self._own(is_nonfinite)
-        change = self._theirs(0, out, own, is_nonfinite)
+        own = self._own()
+        change = self._theirs(0, out, own)
         self._compare(own, change)
         _subtract(change, own)  # in pairs, so that equal replicas change by exactly zero
         for place in range(1, len(self.received)):
-            change.add_(_subtract(self._theirs(place, torch.empty_like(own), own, is_nonfinite), own))
+            change.add_(_subtract(self._theirs(place, torch.empty_like(own), own), own))
         surplus = len(self.received) - len(self.round.send_to[self.node])
         if not self.peers._push_sum:
             change.div_(len(self.received) + 1)
@@ -223,31 +225,30 @@ class _Mixing:
             change.add_(own, alpha=surplus)
         return change
 
-    def mean_of_finite(self, is_nonfinite: bool | None) -> Tensor:
+    def mean_of_finite(self) -> Tensor:
         """Return the mean of finite peers' values, which repairs a non-finite node; NaN if there are none."""
-        own = self._own(is_nonfinite)
-        total, count = torch.zeros_like(own), torch.zeros((), device=own.device)
-        for place, peer in enumerate(self.round.receive_from[self.node]):
-            values = self._decoded(self.received[place], torch.empty_like(own))
+        total, count = torch.zeros_like(self.share), torch.zeros((), device=self.share.device)
+        for payload, peer in zip(self.received, self.round.receive_from[self.node], strict=True):
+            values = self._decoded(payload, torch.empty_like(total))
             is_finite = self._is_finite(values)
             total += torch.where(is_finite, values / self._part_of(peer), 0.0)
             count += is_finite
         after = self.peers.weights_after(self.step, self.index, self.weights)[self.node]
         return total.mul_(after if self.peers._push_sum else 1.0).div_(count)
 
-    def _own(self, is_nonfinite: bool | None) -> Tensor:
+    def _own(self) -> Tensor:
         """Return this node's message, as its peers decode it."""
-        if is_nonfinite is not False or self.is_unencoded:
+        if self.is_nonfinite is None or self.is_unencoded:
             return self._decoded(self.payload, self.share)
         # values too large for the wire are excluded
         sent = self._decoded(self.payload, torch.empty_like(self.share))
         return _choose(self._is_finite(sent), sent, lambda: self.share)
 
-    def _theirs(self, place: int, out: Tensor, own: Tensor, is_nonfinite: bool | None) -> Tensor:
+    def _theirs(self, place: int, out: Tensor, own: Tensor) -> Tensor:
         """Return a peer's values, or this node's own values if the peer's are non-finite."""
         values = self._decoded(self.received[place], out)
         can_read = self.is_unencoded and not streams.has(values.device)
-        if is_nonfinite is None or (can_read and not _is_flagged(values)):
+        if self.is_nonfinite is None or (can_read and not _is_flagged(values)):
             return values
         peer = self.round.receive_from[self.node][place]
         as_own = self._part_of(peer) / self._part_of(self.node)
