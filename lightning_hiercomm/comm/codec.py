@@ -86,7 +86,7 @@ class Codec(ABC):
 
     def decode(self, payload: Tensor, out: Tensor) -> Tensor:
         """Decode ``payload`` into ``out`` (1-D or rows, contiguous, of any floating type), and return it."""
-        self._decode(payload, out)
+        _copy(payload, out)
         return out
 
     def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Codec(ABC):
             The payload.
         """
         self._encode(residual.add_(values), payload)
-        self._decode(payload, values)
+        self.decode(payload, values)
         drop_nonfinite(residual.sub_(values))
         return payload
 
@@ -118,9 +118,6 @@ class Codec(ABC):
 
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         _copy(values, payload)
-
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
-        _copy(payload, out)
 
 
 @dataclass(frozen=True)
@@ -218,10 +215,9 @@ class Blockwise(Codec):
             self._quantize(blocks, scales, codes, rows.shape[-1], quotients=_scratch_like("values", blocks))
         self._zero_unused(payload, values.shape[-1])
 
-    def _decode(self, payload: Tensor, out: Tensor) -> None:
+    def decode(self, payload: Tensor, out: Tensor) -> Tensor:
         if not self._is_quantized(payload, out):
-            super()._decode(payload, out)
-            return
+            return super().decode(payload, out)
         dtype = arithmetic_dtype(out.dtype)
         for scales, codes, rows in self._tiles(payload, out):
             numel = rows.shape[-1]
@@ -231,6 +227,7 @@ class Blockwise(Codec):
             decoded = scratch("values", (*scales.shape[:-1], self.block), dtype, out.device)
             self._dequantize(scales, codes, numel, decoded)
             rows.copy_(_unpadded(decoded, numel))
+        return out
 
     def _is_quantized(self, payload: Tensor, values: Tensor) -> bool:
         if payload.dtype != torch.uint8 or not values.is_floating_point():
