@@ -282,7 +282,7 @@ class ServedStepsDelay(RunningStepsDelay):
             self._make_dense()
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
-        has_gradient = optimizer_step is not None and self.guard.has_finite_gradients(self.state.steps)
+        has_gradient = optimizer_step is not None and self.guard.has_finite_gradients()
         with torch.no_grad():
             if self.phase == "warm-up":
                 self._step_synchronously(has_gradient)
@@ -378,7 +378,7 @@ class ServedStepsDelay(RunningStepsDelay):
             writes.compare(all_parameters=verify)
         if not verify:
             return
-        self.guard.verify(self.state.steps)  # first, because a rank that differs has another cause
+        self.guard.verify()  # first, because a rank that differs has another cause
         if writes is not None and writes.has_found_any and not self.guard.has_warned_of_difference:
             raise RuntimeError(
                 "parameters were changed outside of the optimizer's step (clamping, a mask, a new head). StepsDelay"
@@ -453,7 +453,7 @@ class ServedStepsDelay(RunningStepsDelay):
         self._handle_writes(verify=self._writes is not None)
         for bucket, weights in zip(self.server.buckets, self.server.weights(), strict=True):
             bucket.bucket.unpack(weights)
-        self.guard.average(self.replica.buckets_of_buffers, self.state.steps)
+        self.guard.average(self.replica.buckets_of_buffers)
         if self._writes is not None:
             self._writes.remember_shown()
 
