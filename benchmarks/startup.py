@@ -31,7 +31,7 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 from benchmarks.crowd import Crowd
 from benchmarks.crowd import measure as measure_crowd
 from lightning_hiercomm.comm.torch import connecting_when_needed
-from lightning_hiercomm.control import rendezvous
+from lightning_hiercomm.control import bootstrap
 from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
 from lightning_hiercomm.control.plane import start_control_plane
 from lightning_hiercomm.nodes.connect import connect_world
@@ -236,13 +236,13 @@ class Phases:
         self._spent = spent
         self._stores: list[CountingStore] = []
         self._open_files = _open_files()
-        make = rendezvous.TCPStore
+        make = bootstrap.TCPStore
 
         def counted(*arguments: Any, **settings: Any) -> CountingStore:
             self._stores.append(CountingStore(make(*arguments, **settings)))
             return self._stores[-1]
 
-        rendezvous.TCPStore = counted  # type: ignore[misc,assignment]
+        bootstrap.TCPStore = counted  # type: ignore[misc,assignment]
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -263,7 +263,7 @@ _LIMIT = timedelta(minutes=10)
 
 def _start_as_ddp(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
     with Phases(spent)(DDP):
-        store = rendezvous.TCPStore("127.0.0.1", port, size, rank == 0, timeout=_LIMIT)
+        store = bootstrap.TCPStore("127.0.0.1", port, size, rank == 0, timeout=_LIMIT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_LIMIT)
     dist.barrier()  # no rank closes its connections before the others have finished
 
@@ -272,13 +272,13 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     phase, node = Phases(spent), rank // ranks_per_node
     with phase("rendezvous"):
         raise_limit(needed_files(size))
-        meeting_point = rendezvous.Rendezvous("127.0.0.1", port, rank, size, _LIMIT)
+        start = bootstrap.Bootstrap("127.0.0.1", port, rank, size, _LIMIT)
         about = (f"rank {rank} (node {node})", "127.0.0.1", 0, 300.0)
-        plane = start_control_plane(rank, size, *about, meeting_point.broadcast, meeting_point.gather)
+        plane = start_control_plane(rank, size, *about, start.broadcast, start.gather)
         if plane is None:
             raise RuntimeError("no control plane")
     with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
-        dist.init_process_group("gloo", store=meeting_point.store, rank=rank, world_size=size, timeout=_LIMIT)
+        dist.init_process_group("gloo", store=start.store, rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):
         topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
     with phase("duplicate"):

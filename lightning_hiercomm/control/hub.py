@@ -125,10 +125,10 @@ class Stranger(NamedTuple):
 class RankStatus:
     """A connected rank, with its last report; no dataclass, whose import takes a third of this program's start."""
 
-    def __init__(self, rank: int, place: str, heard_at: float) -> None:
+    def __init__(self, rank: int, place: str, reported_at: float) -> None:
         self.rank = rank
         self.place = place
-        self.heard_at = heard_at
+        self.reported_at = reported_at
         self.doing = "joining"
         self.progress = 0
         self.stuck: tuple[str, float] = ("", 0.0)
@@ -172,7 +172,7 @@ class Hub:
         self._hang_timeout = hang_timeout
         self._give_up_at = time.monotonic() + patience if patience is not None else math.inf
         self._checked_at = time.monotonic()
-        self._moved_at = time.monotonic()
+        self._progressed_at = time.monotonic()
         self._all_silent = False
         self._progress: dict[int, int] = {}
         self._standstill_reported = False
@@ -240,7 +240,7 @@ class Hub:
             self._drop(channel)
             return
         if channel in self.members:
-            self.members[channel].heard_at = time.monotonic()
+            self.members[channel].reported_at = time.monotonic()
         for message in messages:
             if channel in self.strangers:
                 self._admit(channel, message)
@@ -378,8 +378,8 @@ class Hub:
 
     def _reset_silence(self, now: float) -> None:
         for member in self.members.values():
-            member.heard_at = now
-        self._moved_at = now
+            member.reported_at = now
+        self._progressed_at = now
 
     def _check_for_frozen(self, now: float, timeout: float) -> None:
         """End the run if ranks are silent, or stuck in the kernel.
@@ -387,7 +387,7 @@ class Hub:
         If all are silent, the whole job was stopped, as by Ctrl-Z. Its processes may continue at different moments, so
         the silence until then does not count.
         """
-        silent = [channel for channel, member in self.members.items() if now - member.heard_at > timeout]
+        silent = [channel for channel, member in self.members.items() if now - member.reported_at > timeout]
         stuck = [channel for channel, member in self.members.items() if member.stuck[1] > timeout]
         all_were_silent, self._all_silent = self._all_silent, len(silent) == len(self.members)
         if self._all_silent or not (silent or stuck):
@@ -494,15 +494,17 @@ class Hub:
         """Report once if all ranks are alive and none makes progress."""
         progress = {member.rank: member.progress for member in self.members.values()}
         if progress != self._progress:
-            self._progress, self._moved_at, self._standstill_reported = progress, now, False
+            self._progress, self._progressed_at, self._standstill_reported = progress, now, False
             return
         last_beats = 2 * seconds_between_beats(self._size, timeout)  # these may show a deadlock
-        is_short = now - self._moved_at <= timeout + last_beats
+        is_short = now - self._progressed_at <= timeout + last_beats
         has_begun = all(progress.values()) or any(m.wait and m.wait["seconds"] > timeout for m in self.members.values())
         if self._failure is not None or self._standstill_reported or is_short or not has_begun:
             return
         members = sorted(self.members.values(), key=lambda member: member.rank)
-        if all(max(member.stuck[1], now - member.heard_at) <= timeout / 2 for member in members):  # no rank is frozen
+        if all(
+            max(member.stuck[1], now - member.reported_at) <= timeout / 2 for member in members
+        ):  # no rank is frozen
             self._standstill_reported = True
             where = "; ".join(map(_activity, members[:20]))
             text = f"no rank made progress for {timeout:g} s (hang_timeout), and the run goes on: {where}"

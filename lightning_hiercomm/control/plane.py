@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import ipaddress
-import json
 import logging
 import math
 import os
@@ -19,15 +16,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from lightning_hiercomm.control import hub, process
+from lightning_hiercomm.control.connection import Invitation, authenticate, connect, listen_on, start_hub
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 4096  # all ranks connect at once; the kernel limits this to net.core.somaxconn
 _JOIN_SECONDS = 20.0
 _REJOIN_SECONDS = 60.0
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
@@ -37,18 +34,6 @@ _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
 
 class RankFailure(RuntimeError):
     """Another rank died or raised."""
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """The address on which rank 0 listens; sent to every rank once, over the collectives."""
-
-    host: str
-    port: int
-    token: str
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class ControlPlane:
@@ -90,37 +75,44 @@ class ControlPlane:
         main_thread: MainThread | None = None,
         timeout: float | None = None,
     ) -> None:
-        self._timeout = timeout
         self.rank = rank
         self.size = size
         self.place = place
         self.grace = grace
         self.hang_timeout = hang_timeout
+        self._timeout = timeout
         self.processes: dict[int, Sequence[str]] = {}
-        self.failure: str | None = None
-        self.stop_requested = False
-        self.requeue_requested = False
-        self._failed = threading.Event()
-        self._changed = threading.Condition()
-        self._batch = 0
-        self._ended = 0, 0
-        self._main_thread = main_thread or MainThread()
-        self._hold_at: int | None = None
-        self._stop_at: int | None = None
-        self._stops_next = False
-        self._asked_to_requeue = 0
-        self._requeues = 0
-        self._is_lost = False
+        self._changed = threading.Condition()  # guards what the thread and the main thread share
+
+        # this rank's activity, which it reports
         self.doing = "starting"
         self._progress = 0
+        self._batch = 0
+        self._ended = 0, 0  # epochs, and the batches until the end of the last one
+        self._main_thread = main_thread or MainThread()
+
+        # other ranks
+        self.failure: str | None = None
         self.gone: set[int] = set()
-        self._barriers = 0  # to which this rank has come
+        self._is_lost = False  # the hub
+        self._barriers = 0  # at which this rank has arrived
         self._released = 0  # that all ranks have passed
-        self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
-        self._posted: dict[tuple[str, bool], hub.Message] = {}
+
+        # the common stop: this rank waits at batch `_hold_at` until `_stop_at` is known
+        self.stop_requested = False
+        self.requeue_requested = False
+        self._hold_at: int | None = None
+        self._stop_at: int | None = None
+        self._stops_next = False  # after the requeue
+        self._asked_to_requeue = 0
+        self._requeues = 0
+
+        # connections
         self.listener: socket.socket | None = None
         self.hub_process: subprocess.Popen[bytes] | None = None
         self._channel: hub.Channel | None = None
+        self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
+        self._posted: dict[tuple[str, bool], hub.Message] = {}  # the last of each kind, for a new hub
         self._waker: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -131,21 +123,15 @@ class ControlPlane:
 
     def invite(self, host: str, port: int = 0) -> Invitation:
         """Start the hub (rank 0 only), or raise an ``OSError`` if the port is taken; 0 is any free port."""
-        self.listener = _listen_on(host, port)
+        self.listener = listen_on(host, port)
         invitation = Invitation(host, self.listener.getsockname()[1], secrets.token_hex(16))
-        self._start_hub(self.listener, invitation.token)
+        self._start_hub(invitation.token)
         return invitation
 
-    def _start_hub(self, listener: socket.socket, token: str, patience: float | None = None) -> None:
-        # in a separate session, because signals for rank 0 and its children must not end it
-        command = [sys.executable, "-I", "-S", hub.__file__]
-        handle = listener.fileno()
-        self.hub_process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[handle], start_new_session=True)
-        assert self.hub_process.stdin is not None
-        settings = {"listener": handle, "size": self.size, "token": token, "hang_timeout": self.hang_timeout}
-        settings |= {"gone": sorted(self.gone), "patience": patience}
-        self.hub_process.stdin.write(json.dumps(settings).encode() + b"\n")
-        self.hub_process.stdin.flush()
+    def _start_hub(self, token: str, patience: float | None = None) -> None:
+        assert self.listener is not None
+        settings = {"size": self.size, "token": token, "hang_timeout": self.hang_timeout, "patience": patience}
+        self.hub_process = start_hub(self.listener, **settings, gone=sorted(self.gone))
 
     def join(self, invitation: Invitation) -> None:
         """Connect to the hub, or raise an ``OSError`` if it cannot be reached."""
@@ -154,7 +140,7 @@ class ControlPlane:
         deadline = time.monotonic() + _JOIN_SECONDS
         while True:
             try:
-                link = self.greet(self.call(invitation, deadline - time.monotonic()), invitation)
+                link = self._authenticate(self._connect(invitation, deadline - time.monotonic()), invitation.token)
                 break
             except (ConnectionResetError, BrokenPipeError):
                 # the hub drops the oldest of too many unknown connections, which may have been this one
@@ -166,44 +152,14 @@ class ControlPlane:
         )
         self._thread.start()
 
-    def call(self, invitation: Invitation, timeout: float) -> socket.socket:
-        address = (invitation.host, invitation.port)
-        if self.listener is not None:  # rank 0 may not reach its own public address
-            host, port = self.listener.getsockname()[:2]
-            address = ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
-        where = _named(address[0]), address[1]
-        connection = socket.create_connection(where, timeout=max(0.1, timeout))  # type: ignore[arg-type]
-        hub.probe_peer(connection)
-        return connection
+    def _connect(self, invitation: Invitation, timeout: float) -> socket.socket:
+        return connect(invitation, timeout, self.listener)
 
-    def greet(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
-        """Authenticate; return the channel and the messages after the hub's welcome."""
-        channel = hub.Channel(connection)
-        messages: list[hub.Message] = []
-
-        def expect(kind: str) -> hub.Message:
-            while not messages:
-                messages.extend(channel.receive())
-            message = messages.pop(0)
-            if message["kind"] != kind:
-                raise ValueError(f"expected a {kind}")
-            return message
-
-        try:
-            nonce = str(expect("challenge").get("nonce"))
-            proof = hub.proof(invitation.token, nonce, self.rank)
-            channel.send({"kind": "hello", "rank": self.rank, "place": self.place, "proof": proof})
-            expect("welcome")
-        except ValueError as error:
-            channel.close()
-            raise OSError("the server at this address is not the control plane's hub") from error
-        except OSError:
-            channel.close()
-            raise
-        connection.settimeout(None)
+    def _authenticate(self, connection: socket.socket, token: str) -> tuple[hub.Channel, list[hub.Message]]:
+        link = authenticate(connection, token, self.rank, self.place)
         if self.hang_timeout is not None:
             process.end_on_urgent_data(connection)
-        return channel, messages
+        return link
 
     @property
     def is_connected(self) -> bool:
@@ -244,13 +200,19 @@ class ControlPlane:
     def wait_for_failure(self, timeout: float) -> str | None:
         """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
         if self.is_connected:
-            self._failed.wait(timeout)
+            with self._changed:
+                self._changed.wait_for(lambda: self.failure is not None, timeout)
         return self.failure
 
     def check(self) -> None:
         """Raise a :class:`RankFailure` if another rank failed."""
         if self.failure is not None:
             raise RankFailure(self.failure)
+
+    # ---- common stops --------------------------------------------------------------------------------------------
+    # One rank sends a request, which the hub proposes to all. Each rank then waits at its next batch and sends that
+    # batch's number. The hub answers with the largest number, at which all ranks stop. Round 0 is a stop for good;
+    # rounds 1, 2, ... are requeues, after which ranks continue.
 
     def request_stop(self) -> None:
         """Request that all ranks stop at the same batch. Safe in a signal handler."""
@@ -299,6 +261,8 @@ class ControlPlane:
             )
             self.check()
             return self._stop_at is None or self._batch >= self._stop_at
+
+    # ---- barriers ------------------------------------------------------------------------------------------------
 
     def barrier(self, purpose: hub.Purpose = "average", what: str = "", steps: Sequence[int] = ()) -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
@@ -409,7 +373,7 @@ class ControlPlane:
                     self.receive(message)
                 while not self._outbox.empty():
                     message = self._outbox.get()
-                    self._posted[message["kind"], bool(message.get("round"))] = message  # for a new hub
+                    self._posted[message["kind"], bool(message.get("round"))] = message
                     channel.send(message)
                     if message["kind"] == "bye":
                         return
@@ -431,19 +395,19 @@ class ControlPlane:
     def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
         """Return a new connection after the old one broke; None if rank 0 died, or starts no hub."""
         log.warning("%s lost the connection to the control plane's hub and connects to a new one", self.place)
-        if self.hub_process is not None and self.listener is not None:
+        if self.hub_process is not None:
             self.hub_process.kill()
             self.hub_process.wait()
-            self._start_hub(self.listener, invitation.token, patience=_REJOIN_SECONDS)
+            self._start_hub(invitation.token, patience=_REJOIN_SECONDS)
         deadline = time.monotonic() + _REJOIN_SECONDS
         while not self._closing.is_set() and time.monotonic() < deadline:
             try:
-                connection = self.call(invitation, timeout=2.0)
+                connection = self._connect(invitation, timeout=2.0)
             except OSError:  # rank 0's socket accepts connections as long as rank 0 is alive
                 self._learn_failure("rank 0 died, and the control plane's hub with it")
                 return None
             with contextlib.suppress(OSError):
-                return self.greet(connection, invitation)
+                return self._authenticate(connection, invitation.token)
             self._closing.wait(0.2)
         if self._closing.is_set():
             return None
@@ -486,7 +450,7 @@ class ControlPlane:
                     self._changed.notify_all()
 
     def _hold(self, round_: int) -> None:
-        """Wait at the next batch for the number of the common batch; round 0 is a stop, others are requeues."""
+        """Wait at the next batch for the number of the common batch."""
         if round_:
             self.requeue_requested, self._requeues = True, round_
         else:
@@ -500,7 +464,6 @@ class ControlPlane:
                 return
             self.failure = message
             self._changed.notify_all()
-        self._failed.set()
         process.end_children_at_exit()
         if not message.startswith((f"{self.place} failed", f"{self.place} was interrupted")):
             grace = min(self.grace, _STUCK_GRACE) if is_stuck else self.grace
@@ -539,28 +502,6 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _named(host: str) -> str | bytes:
-    """Return a host name as bytes, because for a ``str`` Python's sockets import the IDNA tables on every rank."""
-    return host.encode() if host.isascii() else host
-
-
-def _listen_on(host: str, port: int) -> socket.socket:
-    """Listen on the address that the ranks use, or on all addresses if it is not one of this machine."""
-    with contextlib.suppress(socket.gaierror):
-        for family, _, _, _, address in socket.getaddrinfo(_named(host), port, type=socket.SOCK_STREAM):
-            if ipaddress.ip_address(address[0]).is_loopback and host not in (address[0], "localhost"):
-                continue  # Debian's /etc/hosts maps a machine's own name to a loopback address
-            try:
-                return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    raise
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=_BACKLOG)
-
-
 def start_control_plane(
     rank: int,
     size: int,
@@ -591,24 +532,25 @@ def start_control_plane(
         timeout: The longest wait of :meth:`ControlPlane.barrier`, in seconds. Default: no limit.
     """
     plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread, timeout=timeout)
-    said, trouble = None, None
+    address, trouble = None, None
     try:
         if rank == 0:
-            said = asdict(plane.invite(host, port))
+            address = asdict(plane.invite(host, port))
     except OSError as error:
         trouble = f"{place} cannot listen on port {port}: {error}"
-    said = broadcast(said)
-    if said is not None:
-        invitation = Invitation(**said)
+    address = broadcast(address)
+    if address is not None:
+        invitation = Invitation(**address)
         try:
             plane.join(invitation)
         except OSError as error:
             trouble = f"{place} cannot reach {invitation}: {error}"
     try:
-        who = process.identity()  # gathered inside each machine only
-        everyone = gather([rank, who, trouble], plane.check, among=who[0], aloud=trouble is not None)
-        plane.processes = {rank: its for rank, its, _ in everyone if its[0] == who[0]}
-        troubles = [its for _, _, its in everyone if its is not None]
+        own = process.identity()
+        host = own[0]
+        gathered = gather([rank, own, trouble], plane.check, among=host, aloud=trouble is not None)
+        plane.processes = {rank: identity for rank, identity, _ in gathered if identity[0] == host}
+        troubles = [trouble for _, _, trouble in gathered if trouble is not None]
     except BaseException as error:
         plane.report_failure(error)
         plane.close()

@@ -30,7 +30,7 @@ _COLLECTIVES = (
 _BACKWARD = "/torch/autograd/graph.py"
 _WAITING = tuple(f"{_PACKAGE}/{folder}/" for folder in ("comm", "control"))
 _CALLING = tuple(f"{_PACKAGE}/{folder}/" for folder in ("_lightning", "nodes", "run", "schemes", "trainer"))
-_THROUGH = ("/torch/utils/_contextlib.py", "/torch/futures/__init__.py")  # frames that say nothing of what waits
+_WRAPPERS = ("/torch/utils/_contextlib.py", "/torch/futures/__init__.py")
 _IDLE = 0.2  # of a core
 
 
@@ -40,8 +40,8 @@ class Wait:
 
     Attributes:
         seconds: How long the thread has waited in this call.
-        call: What waits, such as ``"torch.distributed.barrier"``.
-        place: A digest of the functions on the stack outside of this package; equal on ranks that wait in one place.
+        call: The function that waits, such as ``"torch.distributed.barrier"``.
+        place: A digest of the stack outside of this package; equal on ranks that wait in the same place.
         line: The user's line of code, such as ``"train.py:31 (on_train_batch_end)"``; empty if there is none.
         is_saving: Whether the wait is inside of ``Trainer.save_checkpoint``.
         collectives: How many collectives over all ranks this rank has begun; equal on ranks that wait in the same one.
@@ -55,25 +55,23 @@ class Wait:
     collectives: int = 0
 
     def as_message(self) -> dict[str, Any]:
-        """The wait as plain values."""
         return asdict(self)
 
 
 class MainThread:
-    """Watches the main thread of this process.
+    """Watches whether the main thread of this process waits for other ranks.
 
-    A thread waits for other ranks if the innermost function of its stack is a collective of ``torch.distributed`` or of
-    this package. It also does if that function calls collectives in C++, as DDP's backward pass and the broadcast of
-    its buffers do, or if it calls ``wait`` of an object in C++ (a ``Work`` or a ``Future``), and the process computes
-    nothing meanwhile.
-    Anything else that lasts long (a computation, a download, a debugger, ``time.sleep``) is no such wait.
+    It does if the innermost function of its stack is a collective of ``torch.distributed`` or of this package. It also
+    does if the process is idle, and that function calls collectives in C++ (DDP's backward pass and its broadcast of
+    buffers) or ``wait`` of an object in C++ (a ``Work`` or a ``Future``). Any other long call (a computation, a
+    download, a debugger, ``time.sleep``) is no such wait.
 
     Args:
         count_collectives: Returns how many collectives this process has begun. A thread that begins more of them in the
-            same place is not waiting in one.
+            same place does not wait.
         gpu_is_busy: Returns whether a GPU of this process has work to do.
-        count_of_all_ranks: Returns how many collectives over all ranks this process has begun. What it returns at
-            first, when ranks may have begun unequal numbers, counts as 0.
+        count_of_all_ranks: Returns how many collectives over all ranks this process has begun. They count from here,
+            because ranks may have begun unequal numbers before.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class MainThread:
         return _line(_frames_of_main_thread())
 
     def _is_idle(self, seconds: float) -> bool:
-        """Whether the process has computed next to nothing in the last seconds, or waits for its GPU."""
+        """Return whether the process has used little processor time in the last seconds, or waits for its GPU."""
         if time.process_time() - self._processor_time < _IDLE * max(seconds, 1.0):
             return True
         return seconds > 5.0 and self._gpu_is_busy()  # later than the capture of a CUDA graph, which allows no queries
@@ -128,7 +126,7 @@ def _frames_of_main_thread() -> list[FrameType]:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """The frames of a stack, the innermost first."""
+    """Return the frames of a stack, the innermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -144,15 +142,15 @@ def _is_standard(file: str) -> bool:
     return file.startswith("<") or (file.startswith(_STANDARD_LIBRARY) and not any(part in file for part in _INSTALLED))
 
 
-def _is_passed_over(file: str) -> bool:
-    return _is_standard(file) or file.endswith(_THROUGH)
+def _is_wrapper(file: str) -> bool:
+    return _is_standard(file) or file.endswith(_WRAPPERS)
 
 
 def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
-    """One of "collective", "collective if idle", "backward", "work"; None if the innermost function is another one."""
+    """Return "collective", "collective if idle", "backward" or "work"; None if the innermost function is another."""
     for frame in frames:
         file = frame.f_code.co_filename
-        if _is_passed_over(file):
+        if _is_wrapper(file):
             continue
         if file.endswith(_COLLECTIVES) or file.startswith(_WAITING):
             return "collective"
@@ -160,35 +158,35 @@ def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
             return "backward"
         if file.startswith(_CALLING):
             return "collective if idle"
-        is_work = all(inner.f_code.co_filename.endswith(_THROUGH) for inner in frames[: frames.index(frame)])
+        is_work = all(inner.f_code.co_filename.endswith(_WRAPPERS) for inner in frames[: frames.index(frame)])
         return "work" if is_work and _calls_wait(frame.f_code, frame.f_lasti) else None
     return None
 
 
 @lru_cache(maxsize=64)
 def _calls_wait(code: CodeType, offset: int) -> bool:
-    """Return whether the call at an offset is that of a method ``wait``."""
+    """Return whether the instruction at an offset calls a method ``wait``."""
     before = (each for each in dis.get_instructions(code) if each.offset <= offset)
     names = [each.argval for each in before if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     return names[-1:] == ["wait"]
 
 
 def _split(frames: Sequence[FrameType]) -> tuple[list[FrameType], list[FrameType]]:
-    """Split a stack into the innermost frames, of collectives and of this package, and the outer ones.
+    """Split a stack into the inner frames, of collectives and of this package, and the outer ones.
 
-    The inner ones may wait in a loop, and differ between ranks with different parts in one exchange.
+    Inner frames may differ between ranks with different roles in one exchange.
     """
     inner = 0
     for frame in frames:
         file = frame.f_code.co_filename
-        if not (_is_passed_over(file) or _is_ours(file) or file.endswith(_COLLECTIVES)):
+        if not (_is_wrapper(file) or _is_ours(file) or file.endswith(_COLLECTIVES)):
             break
         inner += 1
     return list(frames[:inner]), list(frames[inner:])
 
 
 def _call(frames: Sequence[FrameType], kind: str) -> str:
-    """The name of the outermost of the innermost functions that belong to one library."""
+    """Return the name of the outermost among the innermost functions of one library."""
     if kind == "backward":
         return "backward"
     if kind == "work":
@@ -196,7 +194,7 @@ def _call(frames: Sequence[FrameType], kind: str) -> str:
     name, owner = "", ""
     for frame in frames:
         file = frame.f_code.co_filename
-        if _is_passed_over(file) or file.endswith("c10d_logger.py"):
+        if _is_wrapper(file) or file.endswith("c10d_logger.py"):
             continue
         its_owner = "lightning_hiercomm" if _is_ours(file) else "torch.distributed"
         if (owner and its_owner != owner) or not (_is_ours(file) or file.endswith(_COLLECTIVES)):
@@ -223,7 +221,7 @@ def _line(frames: Sequence[FrameType]) -> str:
 
 
 def _library(file: str) -> str:
-    """The name of the installed package that a file belongs to; empty for files that are not installed."""
+    """Return the name of a file's installed package; empty for files that are not installed."""
     for part in _INSTALLED:
         if part in file:
             return file.rpartition(part)[2].partition("/")[0]

@@ -43,8 +43,8 @@ from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import per_rank_names
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.comm.torch import connecting_when_needed
+from lightning_hiercomm.control.bootstrap import Bootstrap
 from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
-from lightning_hiercomm.control.rendezvous import Rendezvous
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
@@ -93,15 +93,15 @@ class HierarchicalHooks(Reports):
         store = None
         if meets_first:
             raise_limit(2 * needed_files(self.world_size))  # torch before 2.8 always connects all pairs
-            rendezvous = Rendezvous(
+            bootstrap = Bootstrap(
                 self._environment.main_address,
                 self._environment.main_port,
                 self.global_rank,
                 self.world_size,
                 self._timeout,
             )
-            self._start_control(rendezvous.broadcast, rendezvous.gather)
-            store = rendezvous.store
+            self._start_control(bootstrap.broadcast, bootstrap.gather)
+            store = bootstrap.store
         elif self.world_size > 1:
             self.barrier()  # a new process group would wait for an ended process until the timeout
         with (

@@ -308,7 +308,7 @@ class Clocked:
             self.hub._check_all(self.now)  # noqa: SLF001
 
     def send(self, rank: int, message: dict) -> None:
-        self.hub.members[self.channels[rank]].heard_at = self.now
+        self.hub.members[self.channels[rank]].reported_at = self.now
         self.hub.handle(self.channels[rank], message)
 
     def say(self, rank: int, **what: object) -> None:

@@ -14,7 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_hiercomm.control import plane as control
-from lightning_hiercomm.control.plane import ControlPlane, Invitation, RankFailure, start_control_plane
+from lightning_hiercomm.control.connection import Invitation, authenticate, connect
+from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
 
 
 class Star:
@@ -94,7 +95,7 @@ def test_only_the_first_failure_counts(star):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_a_connection_that_breaks_is_a_death(star, capfd, host):
     planes = star(2, host, joining=1)
-    channel, _ = planes[1].greet(planes[1].call(star.invitation, 5.0), star.invitation)
+    channel, _ = authenticate(connect(star.invitation, 5.0), star.invitation.token, 1, planes[1].place)
     channel.close()
     assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) died"
     # the hub says so itself, because a launcher may end everybody else at once
@@ -385,14 +386,14 @@ def test_only_the_address_of_the_ranks_listens(star):
 
 
 def test_if_one_rank_cannot_reach_the_hub_none_uses_it_and_one_says_so(monkeypatch, caplog):
-    call = ControlPlane.call
+    connect_rank = ControlPlane._connect  # noqa: SLF001
 
-    def call_if_not_rank_two(self, *arguments):
+    def connect_if_not_rank_two(self, *arguments):
         if self.rank == 2:
             raise OSError(errno.EHOSTUNREACH, "No route to host")
-        return call(self, *arguments)
+        return connect_rank(self, *arguments)
 
-    monkeypatch.setattr(ControlPlane, "call", call_if_not_rank_two)
+    monkeypatch.setattr(ControlPlane, "_connect", connect_if_not_rank_two)
     assert start_all(3, "127.0.0.1") == [None] * 3
     (message,) = caplog.messages
     assert message.startswith("No control plane: rank 2 (node 2) cannot reach 127.0.0.1:")
@@ -426,6 +427,6 @@ def test_what_answers_like_something_else_is_not_joined(says):
         threads.submit(answer, listener)
         invitation = Invitation("127.0.0.1", listener.getsockname()[1], "token")
         with pytest.raises(OSError, match=r"server at this address is not|closed by the peer|reset by peer"):
-            plane.greet(plane.call(invitation, 5.0), invitation)
+            authenticate(connect(invitation, 5.0), invitation.token, 1, plane.place)
     assert not plane.is_connected
     assert not plane.should_stop()

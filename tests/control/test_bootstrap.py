@@ -14,14 +14,14 @@ import pytest
 from ports import free_port
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from lightning_hiercomm.control import rendezvous
-from lightning_hiercomm.control.rendezvous import Rendezvous
+from lightning_hiercomm.control import bootstrap
+from lightning_hiercomm.control.bootstrap import Bootstrap
 
 
 @pytest.fixture(autouse=True)
 def one_process_per_rank(monkeypatch):
     """Threads share what counts the meetings of a process."""
-    monkeypatch.setattr(rendezvous, "_generations", iter(lambda: 0, 1))
+    monkeypatch.setattr(bootstrap, "_generations", iter(lambda: 0, 1))
 
 
 def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
@@ -29,7 +29,7 @@ def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
     port = port or free_port()
 
     def come(rank):
-        meeting = Rendezvous(host, port, rank, size, timedelta(seconds=seconds))
+        meeting = Bootstrap(host, port, rank, size, timedelta(seconds=seconds))
         return meeting, work(rank, meeting)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -55,7 +55,7 @@ def test_ranks_of_a_group_get_its_messages_and_broadcasts_only():
 
 
 def test_who_does_not_come_is_named_and_ends_the_wait(monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_WARN_SECONDS", 0.3)
+    monkeypatch.setattr(bootstrap, "_WARN_SECONDS", 0.3)
     with pytest.raises(TimeoutError, match=r"ranks 1, 3 of 4 did not come within the . s of timeout="):
         meet(0, 2, size=4, work=lambda _, meeting: meeting.gather(""), seconds=1.5)
     waits = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -109,9 +109,9 @@ class CountingStore:
 @pytest.mark.parametrize("size", [4, 8, 16])
 def test_the_store_has_as_much_to_do_as_there_are_ranks(size, monkeypatch):
     shared, named, ranks = HashStore(), Counter(), iter(range(size))
-    monkeypatch.setattr(rendezvous, "TCPStore", lambda *_, **__: (next(ranks), shared, named))
-    monkeypatch.setattr(rendezvous, "PrefixStore", CountingStore)
-    everyone = [Rendezvous("host", 1, rank, size, timedelta(seconds=20)) for rank in range(size)]
+    monkeypatch.setattr(bootstrap, "TCPStore", lambda *_, **__: (next(ranks), shared, named))
+    monkeypatch.setattr(bootstrap, "PrefixStore", CountingStore)
+    everyone = [Bootstrap("host", 1, rank, size, timedelta(seconds=20)) for rank in range(size)]
 
     def work(meeting):
         assert meeting.broadcast("hello") == "hello"

@@ -1,4 +1,4 @@
-"""A rendezvous of ranks before the process group exists, which reports missing ranks."""
+"""Exchanges values between ranks before the process group exists, and reports missing ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _generations = itertools.count()  # keys of earlier runs of this process may still exist
 
 
-class Rendezvous:
+class Bootstrap:
     """Exchanges small values between all ranks over the store that ``torch.distributed`` uses.
 
     ``init_process_group`` reports neither which ranks are missing nor that a rank has died; this class reports both.
