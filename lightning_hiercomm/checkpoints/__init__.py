@@ -1,1 +1,1 @@
-"""What a run leaves on disk, and how it goes on from there."""
+"""Checkpoints: plain ones, sidecars of every rank, and directories of shards."""

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
-from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO, name_beside, remove, replace
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO, base_name, remove, replace
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import DTensor, local, whole
 from lightning_hiercomm.comm.meter import Meter
@@ -25,13 +25,13 @@ _KEY = "hiercomm"
 
 
 def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -> None:
-    """Write a directory as ``ModelParallelStrategy`` does, from which that also loads.
+    """Write a directory that ``ModelParallelStrategy`` also loads; collective.
 
-    All nodes hold the same model. Their optimizers' states differ, so those of one node are written: node 0's, whose
-    ranks write everything, beside the directory's place: what lies there stays whole until the new one is.
+    The ranks of node 0 write it: all nodes hold the same model, and optimizer states of one node are enough. It is
+    written to another name first, so that an earlier directory stays complete until then.
 
     Args:
-        checkpoint: What Lightning and the schemes want saved; what is sharded is taken out of it.
+        checkpoint: What Lightning and the schemes save; sharded state is removed from it.
         path: Of the directory.
         topology: The nodes.
     """
@@ -59,29 +59,26 @@ def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -
 def _write_directory(
     state: dict[str, Any], checkpoint: dict[str, Any], path: Path, rank: int, intra: Communicator
 ) -> None:
-    beside = path.with_name(f"{name_beside(path.name)}.part")
+    temporary = path.with_name(f"{base_name(path.name)}.part")
     if rank == 0:
-        remove(beside)  # of one that has died
-        beside.mkdir(parents=True)
+        remove(temporary)  # left by a writer that died
+        temporary.mkdir(parents=True)
     intra.barrier()
     try:
-        save(state, checkpoint_id=beside, process_group=process_group(intra))
+        save(state, checkpoint_id=temporary, process_group=process_group(intra))
         if rank == 0:
-            DurableCheckpointIO().save_checkpoint(checkpoint, beside / METADATA_FILENAME)
-            replace(path, beside)
+            DurableCheckpointIO().save_checkpoint(checkpoint, temporary / METADATA_FILENAME)
+            replace(path, temporary)
     except BaseException:
         if rank == 0:
-            remove(beside)
+            remove(temporary)
         raise
 
 
 def load_sharded_state(checkpoint: Mapping[str, Any], path: Path, optimizers: Sequence[Optimizer]) -> None:
-    """Put state of the schemes that lies in a directory's shards back where it was taken from; collective.
+    """Load the sharded state of schemes from a directory into ``checkpoint``; collective.
 
-    Args:
-        checkpoint: What was read of the directory, or of a file, which holds all of it already.
-        path: Of the directory.
-        optimizers: Of this run.
+    A checkpoint that was read from a file has that state already.
     """
     parameters = [trained_by(optimizer) for optimizer in optimizers]
     state: dict[str, Any] = {}
@@ -97,7 +94,7 @@ def load_sharded_state(checkpoint: Mapping[str, Any], path: Path, optimizers: Se
 
 
 def whole_on_rank_zero(checkpoint: Mapping[str, Any], rank: int) -> None:
-    """Put whole tensors in the place of sharded state of the schemes, on rank 0; collective over each node."""
+    """Replace sharded state of the schemes by whole tensors, on rank 0 only; collective over each node."""
     for _, name, values in _outer_state(checkpoint):
         value = values[name]
         if isinstance(value, DTensor):
@@ -107,7 +104,7 @@ def whole_on_rank_zero(checkpoint: Mapping[str, Any], rank: int) -> None:
 
 
 def _outer_state(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What the schemes' outer optimizers hold: a parameter's place, a name, and the state in which that is found."""
+    """Yield the state of outer optimizers: a parameter's key, the state's name, and the dictionary that holds it."""
     for index, schedule in enumerate(checkpoint.get(_KEY, {}).get("schemes", ())):
         for place, state in enumerate(schedule.get("outer", {}).get("state", ())):
             for name in list(state):

@@ -1,4 +1,4 @@
-"""Files that are either the old ones or the new ones, whatever ends the writing."""
+"""Atomic writes of checkpoints: after an error or a crash the previous file is still complete."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from lightning_hiercomm._lightning.saves import METADATA_FILENAME
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, syncs it to the disk, and renames it.
+    """Writes a checkpoint to a temporary file in its folder, syncs it to the disk, and renames it.
 
-    Lightning's own writes to the folder for temporary files and moves from there: on another file system that is a
-    copy, and when the disk fills or the process dies meanwhile, the new file is half written and the old one gone.
-    Nothing is synced. Besides, this one does not hold the file in memory.
-
-    Object stores, which have no halves, are left to Lightning.
+    Lightning's plugin holds the file in memory, and moves it from the system's temporary folder. On another file system
+    that is a copy: if the disk fills or the process dies, the new file is incomplete and the old one is lost. Other
+    storage than local files is left to Lightning.
     """
 
     @override
@@ -35,41 +33,38 @@ class DurableCheckpointIO(TorchCheckpointIO):
             return
         place = Path(name)
         place.parent.mkdir(parents=True, exist_ok=True)
-        beside = place.with_name(f"{name_beside(place.name)}.part")
-        beside.unlink(missing_ok=True)  # of one that has died, or stands still, and would go on to write into this one
+        temporary = place.with_name(f"{base_name(place.name)}.part")
+        temporary.unlink(missing_ok=True)  # a writer that was stopped must not continue in this file
         own = None
         try:
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 own = os.fstat(file.fileno())
                 _save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if _is_there(own, beside):  # or somebody has begun to write the same since, and has the newer one
+            if _is_there(own, temporary):  # otherwise a later writer has replaced it
                 if (place / METADATA_FILENAME).is_file():  # a directory of shards
-                    replace(place, beside)
+                    replace(place, temporary)
                 else:
-                    beside.replace(place)
+                    temporary.replace(place)
         except BaseException:
-            if own is not None and _is_there(own, beside):
-                beside.unlink(missing_ok=True)
+            if own is not None and _is_there(own, temporary):
+                temporary.unlink(missing_ok=True)
             raise
         _sync_folder(place.parent)
 
 
-def name_beside(name: str) -> str:
-    """With what the names of files beside a checkpoint begin.
+def base_name(name: str) -> str:
+    """Return the prefix of files beside a checkpoint.
 
-    Of ``hpc_ckpt_1.ckpt`` too: Lightning looks for the newest by the numbers in all names with that beginning.
+    It is not ``hpc_ckpt_``: Lightning takes the highest number in all names with that prefix as the newest checkpoint.
     """
     return name.replace("hpc_ckpt_", "hpc-")
 
 
 def replace(place: Path, new: Path) -> None:
-    """Give what is beside a place that name, where one of both is a directory.
-
-    What had it has another between the two renames, and then is gone.
-    """
-    old = place.with_name(f"{name_beside(place.name)}.old")
+    """Replace a file or directory by another one in the same folder."""
+    old = place.with_name(f"{base_name(place.name)}.old")
     remove(old)
     try:
         if os.path.lexists(place):
@@ -91,31 +86,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class _Remembering:
-    """A file whose first error is not lost: torch raises another, of its own, over it."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 def _save(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
-    remembering = _Remembering(file)
     try:
-        torch.save(checkpoint, remembering)  # type: ignore[arg-type]
-    except RuntimeError:
-        if remembering.error is not None:
-            raise remembering.error from None
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch hides that the disk is full
+            raise error.__context__ from None
         raise
 
 
@@ -127,7 +103,7 @@ def _is_there(own: os.stat_result, path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the renaming last, where folders can be synced."""
+    """Sync renames to the disk, where the system can sync folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,17 +1,13 @@
-"""The number of the format in which checkpoints hold this package's state."""
+"""The format number of this package's state in checkpoints."""
 
 from __future__ import annotations
 
 FORMAT = 2
-"""To be raised whenever an entry changes its name or meaning."""
+"""Increase it whenever an entry changes its name or meaning."""
 
 
 def check_format(found: object, of: object, remedy: str) -> None:
-    """Refuse state that another version of this package has written.
-
-    Raises:
-        ValueError: If ``found`` is not :data:`FORMAT`, naming what it was read from, and the remedy.
-    """
+    """Raise a ``ValueError`` with the remedy if state was saved in another format."""
     if found != FORMAT:
         has = "no format number" if found is None else f"format {found}"
         raise ValueError(f"{of} has {has}, but this version of lightning-hiercomm reads only format {FORMAT}. {remedy}")

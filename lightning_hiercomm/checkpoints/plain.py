@@ -1,4 +1,4 @@
-"""The entries and sidecars that this package adds to a checkpoint, and restores."""
+"""Adds this package's state to checkpoints, writes their sidecars, and restores both."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def per_rank_names(checkpoint: Mapping[str, Any]) -> list[str]:
 
 
 class Checkpoints:
-    """Adds the schemes' schedules to a Lightning checkpoint, writes its sidecars, and restores both.
+    """Saves and restores the state of schemes, in a Lightning checkpoint and its sidecars.
 
-    Loading has two halves: :meth:`take` when the file is read, :meth:`restore` when there are schemes to restore.
+    Loading has two halves: :meth:`take` when the file is read, and :meth:`restore` when there are schemes.
 
     Args:
         with_replicas: Whether every rank also writes a sidecar, for a bit-exact resume.
@@ -71,12 +71,12 @@ class Checkpoints:
         """Add the state that all ranks share.
 
         Args:
-            checkpoint: Is changed.
-            run: Is saved.
+            checkpoint: The checkpoint to change.
+            run: The run to save.
             batches: Of the run.
             together: Whether all ranks take part.
-            is_own: Whether the checkpoint has this rank's own parameters, not the averaged ones; then the ranks of its
-                node take part.
+            is_own: Whether it has this rank's own parameters instead of the averaged ones; then the ranks of
+                its node take part.
         """
         state: dict[str, Any] = {
             "format": FORMAT,
@@ -86,8 +86,10 @@ class Checkpoints:
             "per_rank": sorted(run.replicas.per_rank),
         }
         if is_own:
-            unagreed = [{"unsynchronized_steps": scheme.state.unsynchronized_steps} for scheme in run.schemes]
-            state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
+            state["schemes"] = [
+                {**shared, "unsynchronized_steps": scheme.state.unsynchronized_steps}
+                for shared, scheme in zip(state["schemes"], run.schemes, strict=True)
+            ]
         state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
         if batches is not None:
             state["batches"] = batches.state_dict()
@@ -125,18 +127,18 @@ class Checkpoints:
         precision: Mapping[str, Any] | None = None,
         entries: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
-        """Write the sidecars of a checkpoint that is written inside; collective, after :meth:`add_to`.
+        """Write the sidecars; the checkpoint is written inside the context. Collective, after :meth:`add_to`.
 
-        An identity in the checkpoint and in the names of its sidecars makes them valid together, when the checkpoint's
-        file gets its name. Until then, and after an error, the previous checkpoint stays complete.
+        The same random identity is in the checkpoint and in the names of its sidecars. So they become valid together,
+        when the checkpoint's file is renamed. Until then, and after an error, the previous checkpoint stays complete.
 
         Args:
-            checkpoint: Not yet written.
-            run: Is saved.
+            checkpoint: The checkpoint, which gets the identity.
+            run: The run to save.
             mid_epoch: Whether more batches of the epoch follow.
             share: Broadcasts rank 0's value.
             io: Writes the files.
-            filepath: Of the checkpoint. Its name may hold a number that differs between ranks; rank 0's counts.
+            filepath: Of the checkpoint. Its name may differ between ranks; rank 0's counts.
             storage_options: For ``io``.
             precision: State of this rank's precision plugin.
             entries: Of callbacks and the module, on this rank.
@@ -174,7 +176,7 @@ class Checkpoints:
             if are_written and rank != 0:
                 raise  # rank 0 may still write the checkpoint of this sidecar
             if _version_at(path) == replaced:  # otherwise the checkpoint was complete before a Ctrl-C
-                self._remove_sidecars(io, path, lambda other: other == identity, rank)
+                _delete(io, [sidecar for other, sidecar in _sidecars(path, rank) if other == identity])
             raise
         self._written[path] = identity
         self._paths.pop(str(filepath), None)
@@ -190,21 +192,19 @@ class Checkpoints:
         storage_options: Any | None,
     ) -> None:
         """Write this rank's sidecar and wait for those of all ranks."""
-        failure: Exception | None = None
+        own: Exception | None = None
         try:
             io.save_checkpoint(state(), path, storage_options)
             wait_for_saves(io)
         except Exception as error:
-            failure = error
-        hint = ". Make room there, or set" if isinstance(failure, OSError) else ". Set"
-        what = None if failure is None else f"{type(failure).__name__}: {failure}{hint}"
-        failures = topology.world.all_gather_object(what)
-        for rank, what in enumerate(failures):
-            if what is not None:
+            own = error
+        message = None if own is None else f"{type(own).__name__}: {own}"
+        for rank, failure in enumerate(topology.world.all_gather_object(message)):
+            if failure is not None:
                 raise OSError(
                     f"rank {rank} could not write its sidecar next to {path} (existing checkpoints are complete):"
-                    f" {what} checkpoint_replicas=False."
-                ) from failure
+                    f" {failure}. Solve that, or set checkpoint_replicas=False."
+                ) from own
 
     def settle(self, topology: Topology, io: CheckpointIO) -> None:
         """Delete replaced sidecars after all pending writes; collective."""
@@ -221,14 +221,13 @@ class Checkpoints:
         written, self._written = self._written, {}
         if rank != 0:
             for filepath, own in written.items():
-                kept = (own, new)
-                self._remove_sidecars(io, filepath, lambda other, kept=kept: other not in kept, rank)  # type: ignore[misc]
+                _delete(io, [path for identity, path in _sidecars(filepath, rank) if identity not in (own, new)])
 
     def remove_stale_sidecars(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
         """Delete the sidecars of the replaced checkpoint, after the new one is written; on rank 0."""
         own = checkpoint[_KEY].get("identity")
         # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
-        replaced = [path for identity, path in self._sidecars(filepath, rank=0) if identity != own]
+        replaced = [path for identity, path in _sidecars(filepath, rank=0) if identity != own]
         after_saves(io, lambda: _delete(io, replaced))
 
     def remove(self, io: CheckpointIO, filepath: Any, rank: int) -> None:
@@ -241,36 +240,9 @@ class Checkpoints:
         def remove() -> None:
             if rank == 0:
                 io.remove_checkpoint(filepath)
-            self._remove_sidecars(io, path, lambda _: True, rank)
+            _delete(io, [sidecar for _, sidecar in _sidecars(path, rank)])
 
         after_saves(io, remove)
-
-    def _remove_sidecars(self, io: CheckpointIO, filepath: Any, is_obsolete: Callable[[str], bool], rank: int) -> None:
-        _delete(io, [path for identity, path in self._sidecars(filepath, rank) if is_obsolete(identity)])
-
-    def _sidecars(self, filepath: Any, rank: int) -> list[tuple[str, str]]:
-        """Return identities and paths of a checkpoint's sidecars: on rank 0 those of all ranks.
-
-        Other ranks return their own, if the checkpoint is not on the same disk, which rank 0 then does not see.
-        """
-        try:
-            file_system, prefix = url_to_fs(sidecar_prefix(filepath))
-            if rank != 0 and file_system.exists(url_to_fs(str(filepath))[1]):
-                return []
-            folder = os.path.dirname(prefix)
-            file_system.invalidate_cache(folder)
-            siblings = file_system.ls(folder, detail=False)
-        except (FileNotFoundError, ImportError, ValueError):  # no folder, or no file system
-            return []
-        own = prefix if rank == 0 else f"{prefix}{rank:04d}."
-        return [
-            (
-                path.removesuffix(".part").rpartition(".")[2],
-                file_system.unstrip_protocol(path) if "://" in str(filepath) else path,
-            )
-            for path in siblings
-            if path.startswith(own)
-        ]
 
     def take(
         self,
@@ -284,12 +256,12 @@ class Checkpoints:
         """Keep a loaded checkpoint until :meth:`restore`; restore ``batches`` and entries of callbacks now.
 
         Args:
-            checkpoint: Gets this rank's own entries of its sidecar.
+            checkpoint: The checkpoint, which gets this rank's own entries from the sidecar.
             filepath: Of the checkpoint.
-            batches: Are restored.
-            io: Reads the sidecar.
-            topology: The nodes. Without them or ``io``, no sidecar is read.
-            weights_only: With which the checkpoint was read.
+            batches: The batches to restore.
+            io: Reads the sidecar. Without it or a topology, no sidecar is read.
+            topology: The nodes.
+            weights_only: As for the checkpoint.
 
         Raises:
             ValueError: If the checkpoint has another format, or the sidecar does not belong to it.
@@ -316,11 +288,11 @@ class Checkpoints:
         """Restore this rank's sidecar, or else the schemes' schedules.
 
         Args:
-            run: Is restored.
-            precision: Has rank 0's state from the checkpoint, and gets this rank's own from the sidecar.
+            run: The run to restore.
+            precision: Gets this rank's own state from the sidecar.
 
         Raises:
-            ValueError: If the checkpoint does not fit this run.
+            ValueError: If the checkpoint does not match this run.
         """
         run.leave_to_ranks(self._loaded.get("per_rank", []))
         run.exclude_without_mean(self._loaded.get("without_mean"))
@@ -344,20 +316,17 @@ class Checkpoints:
         run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:
-        """Check that all ranks resumed from the same checkpoint, or none; collective.
+        """Raise a ``ValueError`` if ranks resumed from different checkpoints; collective.
 
-        Each rank searches ``"last"`` by itself, and a shared folder may be visible to one before another.
-
-        Raises:
-            ValueError: If they did not.
+        Each rank searches ``"last"`` by itself, and a file in a shared folder may be visible to one before another.
         """
         resumed, self._resumed_from = self._resumed_from, None
         everyone = topology.world.all_gather_object(resumed)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
-                said = ["from none" if one is None else f"from one of step {one[0]}" for one in (everyone[0], other)]
+                reports = ["from none" if one is None else f"from one of step {one[0]}" for one in (everyone[0], other)]
                 raise ValueError(
-                    f"rank 0 resumed {said[0]}, but rank {rank} {said[1]}: they found different checkpoints."
+                    f"rank 0 resumed {reports[0]}, but rank {rank} {reports[1]}: they found different checkpoints."
                     " Give fit(ckpt_path=...) the path of a checkpoint in a folder that all nodes share."
                 )
 
@@ -367,7 +336,7 @@ class Checkpoints:
         return self._random_state is not None
 
     def restore_random_state(self) -> None:
-        """Restore random states, after the epoch's loader and sampler took seeds, and before a batch is loaded."""
+        """Restore random states after the epoch's loader and sampler took seeds, before a batch is loaded."""
         assert self._random_state is not None
         set_random_state(self._random_state)
         self.forget_random_state()
@@ -378,13 +347,38 @@ class Checkpoints:
 
 
 def _version_at(filepath: Any) -> str | None:
-    """Return a value that changes with the file at a path; None if there is no file, or no file system."""
+    """Return a value that changes with the file; None if there is no file, or no file system."""
     try:
         file_system, path = url_to_fs(str(filepath))
         file_system.invalidate_cache(os.path.dirname(path))
         return str(file_system.ukey(path))
     except (FileNotFoundError, ImportError, ValueError):
         return None
+
+
+def _sidecars(filepath: Any, rank: int) -> list[tuple[str, str]]:
+    """Return identities and paths of a checkpoint's sidecars: on rank 0 all that it sees.
+
+    Another rank returns its own sidecars if it does not share rank 0's disk, otherwise none.
+    """
+    try:
+        file_system, prefix = url_to_fs(sidecar_prefix(filepath))
+        if rank != 0 and file_system.exists(url_to_fs(str(filepath))[1]):
+            return []
+        folder = os.path.dirname(prefix)
+        file_system.invalidate_cache(folder)
+        siblings = file_system.ls(folder, detail=False)
+    except (FileNotFoundError, ImportError, ValueError):  # no folder, or no file system
+        return []
+    own = prefix if rank == 0 else f"{prefix}{rank:04d}."
+    return [
+        (
+            path.removesuffix(".part").rpartition(".")[2],
+            file_system.unstrip_protocol(path) if "://" in str(filepath) else path,
+        )
+        for path in siblings
+        if path.startswith(own)
+    ]
 
 
 def _delete(io: CheckpointIO, sidecars: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""States of optimizers whose parameters are sharded over a node, in files that hold them whole, and in directories."""
+"""Loads states of optimizers with sharded parameters, from files with whole states and from directories."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from lightning_hiercomm.schemes.optimizer_state import evaluates_loss, is_placeh
 def numbered_by_optimizer(
     state: Mapping[str, Any], optimizer: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> dict[str, Any]:
-    """A whole state as ``Optimizer.state_dict`` numbers it, from one whose numbers are places among the module's.
-
-    Lightning writes the latter, which are the former only of one optimizer of all parameters, in their order.
+    """Renumber a whole state as ``Optimizer.state_dict`` does; Lightning numbers the module's parameters instead.
 
     Args:
-        state: Of the optimizer; all of it, so of rank 0.
-        optimizer: Whose it is.
+        state: Of the optimizer, on rank 0.
+        optimizer: The optimizer.
         parameters: The module's, in its order.
     """
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -44,20 +42,20 @@ def numbered_by_optimizer(
 def load_optimizers(
     path: Path, states: Sequence[Mapping[str, Any]], module: nn.Module, optimizers: Sequence[Optimizer], strict: bool
 ) -> None:
-    """Give optimizers the states that a file or a directory holds. Collective.
+    """Load optimizer states from a file or a directory. Collective.
 
     Args:
-        path: What holds them.
-        states: The file's.
-        module: Sharded; what was trained when they were saved is to require gradients.
+        path: Of the file or directory.
+        states: Those in the file.
+        module: Sharded; the same parameters require gradients as in the saved run.
         optimizers: In their order.
-        strict: Whether a state has to be there for every parameter.
+        strict: Whether every parameter must have a state.
 
     Raises:
-        ValueError: If a file holds the states of another number of optimizers, or torch cannot load one.
+        ValueError: If a file has states of another number of optimizers, or torch cannot load one.
     """
     for optimizer in optimizers:
-        if evaluates_loss(optimizer):  # torch makes a step, without a closure, to see what its state looks like
+        if evaluates_loss(optimizer):  # torch calls step() without a closure to create its state
             raise ValueError(
                 f"the state of {type(optimizer).__name__} in {path} cannot be resumed where parameters are sharded:"
                 " restart from its weights (the state_dict in it), or train with HierarchicalStrategy"
@@ -86,12 +84,12 @@ def load_optimizers(
             set_optimizer_state_dict(
                 module, optimizer, optim_state_dict=_named(state, optimizer, module), options=options
             )
-        else:  # torch's has no place for it, but groups hold learning rates, of SGD without momentum, too
+        else:  # torch does not load param groups without state, for instance of SGD without momentum
             optimizer.load_state_dict(dict(state))
 
 
 def _named(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """A whole state by the names of parameters, as torch loads it."""
+    """Return a whole state keyed by parameter names, as torch loads it."""
     parameters = list(module.parameters())
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -104,7 +102,6 @@ def _named(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) ->
                 for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
             ],
         }
-    # or Lightning's own strategy has written it
     named: dict[str, Any] = FullyShardedDataParallel.rekey_optim_state_dict(
         dict(state), OptimStateKeyType.PARAM_NAME, module
     )
@@ -112,7 +109,7 @@ def _named(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) ->
 
 
 def _fits(state: Mapping[str, Any], parameters: Sequence[Tensor]) -> bool:
-    """Whether what was kept for each parameter has its shape, if it has one."""
+    """Whether the state of each parameter has its shape, or is a scalar."""
     return all(
         value.shape in (parameters[number].shape, ())
         for number, held in state["state"].items()

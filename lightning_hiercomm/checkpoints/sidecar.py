@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
-from lightning_hiercomm.checkpoints.durable import name_beside
+from lightning_hiercomm.checkpoints.durable import base_name
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
@@ -40,7 +40,7 @@ def sidecar_path(checkpoint_path: Any, rank: int, identity: str) -> str:
 def sidecar_prefix(checkpoint_path: Any) -> str:
     """Return the common prefix of the paths of a checkpoint's sidecars."""
     folder, separator, name = str(checkpoint_path).rpartition("/")
-    return f"{folder}{separator}{name_beside(name)}.rank-"
+    return f"{folder}{separator}{base_name(name)}.rank-"
 
 
 def sidecar_state(
@@ -65,11 +65,11 @@ def sidecar_state(
         optimizers: The user's optimizers.
         schemes: Of the optimizers.
         gradients: Of the module.
-        own_values: By ``id`` of a tensor, this rank's value while the module holds the averaged one.
+        own_values: By ``id`` of a tensor, this rank's values while the module holds the averaged ones.
         mid_epoch: Whether more batches of the epoch follow.
         loss: Sums of the epoch's loss so far.
         precision: State of the precision plugin: gradient scalers differ between nodes.
-        entries: Entries of callbacks and the module in the checkpoint of this rank.
+        entries: What callbacks and the module add to the checkpoint on this rank.
     """
     state = {
         "format": FORMAT,
@@ -124,11 +124,11 @@ def load_sidecar(
         raise FileNotFoundError(f"{path}, this rank's sidecar of the checkpoint, is missing. {_REMEDY}") from error
     except Exception as error:  # torch raises different errors for different bytes
         raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from error
-    said = state.pop("checksum", None) if isinstance(state, dict) else None
-    if said is None:
+    expected = state.pop("checksum", None) if isinstance(state, dict) else None
+    if expected is None:
         raise ValueError(f"{path} is not a sidecar of a checkpoint: it has no checksum. {_REMEDY}")
     check_format(state.get("format"), path, _REMEDY)
-    if said != checksum(state):
+    if expected != checksum(state):
         raise ValueError(f"{path} is damaged: its checksum is wrong. {_REMEDY}")
     if state["identity"] != identity:
         raise ValueError(f"{path} belongs to another checkpoint than {checkpoint_path}. {_REMEDY}")
@@ -146,9 +146,9 @@ def check_sidecar(
     schemes: Sequence[RunningScheme[Scheme]],
     per_rank: Collection[str] = (),
 ) -> None:
-    """Refuse a sidecar of a run with other parameters, schemes, buckets or wires.
+    """Raise a ``ValueError`` if a sidecar was saved with other parameters, schemes, buckets or codecs.
 
-    ``per_rank`` names tensors that may have another shape on every rank.
+    ``per_rank`` names tensors whose shapes may differ between ranks.
     """
     path = state["path"]
     saved, own = (
