@@ -1,1 +1,1 @@
-"""Which rank lives on which node, and one optimizer's parameters as flat buckets."""
+"""The nodes of a run with their communicators, and one optimizer's tensors as flat buckets."""

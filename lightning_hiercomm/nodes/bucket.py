@@ -1,4 +1,4 @@
-"""A bucket: tensors of one type laid one behind the other, and the parts of it that ranks hold."""
+"""Buckets: tensors of one dtype and device that are sent together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BUCKET_BYTES = 4 * 2**20
 BUCKETS_IN_FLIGHT = 3
 """Number of buckets in flight in a synchronous exchange: one is sent, one gathered, one packed."""
 
-# Bytes. A few such buffers fit into the processors' caches; smaller ones need more calls.
 CACHE_SIZED = 2**20
+"""Bytes of buffers of which a few fit into a processor's cache."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The place of a shard in the whole tensor of a node.
+    """The position of a shard in the whole tensor of a node.
 
     Attributes:
         held_by: Name of the :class:`~lightning_hiercomm.nodes.topology.Holders` with the same shard.
@@ -53,7 +53,6 @@ class TensorSlice:
     length: int
 
     def covers_tensor(self) -> bool:
-        """Whether it is the whole tensor."""
         return self.length == self.tensor.numel()
 
 
@@ -82,13 +81,7 @@ class Bucket:
     is_outdated: bool = False
 
     def empty(self, multiple_of: int = 1, dtype: torch.dtype | None = None, spares: Spares | None = None) -> Tensor:
-        """Return a 1-D buffer for the bucket, zero-padded to a multiple of ``multiple_of`` elements.
-
-        Args:
-            multiple_of: Number of equal shards of the buffer.
-            dtype: Of the buffer. Default: the bucket's.
-            spares: Pool of its memory. Default: fresh memory.
-        """
+        """Return a 1-D buffer from the pool ``spares``, zero-padded to a multiple of ``multiple_of`` elements."""
         padded = -(-self.numel // multiple_of) * multiple_of
         dtype = dtype or self.dtype
         if spares is None:
@@ -99,17 +92,14 @@ class Bucket:
         return flat
 
     def in_cache_sized(self) -> list[Bucket]:
-        """Cut the bucket into buckets that fit into a processor's cache, so that several operations read memory once.
-
-        On other devices, return the bucket itself.
-        """
+        """Cut a bucket on the CPU into buckets that fit into its cache, so that several operations read memory once."""
         if self.device.type != "cpu":
             return [self]
         return self.cut(CACHE_SIZED)
 
     def cut(self, nbytes: int) -> list[Bucket]:
         """Cut the bucket into buckets of at most ``nbytes``."""
-        return list(filled_buckets(self.slices, nbytes, self.equal_in_node, self.held_by, self.keeps_equal))
+        return filled_buckets(self.slices, nbytes, self.equal_in_node, self.held_by, self.keeps_equal)
 
     def view(self, gradients: bool = False) -> Tensor | None:
         """Return all values, or gradients, as a 1-D view; None if they are not contiguous."""
@@ -192,8 +182,9 @@ def filled_buckets(
     equal_in_node: bool,
     held_by: str = "node",
     keeps_equal: bool = False,
-) -> Iterator[Bucket]:
-    """Fill buckets of at most ``bucket_bytes``, one dtype and device each."""
+) -> list[Bucket]:
+    """Fill buckets of at most ``bucket_bytes``, one dtype and device each; non-contiguous tensors are not cut."""
+    buckets: list[Bucket] = []
     kinds = dict.fromkeys((part.tensor.dtype, part.tensor.device) for part in slices)
     for dtype, device in kinds:
         capacity = max(1, bucket_bytes // dtype.itemsize)
@@ -210,10 +201,11 @@ def filled_buckets(
                 filled += length
                 start += length
                 if filled >= capacity:
-                    yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal)
+                    buckets.append(Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal))
                     held, filled = [], 0
         if held:
-            yield Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal)
+            buckets.append(Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal))
+    return buckets
 
 
 def _elements(part: TensorSlice) -> Tensor:

@@ -1,4 +1,4 @@
-"""Finding the nodes of a run, and connecting them."""
+"""Finds the nodes of a run, connects them, and checks their backend and their work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 
 _LONGEST_CLOSING = 5.0
 _left_behind: list[tuple[Topology, object, int]] = []
-"""What was connected, over which default process group, and by which process."""
+"""Topologies of failed runs, with their default process groups and process ids."""
 
 
 def connect_world(
@@ -40,11 +40,11 @@ def connect_world(
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        place: Where this rank is.
+        place: The node and host of this rank.
         ranks_per_node: The size of every node, or a list of sizes. Default: see
             :func:`~lightning_hiercomm.nodes.hosts.nodes_by_default`.
-        inter_node: What carries traffic between nodes.
-        timeout: Of moves over torch's process groups.
+        inter_node: The library for traffic between nodes.
+        timeout: Of collectives over torch's process groups.
 
     Returns:
         The nodes, with communicators and a new meter.
@@ -69,20 +69,20 @@ def connect_world(
         connect = _between_nodes(connect_mpi(meter, rank, world_size), by_torch)
     waits_on_host = inter_node != "torch" or not world.is_nccl
     topology = Topology(nodes, rank, connect, meter, waits_on_host=waits_on_host)
-    topology.world.barrier()  # a rank that ends at once may take the store with it, over which others still connect
+    topology.world.barrier()  # other ranks may still connect over the store of a rank that ends at once
     _close_left_behind()
     return topology
 
 
 def leave_behind(topology: Topology) -> None:
-    """Let it be, of a run that broke off: others may be stuck in it until they come to the next, where it is closed."""
+    """Abandon the topology of a failed run, in which other ranks may be stuck; the next run closes it."""
     topology.is_left_behind = True
-    if not isinstance(topology.inter, MPICommunicator):  # which closes nothing that is in flight
+    if not isinstance(topology.inter, MPICommunicator):  # MPI cannot close communicators in use
         _left_behind.append((topology, dist.group.WORLD, os.getpid()))
 
 
 def _close_left_behind() -> None:
-    """Not in a fork what its parent has left: it would wait for the parent's threads, to the end of time."""
+    """Close abandoned topologies of this process; a fork would wait for its parent's threads forever."""
     own = [each for each in _left_behind if each[2] == os.getpid()]
     _left_behind[:] = [each for each in _left_behind if each[2] != os.getpid()]
     if own:
@@ -94,8 +94,8 @@ def _close_left_behind() -> None:
 def _close(left: list[tuple[Topology, object, int]]) -> None:
     while left:
         topology, world, _ = left.pop()
-        if world is dist.group.WORLD:  # or it has ended with that
-            with contextlib.suppress(Exception):  # what happens to it is no concern of a run's any more
+        if world is dist.group.WORLD:  # otherwise destroyed together with that group
+            with contextlib.suppress(Exception):
                 topology.close()
 
 
@@ -107,50 +107,41 @@ def _between_nodes(inter: Connect, others: Connect) -> Connect:
 
 
 def check_backend(backend: str | None, devices: Sequence[torch.device]) -> None:
-    """See that torch has a backend, and that it moves tensors of some devices, before any process asks for it.
+    """Raise a ``ValueError`` if torch has no such backend, or it does not support the ranks' devices.
 
     Args:
-        backend: Its name, or those of several, ``"cpu:gloo,cuda:nccl"``. None: the devices' own.
-        devices: Where ranks compute.
-
-    Raises:
-        ValueError: If not, naming the remedy.
+        backend: A name, or several, such as ``"cpu:gloo,cuda:nccl"``. None: the default of each device.
+        devices: Of the ranks.
     """
     if not backend:
         return
-    said = f"process_group_backend={backend!r}"
+    argument = f"process_group_backend={backend!r}"
     by_device = dict(part.split(":", 1) for part in backend.lower().split(",") if ":" in part)
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     for name in by_device.values() if by_device else [backend.lower()]:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Use {', '.join(map(repr, known))}, or leave it out."
-            raise ValueError(f"{said}: torch has no backend {name!r}. {hint}")
+            raise ValueError(f"{argument}: torch has no backend {name!r}. {hint}")
         if not dist.is_backend_available(name):
-            raise ValueError(f"{said}: this torch was built without {name!r}. Leave it out, or use 'gloo'.")
+            raise ValueError(f"{argument}: this torch was built without {name!r}. Leave it out, or use 'gloo'.")
     for kind in {device.type for device in devices}:
         own = by_device.get(kind) if by_device else backend.lower()
         if own is None or kind not in dist.Backend.backend_capability.get(own, [kind]):
-            raise ValueError(f"{said} moves no {kind} tensors, which the ranks have. Leave it out, or use 'gloo'.")
+            raise ValueError(
+                f"{argument} does not support {kind} tensors, which the ranks have. Leave it out, or use 'gloo'."
+            )
 
 
 def process_group(communicator: Communicator) -> dist.ProcessGroup | None:
-    """The process group of a communicator inside a node or over the world: those are always torch's."""
+    """Return the process group of a communicator inside a node or over the world, which is always torch's."""
     if not isinstance(communicator, TorchCommunicator):
         raise TypeError(f"{type(communicator).__name__} is not over a torch process group")
     return communicator.group
 
 
 def check_equal_work(topology: Topology, batches: int | float) -> None:
-    """See that every rank will take the same number of steps; collective.
-
-    Args:
-        topology: The ranks.
-        batches: This rank's number of batches in an epoch.
-
-    Raises:
-        ValueError: If ranks have unequal numbers, naming them and the remedy.
-    """
+    """Raise a ``ValueError`` if ranks have unequal numbers of ``batches`` in an epoch; collective."""
     everyone = topology.world.all_gather_object(batches)
     if len(set(everyone)) > 1:
         lengths = f"{everyone} batches" if len(everyone) <= 16 else f"{min(everyone)} to {max(everyone)} batches"

@@ -14,19 +14,19 @@ from lightning_hiercomm.nodes.topology import nodes_by_place
 
 
 def this_host() -> tuple[str, str]:
-    """Return the name of this host, and what tells two machines of one name apart."""
+    """Return the name of this host and its boot id, which differs between machines of one name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname(), boot_id.read_text().strip() if boot_id.exists() else ""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.
+    """The node and host of a rank.
 
     Attributes:
         node: The number of its node, as the cluster environment reports it.
-        local_rank: Its place on that node, likewise.
-        environment: The environment's name, for people.
+        local_rank: Its local rank, likewise.
+        environment: The environment's name, for messages.
         nodes_share_hosts: Whether the environment may report several nodes of one rank on one host.
         host: Its host, see :func:`this_host`.
     """
@@ -90,7 +90,7 @@ def nodes_by_default(places: Sequence[Place]) -> tuple[list[list[int]], str | No
 
 @cache
 def warn_once(message: str) -> None:
-    """Warn, the first time in this process: nodes are found again for every ``fit``."""
+    """Warn once in this process, although nodes are found again for every ``fit``."""
     warnings.warn(message, stacklevel=3)
 
 

@@ -14,8 +14,8 @@ from lightning_hiercomm.nodes.buffers import Buffers, Home
 
 _UNBOUNDED = 2**62
 _LATE_FORMAT = (
-    "parameters got another memory format (`module.to(memory_format=...)`) after nodes had begun to share them, and got"
-    " their own back: set the format before `fit`, or in `configure_model` or `setup`"
+    "`module.to(memory_format=...)` changed parameters after training had begun, and was undone: set the memory format"
+    " before `fit`, or in `configure_model` or `setup`"
 )
 
 
@@ -23,15 +23,14 @@ class Replica:
     """The synchronized tensors of one optimizer on one rank, as flat buckets.
 
     Every element is in exactly one bucket: large tensors are cut, small ones are joined, and dtypes and devices are
-    separate. The order is that of the arguments on every rank. A tensor given twice (tied weights) counts once.
+    separate. Buckets have the order of the arguments. A tensor given twice (tied weights) counts once.
 
     Args:
         parameters: Of the optimizer; identical on the ranks of a node.
         buffers: Float statistics (BatchNorm) that differ on the ranks of a node.
         bucket_bytes: Upper bound of a bucket's size. Non-contiguous tensors (``channels_last``) are never cut.
         named: Names of tensors, as ``module.named_parameters()`` gives them.
-        shares: Specifications of sharded tensors, by the tensor's ``id``. Shards of different ranks are in different
-            buckets; this rank's shard may be empty.
+        shares: Specifications of sharded tensors, by the tensor's ``id``. This rank's shard may be empty.
         equal_in_node: Whether the ranks of a node hold the same parameters at every step.
         homes: Where buffers are registered that layers may replace.
 
@@ -76,8 +75,6 @@ class Replica:
 
     def in_buckets_of(self, nbytes: int) -> list[Bucket]:
         """Return buckets of at most ``nbytes``, first those that all ranks of the node hold."""
-        if not self.shares:
-            return _buckets(self.parameters, nbytes, self.equal_in_node)
         return [
             bucket
             for held_by, tensors in self._by_holders(self.parameters).items()
@@ -86,7 +83,6 @@ class Replica:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Those of parameters, then those of buffers."""
         return self.buckets_of_parameters + self.buckets_of_buffers
 
     @property
@@ -96,7 +92,6 @@ class Replica:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Parameters, then buffers."""
         return self.parameters + self.buffers
 
     @property
@@ -106,17 +101,14 @@ class Replica:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Types of the parameters, equal on all ranks."""
         return {tensor.dtype for tensor in self.with_empty}
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
         return sum(bucket.numel for bucket in self.buckets)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     @property
@@ -169,7 +161,6 @@ class Replica:
 
     @torch.no_grad()
     def snapshot(self) -> list[Tensor]:
-        """Copy every tensor."""
         return [tensor.detach().clone() for tensor in self.tensors]
 
     @torch.no_grad()
@@ -182,13 +173,12 @@ class Replica:
     def cut(self, into: int | Sequence[str], bucket_bytes: int | None = None) -> list[list[Bucket]]:
         """Return the buckets of each fragment, in the same order on every rank.
 
-        Shards are cut where the whole tensors would be, so fragments are equal on all ranks, and this rank's shard may
-        be empty. A fragment has one bucket for each group of holders.
+        Shards are cut where the whole tensors would be, so a bucket may be empty on this rank.
 
         Args:
             into: A number of equal fragments (one more per further dtype), or names of modules: the parameters of each
                 are a fragment, all others the last one.
-            bucket_bytes: Upper bound of a bucket's size. None: every fragment is one bucket per dtype.
+            bucket_bytes: Upper bound of a bucket's size. None: every fragment is one bucket per dtype and holders.
 
         Raises:
             ValueError: If a module has no parameters.
@@ -320,4 +310,4 @@ def _buckets(
     keeps_equal: bool = False,
 ) -> list[Bucket]:
     pieces = [TensorSlice(tensor, 0, tensor.numel()) for tensor in tensors]
-    return list(filled_buckets(pieces, bucket_bytes, equal_in_node, held_by, keeps_equal))
+    return filled_buckets(pieces, bucket_bytes, equal_in_node, held_by, keeps_equal)

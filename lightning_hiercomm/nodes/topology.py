@@ -15,8 +15,8 @@ class Holders:
     """The ranks of a node that hold the same values; each sends one shard of them to other nodes.
 
     Args:
-        group: These ranks. None: this one alone.
-        num_shards: Number of equal shards; further ranks send none.
+        group: These ranks. None: this rank alone.
+        num_shards: Number of equal shards; ranks beyond it send none.
     """
 
     def __init__(self, group: Communicator | None = None, num_shards: int = 1) -> None:
@@ -26,12 +26,7 @@ class Holders:
         self.place = 0 if group is None else group.rank
 
     def shard(self, flat: Tensor, place: int | None = None) -> Tensor:
-        """Return a holder's shard as a view, empty if it has none.
-
-        Args:
-            flat: 1-D, a multiple of :attr:`num_shards` elements.
-            place: Of the holder. Default: this rank's.
-        """
+        """Return a view of a holder's shard, empty if it has none; the default ``place`` is this rank's."""
         place = self.place if place is None else place
         part = flat.numel() // self.num_shards
         return flat[place * part : (place + 1) * part] if place < self.num_shards else flat[:0]
@@ -46,38 +41,34 @@ class Holders:
         return _All([self.group.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.num_shards)])
 
     def broadcast(self, flat: Tensor, source: int) -> Handle:
-        """Broadcast ``flat`` of the holder in place ``source``."""
+        """Broadcast ``flat`` from the holder with index ``source``."""
         return finished if self.group is None else self.group.broadcast(flat, source)
 
 
 class Topology:
-    """The nodes of a run, from the view of one rank, with its communicators and the ranks' weights.
+    """The nodes of a run as one rank sees them, with its communicators and the ranks' weights.
 
-    An *inter-node group* joins the ranks with the same local index, one per node. There are as many as the smallest
-    node has ranks; further ranks send nothing between nodes. Each group sends its own shard of a tensor, so the links
-    of all ranks of a node work at the same time.
+    An *inter-node group* joins the ranks with the same local index, one per node. There are as many groups as the
+    smallest node has ranks; other ranks send nothing between nodes. Each group sends its own shard of a tensor, so all
+    links of a node are busy at the same time.
 
     Args:
         nodes: World ranks of every node, ``nodes[m]`` being those of node ``m`` in local order.
         rank: This rank.
         connect: Creates the communicators. Collective over the world.
         meter: Counts this rank's traffic, as used by ``connect``.
-        weights: A positive weight per world rank, in proportion to the samples it contributes; normalised to sum 1.
-            Default: all equal.
-        waits_on_host: Whether waiting for a collective of CUDA tensors between nodes blocks the host; the same on all
-            ranks.
+        weights: A positive weight per world rank, in proportion to its samples. Default: all equal.
+        waits_on_host: Whether waiting for an inter-node collective of CUDA tensors blocks the host.
         world: All ranks. Default: ``connect`` creates them.
 
     Attributes:
-        world: All ranks; a duplicate shares them with its original, so only the training thread may use them.
+        world: All ranks; duplicates share it, so only the training thread may use it.
         intra: The ranks of this node.
-        inter: This rank's inter-node group, or None if it is in none.
+        inter: This rank's inter-node group, or None.
         num_shards: Number of inter-node groups.
         holders: Ranks that hold the same values: ``"node"``, all ranks of the node; ``"rank"``, this rank alone; and
-            the groups of ``divide``.
-        waits_on_host: As above.
-        is_closed: Whether the communicators are closed.
-        is_left_behind: Whether a failed run has abandoned the communicators, perhaps while others use them.
+            the groups of :meth:`divide`.
+        is_left_behind: Whether a failed run has abandoned the communicators.
         may_grow: Whether nodes may join and leave.
     """
 
@@ -124,7 +115,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes, M."""
+        """Number of nodes, M."""
         return len(self.nodes)
 
     @property
@@ -133,10 +124,10 @@ class Topology:
         return self.num_nodes == 1 and not self.may_grow
 
     def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
-        """Run communication between nodes; elastic nodes repeat it if a node fails.
+        """Run communication between nodes; elastic nodes roll back and repeat it if a node fails.
 
         Args:
-            work: May be called again after a failure, when its effects were rolled back.
+            work: The communication.
             admits: Whether a joining node may start after it, from the state of another node.
             brings: Whether nodes are synchronized after it; not if it starts an asynchronous exchange.
         """
@@ -144,7 +135,7 @@ class Topology:
 
     @property
     def ranks_on_node(self) -> int:
-        """The number of ranks on this node."""
+        """Number of ranks on this node."""
         return len(self.nodes[self.node])
 
     @property
@@ -187,7 +178,7 @@ class Topology:
     def divide(self, groups: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Divide the nodes into groups of ranks that hold the same values; collective.
 
-        ``groups`` are by name; each has every rank once, in groups of one size, in the same order on all nodes.
+        Each value of ``groups`` has every rank once, in groups of one size, in the same order on all nodes.
         """
         for name, ranks in groups.items():
             self._groups[name] = ranks
@@ -203,7 +194,7 @@ class Topology:
         return other
 
     def ranks_as_nodes(self) -> Topology:
-        """Return a topology in which each rank is a node; collective; closed together with this."""
+        """Return a topology with one node per rank; collective; it is closed together with this one."""
         flat = self._duplicate([[rank] for rank in range(self.world_size)])
         self._require(flat.inter).in_node = frozenset(self.nodes[self.node])
         return flat
@@ -271,14 +262,7 @@ class _All(Handle):
 
 
 def nodes_by_place(places: Sequence[tuple[Hashable, int]]) -> list[list[int]]:
-    """Group ranks by their reported places.
-
-    Args:
-        places: For every world rank, its node (anything hashable: a node number, a host name) and its local rank.
-
-    Returns:
-        World ranks by node, nodes in the order of their lowest rank, ranks of a node in the order of their local rank.
-    """
+    """Group world ranks by their reported nodes and local ranks; nodes are ordered by their lowest rank."""
     by_node: dict[Hashable, list[int]] = {}
     for rank, (node, _) in enumerate(places):
         by_node.setdefault(node, []).append(rank)
@@ -286,11 +270,7 @@ def nodes_by_place(places: Sequence[tuple[Hashable, int]]) -> list[list[int]]:
 
 
 def nodes_by_count(ranks_per_node: int | Sequence[int], world_size: int) -> list[list[int]]:
-    """Split consecutive ranks into nodes.
-
-    Args:
-        ranks_per_node: The size of every node, or a list with one size per node.
-        world_size: Number of ranks.
+    """Split consecutive ranks into nodes, of one size or a list of sizes.
 
     Raises:
         ValueError: If the sizes do not add up to the world.

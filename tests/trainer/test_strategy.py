@@ -382,8 +382,8 @@ def test_ranks_per_node_must_fit_the_world_before_processes_are_started(ranks_pe
         ("glo", r"torch has no backend 'glo'\. Did you mean 'gloo'\?"),
         ("cpu:gloo,cuda:ncl", r"torch has no backend 'ncl'\. Did you mean 'nccl'\?"),
         ("telepathy", r"no backend 'telepathy'\. Use 'gloo', .*, or leave it out\."),
-        ("cuda:gloo", "moves no cpu tensors"),
-        ("nccl", "moves no cpu tensors|built without 'nccl'"),
+        ("cuda:gloo", "does not support cpu tensors"),
+        ("nccl", "does not support cpu tensors|built without 'nccl'"),
     ],
 )
 def test_an_unavailable_backend_is_refused_before_processes_start(backend, message):
