@@ -1,4 +1,4 @@
-"""Elastic nodes on this machine: a lighthouse, and nodes that are started again when they die, as torchrun does."""
+"""Elastic nodes as processes of this machine: a lighthouse, and nodes that are restarted as torchrun does."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Cluster:
             os.killpg(self._lighthouse.pid, signal.SIGKILL)
 
     def start(self, node: int | str, environment: Mapping[str, str] | None = None, **settings: Any) -> None:
-        """Start a node, and what was said of it holds for its later lives, too."""
+        """Start a node; its later incarnations get the same settings."""
         name = str(node)
         elastic = {"min_nodes": self.min_nodes, "dead_after": self.dead_after}
         self._arguments[name] = {"folder": str(self.folder), "elastic": elastic, **self.settings, **settings}
@@ -143,7 +143,7 @@ class Cluster:
             time.sleep(0.01)
 
     def look(self, restarts: bool = True) -> None:
-        """Start those nodes again that have not ended well."""
+        """Restart nodes that have failed."""
         for name, process in list(self._nodes.items()):
             code = process.poll()
             if code is None:
@@ -159,13 +159,13 @@ class Cluster:
         return self._nodes
 
     def steps(self, node: int | str) -> list[tuple[float, int]]:
-        """When a node has done which of its steps."""
+        """Return times and numbers of a node's steps."""
         path = self.folder / f"{node}.steps"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(float(when), int(step)) for when, step in map(str.split, lines)]
 
     def samples(self) -> dict[int, list[int]]:
-        """What all nodes have seen in each epoch, with `notes_samples`."""
+        """Return the samples of all nodes by epoch, with `notes_samples`."""
         seen: dict[int, list[int]] = {}
         for path in self.folder.glob("*.samples.*"):
             for epoch, _, samples in (line.partition(" ") for line in path.read_text().splitlines()):
@@ -173,7 +173,7 @@ class Cluster:
         return seen
 
     def result(self, node: int | str) -> dict[str, Any]:
-        """Where a node has ended."""
+        """Return a node's final state."""
         path = self.folder / f"{node}.json"
         assert path.exists(), self.said()
         return json.loads(path.read_text())
@@ -196,7 +196,7 @@ class Cluster:
 
 
 def exact(result: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal to the bit."""
+    """Return the part of a result that must be equal to the bit."""
     return {key: value for key, value in result.items() if key not in ("communication", "milliseconds", "val")}
 
 

@@ -1,4 +1,4 @@
-"""Elastic nodes whose ranks are threads: the lighthouse is an object, and nodes may die in their groups."""
+"""Elastic nodes with threads as ranks, an object as lighthouse, and nodes that die at chosen moments."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def undo_point(scheme: RunningScheme[Scheme]) -> Callable[[], None]:
 
 
 class Died(BaseException):
-    """This node is no more."""
+    """This node has died."""
 
 
 class ThreadLighthouse:
-    """A lighthouse with its observer: forms a quorum once all of the last one, or all that are alive, have asked."""
+    """A lighthouse with its observer: forms a quorum when the last members, or all living nodes, have asked."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class ThreadLighthouse:
         pass
 
     def lose(self, node: str) -> None:
-        """A node is gone."""
+        """Count a node as dead."""
         with self._changed:
             for replica_id in [replica_id for replica_id, name in self.alive.items() if name == node]:
                 del self.alive[replica_id]
@@ -91,7 +91,7 @@ class ThreadLighthouse:
 
 
 class ThreadTransport:
-    """Links between threads; whoever dies takes its lanes and its store with it."""
+    """Groups and stores between threads; those of a dead node fail."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class ThreadTransport:
         return own
 
     def lose(self, address: str) -> None:
-        """The node with this store is gone."""
+        """Let the groups and the store of a node fail."""
         with self._lock:
             self.dead.add(address)
             worlds = list(self._of_node[address])
@@ -138,10 +138,10 @@ class ElasticRank:
     Attributes:
         rank: Trains.
         node: The node's name.
-        local: The rank's place on it.
-        membership: The node among others.
-        transaction: Around its agreements.
-        cluster: All of it.
+        local: The local rank.
+        membership: Of the node.
+        transaction: Runs its synchronizations.
+        cluster: All nodes.
     """
 
     rank: Rank
@@ -156,7 +156,7 @@ class ElasticRank:
         return self.rank.scheme
 
     def step(self, gradient: float | None = None) -> None:
-        """One step, by a gradient that is this rank's and this step's own."""
+        """Take one step, by default with a random gradient that depends on the rank and the step."""
         at = self.scheme.state.steps
         generator = torch.Generator().manual_seed(1000 * at + 10 * int(self.node) + self.local)
 
@@ -176,7 +176,7 @@ class ElasticRank:
         return self.rank.values
 
     def state(self) -> dict[str, Any] | None:
-        """What heals another node."""
+        """Return the state for a recovering node."""
         if not (self.scheme.state.is_synchronized or self.scheme.config.requirements.begins_with_copy):
             return None
         return {
@@ -189,7 +189,7 @@ class ElasticRank:
         }
 
     def join(self) -> bool:
-        """Begin with the others, or be healed by one; whether it was healed."""
+        """Begin with the others, or recover from one of them; return whether it recovered."""
         while True:
             quorum = self.transaction.begin(self._begin_equal, admits=True)
             topology = self.rank.topology
@@ -217,7 +217,7 @@ class ElasticRank:
             self.rank.topology.world.broadcast(parameter.data, 0).wait()
 
     def die(self) -> None:
-        """The node is gone with all its ranks."""
+        """End this node with all its ranks."""
         if self.membership.me.store == self.cluster.address(self.node):  # or another rank was first, and it is back
             self.cluster.lose(self.node)
         raise Died
@@ -231,10 +231,10 @@ class Threads:
     """Nodes of one run on threads.
 
     Args:
-        scheme: What every rank trains by.
-        elastic: As a user would say.
+        scheme: Of every rank.
+        elastic: The user's configuration.
         training: See `harness.attached`.
-        tokens: By node, that of the run as it knows it.
+        tokens: HIERCOMM_TOKEN by node.
     """
 
     scheme: Scheme
@@ -252,17 +252,17 @@ class Threads:
         self._address: dict[str, str] = {}
 
     def address(self, node: str) -> str:
-        """Of a node's present life."""
+        """Return the address of a node's present incarnation."""
         return self._address[node]
 
     def lose(self, node: str) -> None:
-        """A node is gone."""
+        """Let a node die."""
         self.wires.lose(self._address[node])
         self.lights.lose(node)
         self._intra[node].fail(0, Died())
 
     def start(self, node: int | str, work: Work, ranks: int = 1, restarts: int = 0) -> None:
-        """Start a node, or a later life of it."""
+        """Start a node, or a later incarnation of it."""
         name = str(node)
         self._lives += 1
         address = self._address[name] = f"{name}.{self._lives}"
@@ -326,7 +326,7 @@ class Threads:
             self.lights.lose(name)
 
     def play(self, work: Work, sizes: Sequence[int] = (1, 1)) -> dict[tuple[str, int], Any]:
-        """What ``work`` returns on every rank of nodes of these sizes, which begin together."""
+        """Start nodes of these sizes together, and return what ``work`` returns on every rank."""
         self.lights.min_nodes = len(sizes)
         for node, ranks in enumerate(sizes):
             self.start(node, work, ranks)
@@ -342,7 +342,7 @@ class Threads:
         return str(node) in self.lights.alive.values()
 
     def end(self, timeout: float = 60.0) -> dict[tuple[str, int], Any]:
-        """What the work has returned, by node and rank; raises what any raised."""
+        """Return the results by node and rank, or raise the first error."""
         for thread in self.started:
             thread.join(timeout)
             assert not thread.is_alive(), "a rank still runs"
@@ -352,7 +352,7 @@ class Threads:
 
 
 def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: Any) -> dict[tuple[str, int], Any]:
-    """What ``work`` returns on every rank of nodes of these sizes, which begin together, and of which none is lost."""
+    """Return what ``work`` returns on every rank of nodes of these sizes, none of which dies."""
     # on a busy machine a vote may be late by half a second, and a repeated synchronization has other bits
     return Threads(scheme, Elastic(dead_after=20.0), training).play(work, sizes)
 
@@ -363,11 +363,11 @@ def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
         if condition():
             return
         threading.Event().wait(0.005)
-    raise AssertionError("it did not come about")
+    raise AssertionError("the condition does not hold")
 
 
 class Failing(Handle):
-    """A move that never arrives, which is found out at once, or after something."""
+    """A collective that fails at once, or after an event."""
 
     def __init__(self, handle: Handle, after: threading.Event | None = None) -> None:
         self._handle = handle
@@ -376,7 +376,7 @@ class Failing(Handle):
     def wait(self) -> None:
         if self._after is not None:
             assert self._after.wait(10.0)
-        self.forget()  # a move that has failed was waited for
+        self.forget()  # the meter counts it as waited for
         raise CommunicationError("told to fail")
 
     def forget(self) -> None:

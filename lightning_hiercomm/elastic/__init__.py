@@ -1,4 +1,4 @@
-"""Nodes that leave a run and join it, while the others train on.
+"""Elastic runs: nodes leave and join while the others continue training.
 
 The states of a node; each arrow names the event that moves it on::
 

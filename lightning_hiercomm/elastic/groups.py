@@ -15,11 +15,10 @@ from lightning_hiercomm.elastic.transport import gather_values
 
 
 class CircuitBreaker:
-    """Records the first communication error, after which nothing more is sent until the groups are connected again.
+    """Records the first communication error; later collectives do nothing until the groups are connected again.
 
-    The error is not raised where it happens, because the other ranks of the node would wait for this one. Later
-    collectives do nothing, and the vote after the exchange reports the failure. ``on_trip`` closes all connections of
-    this rank at once, so that peers that wait for it fail as well.
+    The error is not raised where it happens, because the other ranks of the node would wait for this one. The vote
+    after the exchange reports it. ``on_trip`` closes all connections of this rank, so that waiting peers fail as well.
     """
 
     def __init__(self) -> None:
@@ -29,7 +28,6 @@ class CircuitBreaker:
 
     @property
     def is_intact(self) -> bool:
-        """Whether there was no error since :meth:`reset`."""
         return self.error is None
 
     def trip(self, error: str) -> None:
@@ -43,10 +41,7 @@ class CircuitBreaker:
 
 
 class InterNodeGroup(Communicator):
-    """The same local rank of all nodes of the quorum.
-
-    Outside of a synchronization it raises an error, because no other node would take part.
-    """
+    """The ranks with one local index on all nodes of the quorum; usable only inside of a synchronization."""
 
     def __init__(self, meter: Meter, breaker: CircuitBreaker, is_overlapped: bool = False) -> None:
         super().__init__([0], 0, "inter", meter)
@@ -75,7 +70,12 @@ class InterNodeGroup(Communicator):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = []
-        self._launch(lambda group: _extended(values, gather_values(group, value)))
+
+        def gather(group: Communicator) -> Handle:
+            values.extend(gather_values(group, value))
+            return finished
+
+        self._launch(gather)
         return values if len(values) == self.size else [value] * self.size
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
@@ -94,7 +94,7 @@ class InterNodeGroup(Communicator):
         return self._launch(lambda group: group.exchange(send, receive))
 
     def _count(self, sent_bytes: float, tier: str | None = None) -> None:
-        """Do nothing: the connected group counts."""
+        pass  # the connected group counts
 
     def _launch(self, start: Callable[[Communicator], Handle]) -> Handle:
         if not self.is_open:
@@ -112,11 +112,6 @@ class InterNodeGroup(Communicator):
         with self._lock:
             self._pending.add(handle)
         return handle
-
-
-def _extended(values: list[Any], new: list[Any]) -> Handle:
-    values += new
-    return finished
 
 
 class _Guarded(Handle):
@@ -149,9 +144,9 @@ class _Guarded(Handle):
 
 
 class NodesWorld(Communicator):
-    """All ranks of all nodes of the quorum; outside of a synchronization, those of this node.
+    """All ranks of all nodes of the quorum; outside of a synchronization, the ranks of this node.
 
-    It is meant for a few bytes: they pass through the first rank of each node, and are waited for.
+    It sends small messages, blocking, through the first rank of each node.
     """
 
     def __init__(self, intra: Communicator, inter: InterNodeGroup | None) -> None:
@@ -162,7 +157,7 @@ class NodesWorld(Communicator):
         self._node = 0
 
     def reform(self, nodes: Sequence[Sequence[int]], node: int) -> None:
-        """Take these nodes, each given by its ranks; ``node`` is the index of this one."""
+        """Contain these nodes, each given by its ranks; ``node`` is the index of this one."""
         self._nodes, self._node = nodes, node
         self.ranks = tuple(range(sum(map(len, nodes))))
         self.rank, self.size = nodes[node][self._intra.rank], len(self.ranks)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic.quorum import NodeRefused, Request
-from lightning_hiercomm.elastic.signature import Signer
-from lightning_hiercomm.elastic.transport import GlooTransport, packed, unpacked
+from lightning_hiercomm.elastic.rendezvous import Surroundings
+from lightning_hiercomm.elastic.transport import packed, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -27,27 +26,16 @@ _REJECTED = "rejected"
 
 
 class Healing:
-    """Sends this node's state to recovering nodes, and fetches that of another node; without ``device`` on the CPU.
+    """Sends this node's state to recovering nodes, and fetches that of another node.
 
-    The state is a checkpoint, packed by ``torch.save`` for ``weights_only`` loading. The member writes it into its own
-    store while it trains on; the recovering node takes it from there.
+    The state is a checkpoint for ``weights_only`` loading. The member writes it into its own store while it continues
+    training; the recovering node reads it from there.
     """
 
-    def __init__(
-        self,
-        intra: Communicator,
-        transport: GlooTransport,
-        store: Store | None,
-        dead_after: float,
-        signer: Signer | None = None,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, around: Surroundings, device: torch.device | None = None) -> None:
+        self._around = around
+        self._intra = around.topology.intra
         self._device = device or torch.device("cpu")
-        self._signer = signer or Signer()
-        self._intra = intra
-        self._transport = transport
-        self._store = store
-        self._dead_after = dead_after
         self._waiting: list[Request] = []
         self._sent: dict[str, int] = {}
         self._threads: list[threading.Thread] = []
@@ -59,19 +47,19 @@ class Healing:
 
     def note_request(self, me: Request) -> None:
         """Publish the number of this node's request: it sends nothing more for earlier ones."""
-        if self._store is not None:
-            self._store.set(self._signer.key("requests"), str(me.number))
+        if self._around.store is not None:
+            self._around.store.set(self._around.signer.key("requests"), str(me.number))
 
     def commit(self, recovering: Sequence[Request]) -> None:
-        """Expect these nodes after a synchronization, and delete what earlier ones have fetched."""
-        if self._store is not None:
+        """Expect these nodes after a synchronization, and delete the states that earlier ones have fetched."""
+        if self._around.store is not None:
             for thread in self._threads:
                 thread.join()
             for key, chunks in self._sent.items():
-                self._store.delete_key(f"{key}/coming")
-                if self._store.check([f"{key}/ready"]):
+                self._around.store.delete_key(f"{key}/coming")
+                if self._around.store.check([f"{key}/ready"]):
                     for name in ("ready", *map(str, range(chunks))):
-                        self._store.delete_key(f"{key}/{name}")
+                        self._around.store.delete_key(f"{key}/{name}")
         self._sent, self._threads = {}, []
         self._waiting += recovering
 
@@ -81,7 +69,7 @@ class Healing:
             return
         waiting, self._waiting = self._waiting, []
         whole = state()
-        if self._store is None:
+        if self._around.store is None:
             return
         if whole is None:
             self.reject(waiting)
@@ -90,70 +78,63 @@ class Healing:
         for node in waiting:
             key, chunks = self._key(node), data.split(_CHUNK_BYTES)
             self._sent[key] = len(chunks)
-            self._store.set(f"{key}/coming", "")
-            ready = f"{len(chunks)} {self._signer.sign(data.numpy().tobytes())}"
+            self._around.store.set(f"{key}/coming", "")
+            ready = f"{len(chunks)} {self._around.signer.sign(data.numpy().tobytes())}"
             thread = threading.Thread(target=self._put, args=(key, chunks, ready), daemon=True, name="healing")
             self._threads.append(thread)
             thread.start()
 
     def reject_waiting(self) -> None:
-        """Let all nodes ask again that still wait for this node's state."""
+        """Let nodes that still wait for this node's state ask again."""
         waiting, self._waiting = self._waiting, []
         self.reject(waiting)
 
     def reject(self, recovering: Sequence[Request]) -> None:
         """Let nodes ask again, because this node cannot send them its state."""
-        if self._store is not None:
+        if self._around.store is not None:
             for node in recovering:
-                self._store.set(f"{self._key(node)}/ready", _REJECTED)
+                self._around.store.set(f"{self._key(node)}/ready", _REJECTED)
 
     def _put(self, key: str, chunks: Sequence[Any], ready: str) -> None:
-        assert self._store is not None
+        store = self._around.store
+        assert store is not None
         with contextlib.suppress(RuntimeError):  # the run has finished, and closed the store
             for index, chunk in enumerate(chunks):
-                self._store.set(f"{key}/{index}", chunk.numpy().tobytes())
-            self._store.set(f"{key}/ready", ready)
+                store.set(f"{key}/{index}", chunk.numpy().tobytes())
+            store.set(f"{key}/ready", ready)
 
     def finish(self) -> None:
-        """Wait until nodes have fetched what was sent, as long as they make progress."""
-        if self._store is None:
+        """Wait until nodes have fetched the states, as long as they make progress."""
+        if self._around.store is None:
             return
         self.reject_waiting()
         for thread in self._threads:
             thread.join()
-        deadline = time.monotonic() + self._dead_after
+        deadline = time.monotonic() + self._around.elastic.dead_after
         left, keys_left = list(self._sent), -1
         with contextlib.suppress(RuntimeError):
             while left and time.monotonic() < deadline:
-                left = [key for key in left if self._store.check([f"{key}/ready"])]
-                keys = self._store.num_keys()
+                left = [key for key in left if self._around.store.check([f"{key}/ready"])]
+                keys = self._around.store.num_keys()
                 if keys != keys_left:
-                    keys_left, deadline = keys, time.monotonic() + self._dead_after
+                    keys_left, deadline = keys, time.monotonic() + self._around.elastic.dead_after
                 time.sleep(0.02)
 
-    def close(self) -> None:
-        self._store = None
-
     def _key(self, node: Request) -> str:
-        return self._signer.key(f"heal/{node.replica_id}/{node.number}")
+        return self._around.signer.key(f"heal/{node.replica_id}/{node.number}")
 
     def fetch(self, source: Request, me: Request) -> dict[str, Any] | None:
         """Wait for the state of a member; None if it sends none. Collective over the node."""
-        data: Tensor | None = None
-        while True:
-            size: int | None = None
+        data, size = torch.empty(0, dtype=torch.uint8), None
+        while size is None:
             if self._intra.rank == 0:
                 data, size = self._poll(source, self._key(me))
                 if size is None and self._has_gone_on(source, self._key(me)):
                     size = 0
             size = self._intra.all_gather_object(size)[0]
-            if size is not None:
-                break
         if size == 0:
             return None
-        if data is None:
-            data = torch.empty(size, dtype=torch.uint8)
-        on_device = data.to(self._device)
+        on_device = (data if self._intra.rank == 0 else data.new_empty(size)).to(self._device)
         self._intra.broadcast(on_device, 0).wait()
         try:
             state: dict[str, Any] = unpacked(on_device.cpu())
@@ -162,52 +143,50 @@ class Healing:
         return state
 
     def _has_gone_on(self, source: Request, key: str) -> bool:
-        """Whether the member has asked for a later quorum without sending anything."""
-        requests = self._signer.key("requests")
+        """Return whether the member has asked for a later quorum without sending its state."""
+        requests = self._around.signer.key("requests")
 
         def query(store: Store) -> bool:
             asked_again = store.check([requests]) and int(store.get(requests)) > source.number
             return asked_again and not (store.check([f"{key}/coming"]) or store.check([f"{key}/ready"]))
 
         try:
-            return self._transport.ask(source.store, query)
+            return self._around.transport.ask(source.store, query)
         except RuntimeError:
             return True
 
-    def _poll(self, source: Request, key: str, timeout: float = 1.0) -> tuple[Tensor | None, int | None]:
-        """Return the state and its size in bytes: 0 if there will be none, None if it is not there yet."""
+    def _poll(self, source: Request, key: str, timeout: float = 1.0) -> tuple[Tensor, int | None]:
+        """Return the state and its size in bytes: 0 if there will be none, None if it is not ready yet."""
+        nothing = torch.empty(0, dtype=torch.uint8)
         deadline = time.monotonic() + timeout
-        ask = partial(self._transport.ask, source.store)
+        ask = partial(self._around.transport.ask, source.store)
         try:
             while not ask(lambda store: store.check([f"{key}/ready"])):
                 if time.monotonic() > deadline:
-                    return None, None
+                    return nothing, None
                 time.sleep(0.02)
             ready = ask(lambda store: store.get(f"{key}/ready")).decode()
             chunks = []
             if ready != _REJECTED:
                 number, _, signature = ready.partition(" ")
                 for index in range(int(number)):
-                    chunk = ask(partial(_taken, key=f"{key}/{index}"), self._dead_after)
+                    chunk = ask(partial(_taken, key=f"{key}/{index}"), self._around.elastic.dead_after)
                     chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
             ask(lambda store: store.delete_key(f"{key}/ready"))
             if not chunks:
-                return None, 0
+                return nothing, 0
             data = torch.cat(chunks)
-            if signature != self._signer.sign(data.numpy().tobytes()):
+            if signature != self._around.signer.sign(data.numpy().tobytes()):
                 log.warning("state from node %s failed HMAC verification (check HIERCOMM_TOKEN)", source.node)
-                return None, 0
+                return nothing, 0
             return data, data.numel()
         except RuntimeError as error:
-            log.info("node %s, the source of this node's recovery, is lost: %s", source.node, _first_line(error))
-            return None, 0
+            reason = str(error).splitlines()[0][:80]
+            log.info("node %s, the source of this node's recovery, is lost: %s", source.node, reason)
+            return nothing, 0
 
 
 def _taken(store: Store, key: str) -> bytes:
     value: bytes = store.get(key)
     store.delete_key(key)
     return value
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:80]

@@ -1,4 +1,4 @@
-"""What became of the nodes of a run, for people."""
+"""Counts and events of an elastic run for loggers and the monitor's table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass
 class ElasticHistory:
-    """What a user can monitor of an elastic run; a recovered node takes it over, except its own lost seconds.
+    """Counts and events of an elastic run; a recovered node continues them, except ``lost_seconds``.
 
     Attributes:
         nodes: How many nodes took part in the last synchronization.
         heals: How many nodes have recovered since the run began.
         lost_seconds: How long this node waited for lost nodes and for repeated synchronizations.
         lost_batches: Batches, of one rank each, that the averaged model has not learned from.
-        joining: Replicas that were admitted, and have not synchronized yet: they may have to ask again.
+        joining: Admitted replicas that have not synchronized yet, and may have to ask again.
         events: Which nodes left and joined; the last hundred lines.
     """
 
@@ -41,7 +41,6 @@ class ElasticHistory:
         self.events = [*self.events[-99:], f"{time.strftime('%H:%M:%S')} {event}"]
 
     def lines(self) -> list[str]:
-        """Return a summary and the events."""
         summary = (
             f"nodes that left and joined: {self.heals} recovered; waited {self.lost_seconds:.1f} s for lost nodes;"
             f" {self.lost_batches} batches were lost with them"
@@ -49,5 +48,5 @@ class ElasticHistory:
         return [summary, *(f"  {event}" for event in self.events)]
 
     def common(self) -> dict[str, Any]:
-        """Return what is the same on all nodes."""
+        """Return the part that is equal on all nodes."""
         return {name: getattr(self, name) for name in ("heals", "lost_batches", "events", "joining")}

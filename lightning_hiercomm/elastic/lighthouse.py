@@ -1,4 +1,4 @@
-"""The lighthouse: tells nodes which of them are alive and ask for a quorum, and remembers each run (torchft)."""
+"""The lighthouse (torchft): sends every node the requests of all that are alive, and keeps a record of each run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _OBSERVER = "lighthouse"
 
 
 class TorchftLighthouse:
-    """A client of a torchft lighthouse.
+    """A client of a torchft lighthouse, which forms a quorum when all nodes that send heartbeats have asked.
 
-    It forms a quorum when all nodes have asked that are alive: whose heartbeats a thread of their process sends. A node
-    that was suspended for longer than ``dead_after`` sends none until it asks, or the others would wait for it.
+    A thread sends the heartbeats. After a suspension of more than ``dead_after`` seconds it sends none until the node
+    asks, because the other nodes would wait for it.
 
     Args:
         address: The lighthouse's ``"host:port"``.
@@ -57,13 +57,13 @@ class TorchftLighthouse:
             self._last_beat = time.monotonic()
             self._start("beat", lambda: self._beat(replica_id))
         if self._answer is None:
-            # in a thread, which delays neither signals, which reach the main thread only, nor the program's end
+            # in a thread, so that it delays neither signal handlers nor the program's end
             answer: Future[Any] = Future()
             self._answer = answer
             self._start("ask", lambda: self._request(answer, replica_id, dict(data)))
         wait([self._answer], timeout)
         if not self._answer.done():
-            if time.monotonic() - self._last_beat > max(2.0, self._dead_after):  # it is gone, and the request with it
+            if time.monotonic() - self._last_beat > max(2.0, self._dead_after):  # the request is lost as well
                 self._warn("does not answer")
                 self._answer = None
             return None
@@ -82,9 +82,9 @@ class TorchftLighthouse:
         self._is_behind = is_behind
 
     def leave(self) -> None:
-        """Count as alive no longer."""
+        """Stop sending heartbeats."""
         self._left.set()
-        for thread in self._threads.values():  # one that returns from torchft while the interpreter ends aborts it
+        for thread in self._threads.values():  # a thread that returns from torchft at interpreter exit aborts it
             thread.join(2 * self._timeout)
 
     def _start(self, name: str, target: Callable[[], None]) -> None:
@@ -136,7 +136,7 @@ class TorchftLighthouse:
 
 
 def observe(address: str, dead_after: float, min_nodes: int, ended: threading.Event) -> None:
-    """Take part in every quorum, to give nodes the memory of their run; for a thread of the lighthouse's process."""
+    """Take part in every quorum, to give nodes the record of their run; runs in the lighthouse's process."""
     lighthouse, memory = TorchftLighthouse(address, dead_after), RunMemory(min_nodes)
     while not ended.is_set():
         answer = lighthouse.ask(_OBSERVER, memory.to_json(), 0.5)
@@ -146,7 +146,7 @@ def observe(address: str, dead_after: float, min_nodes: int, ended: threading.Ev
 
 
 def own_address(towards: str) -> str:
-    """Return the address of this machine from which it reaches another one's ``"host:port"``."""
+    """Return this machine's address on the route to ``"host:port"``."""
     host, port = towards.rsplit(":", 1)
     family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -187,7 +187,7 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
 
 @contextlib.contextmanager
 def lighthouse(bind: str, min_nodes: int, dead_after: float) -> Iterator[str]:
-    """A lighthouse with its observer in this process; yields its ``"host:port"``."""
+    """Run a lighthouse with its observer in this process, and yield its ``"host:port"``."""
     os.environ.setdefault("RUST_LOG", "warn")
     from torchft.coordination import LighthouseServer
 

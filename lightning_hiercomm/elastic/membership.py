@@ -1,4 +1,4 @@
-"""One node as a member of a run whose nodes change: quorum, vote, recovery, and its shards of the data."""
+"""One node's membership in an elastic run: quorums, votes, recovery, and its shards of the data."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """This node as a member of the run. All methods are collective over its ranks, unless they say otherwise."""
+    """This node's membership in the run. All methods are collective over its ranks, unless documented otherwise."""
 
     def __init__(self, me: Request, around: Surroundings, device: torch.device | None = None) -> None:
-        dead_after, transport, signer, store = around.elastic.dead_after, around.transport, around.signer, around.store
         self._intra = around.topology.intra
         self._around = around
-        self.healing = Healing(self._intra, transport, store, dead_after, signer, device)
-        self.votes = Vote(transport, store, signer, dead_after)
-        # without this members would wait for joining nodes, and those for them
+        self.healing = Healing(around, device)
+        self.votes = Vote(around)
+        # a member that cannot connect rejects its joining nodes: they would wait for its state
         self.rendezvous = Rendezvous(me, around, self.healing.note_request, self._reject_joining)
         self.history = ElasticHistory()
         self.shards = DataShards()
@@ -36,26 +35,25 @@ class Membership:
 
     @property
     def me(self) -> Request:
-        """Who this node is, and where it stands."""
         return self.rendezvous.me
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the node's first rank."""
+        """Whether this rank communicates for the node."""
         return self.rendezvous.is_first
 
     @property
     def leads(self) -> bool:
-        """Whether this node is the first member of the last quorum: it writes the checkpoints of all."""
+        """Whether this node is the first member of the last quorum, and so writes the checkpoints."""
         quorum = self.rendezvous.last
         return quorum is None or quorum.index(self.me.replica_id) == 0
 
     def own_shards(self) -> tuple[int, tuple[int, ...]]:
-        """Return the number of all shards of the data, and those of this node's ranks; empty if there are none yet."""
+        """Return the number of shards of the data, and those of this node's ranks; none before the first quorum."""
         return self.shards.current.total, self.shards.current.shards.get(self.me.replica_id, ())
 
     def form_quorum(self, position: str, admits: bool = False) -> Quorum:
-        """Wait for all other nodes that are alive, and connect to them; see :meth:`Rendezvous.form`."""
+        """Wait for all other living nodes, and connect to them; see :meth:`Rendezvous.form`."""
         self.rendezvous.disconnect_if_broken()
         self.healing.reject_waiting()
         quorum = self.rendezvous.form(position, admits)
@@ -89,20 +87,20 @@ class Membership:
         self.healing.reject(quorum.recovering_from(self.me.replica_id))
 
     def commit(self, quorum: Quorum, batches: int, exchanges_steps: bool = True) -> None:
-        """Follow a synchronization that all members have kept.
+        """Update this node's state after a successful vote.
 
-        ``batches`` is how many each rank has trained on; ``exchanges_steps`` whether the synchronization averages them.
+        ``batches`` counts the batches of each rank so far; ``exchanges_steps`` is whether the exchange averages them.
         """
         self.rendezvous.forget_failures()
         self.votes.commit(quorum)
         self.history.admit([each.replica_id for each in quorum.joining], [each.replica_id for each in quorum.members])
         self.history.lost_batches += self.shards.commit(quorum, batches, exchanges_steps)
         syncs = 0 if quorum.begins else self.me.syncs + 1
-        self._stand_at({"fit": quorum.fit, "syncs": syncs, "last_quorum": quorum.token})
+        self._update({"fit": quorum.fit, "syncs": syncs, "last_quorum": quorum.token})
         self.rendezvous.note_syncs()
         self.healing.commit(quorum.recovering_from(self.me.replica_id))
 
-    def _stand_at(self, progress: dict[str, Any]) -> None:
+    def _update(self, progress: dict[str, Any]) -> None:
         self.rendezvous.me = replace(self.me, **progress)
 
     def begin_epoch(self, batches: int) -> bool:
@@ -112,13 +110,13 @@ class Membership:
         return before != self.own_shards()
 
     def heal(self, source: Request) -> dict[str, Any] | None:
-        """Return the run's state from a member, and stand where that does; None if it sends none."""
+        """Return the run's state from a member, and adopt its progress; None if it sends none."""
         state = self.healing.fetch(source, self.me)
         if state is not None:
             about = state["node"]
             self.shards.load(*about["shards"])
             vars(self.history).update(about["history"])
-            self._stand_at(about["progress"])
+            self._update(about["progress"])
         return state
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
@@ -128,7 +126,7 @@ class Membership:
         self.healing.send(state, about)
 
     def leave(self, at_once: bool = False, is_over: bool = True) -> None:
-        """Take part no longer; unless ``at_once``, when others have read what this node offers. Not collective."""
+        """Leave the run, unless ``at_once`` after others have read this node's votes and states. Not collective."""
         if is_over:
             self.rendezvous.finish()
         if self._around.lighthouse is not None:
@@ -137,6 +135,4 @@ class Membership:
             self.healing.finish()
             self.votes.finish()
         self.rendezvous.disconnect()
-        self._around.store = None  # it listens as long as there is a reference
-        self.healing.close()
-        self.votes.close()
+        self._around.store = None  # the last reference keeps it open

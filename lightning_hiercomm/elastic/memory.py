@@ -1,4 +1,4 @@
-"""What the lighthouse remembers of each run, so that no run starts again at step 0 by accident."""
+"""The lighthouse's records of runs, so that no run starts again at step 0 by accident."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ _KEY = "hiercomm_runs"
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The records of all runs: the data of an observer that takes part in every quorum of the lighthouse.
-
-    Attributes:
-        min_nodes: The lighthouse's.
-        runs: A record for each run.
-    """
+    """The lighthouse's ``min_nodes`` and its records of all runs; its observer sends them in every quorum."""
 
     min_nodes: int = 1
     runs: Mapping[str, RunRecord] = field(default_factory=dict)
@@ -40,7 +35,7 @@ class RunMemory:
     def _begun(self, requests: Sequence[Request], record: RunRecord) -> RunRecord | None:
         """Return the record of the fit that begins with this quorum, if one does."""
         for request in requests:
-            with contextlib.suppress(NodeRefused, SystemExit):  # to this node, whose own business it is
+            with contextlib.suppress(NodeRefused, SystemExit):  # the refused node handles it
                 quorum = compute_quorum(requests, request.replica_id, record, self.min_nodes)
                 if quorum.begins:
                     return RunRecord(quorum.fit, has_trained=any(member.checkpoint_step for member in quorum.members))
@@ -52,9 +47,9 @@ class RunMemory:
 
     @classmethod
     def find(cls, answer: Sequence[Any]) -> RunMemory | None:
-        """Return the observer's memory out of a quorum's data; None if no observer took part."""
+        """Find the observer's memory in a quorum's data; None if no observer took part."""
         for data in answer:
-            with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError):  # not by an observer
+            with contextlib.suppress(TypeError, KeyError, AttributeError, ValueError):  # sent by a node
                 found = data[_KEY]
                 return cls(int(found["min_nodes"]), {run: RunRecord(**each) for run, each in found["runs"].items()})
         return None

@@ -1,4 +1,4 @@
-"""How the training data are partitioned among the ranks of nodes that leave and join."""
+"""Partitions the training data among the ranks of nodes that leave and join."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from lightning_hiercomm.elastic.quorum import Quorum, in_order, random_index
 
 @dataclass(frozen=True)
 class DataPartition:
-    """Which shards of the data each replica's ranks train on.
-
-    Attributes:
-        total: The number of shards.
-        shards: By replica id, one for each rank.
-    """
+    """The number of shards of the data, and by replica id those of its ranks."""
 
     total: int = 0
     shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -37,10 +32,10 @@ def partition_for_epoch(quorum: Quorum) -> DataPartition:
 
 
 def partition_within_epoch(quorum: Quorum, current: DataPartition) -> DataPartition:
-    """Give joining nodes the shards that lost nodes leave; the number of shards stays until the epoch ends.
+    """Give joining nodes the shards of lost nodes; the number of shards is constant until the epoch ends.
 
-    A joining node shares other nodes' shards if none are left. A fit begins with a shard for each rank of its first
-    members.
+    If none are free, a joining node trains on shards of other nodes too. A fit begins with a shard for each rank of its
+    first members.
     """
     if quorum.begins:
         current = partition_for_epoch(replace(quorum, joining=()))
@@ -56,7 +51,7 @@ def partition_within_epoch(quorum: Quorum, current: DataPartition) -> DataPartit
 
 
 class DataShards:
-    """The shards of one node over time, and the batches that the averaged model has not learned from."""
+    """The data partition over time, and the batches that were not averaged yet."""
 
     def __init__(self) -> None:
         self.current = self._for_epoch = DataPartition()
@@ -64,7 +59,7 @@ class DataShards:
         self._trained: list[tuple[DataPartition, int]] = []
 
     def commit(self, quorum: Quorum, batches: int, exchanges_steps: bool) -> int:
-        """Follow a synchronization; return how many batches of lost nodes' ranks it has not averaged."""
+        """Update after a synchronization; return how many batches were lost with nodes."""
         self._note(batches)
         lost = 0
         if exchanges_steps:
@@ -85,9 +80,9 @@ class DataShards:
         self._batches = batches
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any], int]:
-        """Return what a joining node needs, as primitives."""
+        """Return primitives for a joining node."""
         return asdict(self.current), asdict(self._for_epoch), self._batches
 
     def load(self, current: Mapping[str, Any], for_epoch: Mapping[str, Any], batches: int) -> None:
-        """Take over another node's :meth:`state`."""
+        """Restore another node's :meth:`state`."""
         self.current, self._for_epoch, self._batches = DataPartition(**current), DataPartition(**for_epoch), batches

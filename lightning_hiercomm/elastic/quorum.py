@@ -1,4 +1,4 @@
-"""Which nodes take part in a synchronization: every node computes the same quorum from the requests of all."""
+"""Computes which nodes take part in a synchronization: all nodes get the same result from the requests of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 RESTART_EXIT_CODE = 75
-"""Exit code of a node that the others left behind: its supervisor starts it again, and it recovers."""
+"""Exit code of a node without which the others synchronized: its supervisor restarts it, and it recovers."""
 
 FINISHED_EXIT_CODE = 69
 """Exit code of a node whose run has finished: its supervisor need not start it again."""
@@ -24,7 +24,7 @@ class NodeRefused(RuntimeError):
 
 
 class StaleReplica(SystemExit):
-    """The others synchronized without this node, which ends, is started again, and recovers."""
+    """The others synchronized without this node, which ends, is restarted, and recovers."""
 
     def __init__(self, code: int = RESTART_EXIT_CODE) -> None:  # of one argument: ranks pickle it for each other
         super().__init__(code)
@@ -45,18 +45,18 @@ class RunFinished(SystemExit):
 
 @dataclass(frozen=True)
 class Member:
-    """Who a node is, and where it stands in the training.
+    """The identity of a node, and its progress in training.
 
     Attributes:
-        node: Its name. A node that starts under the name of another replaces it.
-        replica_id: Identifies one incarnation of the node; that of a later one is greater.
+        node: Its name. A node that starts with the name of another replaces it.
+        replica_id: Identifies one incarnation of the node; later ones are greater.
         run: The run's name and fingerprint.
         ranks: Its number of ranks.
-        store: ``"host:port"`` of the store in which it offers data to other nodes.
+        store: ``"host:port"`` of its store, which other nodes read.
         fit: The id of the fit whose state it has; empty without state.
-        syncs: How many synchronizations its state has seen.
+        syncs: How many synchronizations its state includes.
         last_quorum: The token of the last of them.
-        position: Where it is in the training.
+        position: Its steps, and how many elements it trains.
         checkpoint_step: Optimizer steps of the checkpoint that it has loaded.
     """
 
@@ -79,16 +79,16 @@ class Member:
 
 @dataclass(frozen=True)
 class Request(Member):
-    """What a node sends when it asks for a quorum, as JSON.
+    """A node's request for a quorum, sent as JSON.
 
     Attributes:
         number: Counts the requests of this replica.
-        admits: Whether nodes can join after the synchronization that it asks for.
-        group: The quorum whose members it is connected to; empty if it is not.
+        admits: Whether nodes can join after this synchronization.
+        group: The quorum whose members it is connected to; empty if it is not connected.
         unreachable: Replicas to which it could not connect.
-        expects_state: Whether it was restarted, or has seen members with state: the run has begun before.
-        finished_at: After how many synchronizations the fit has ended on a node that it knows of; -1 if on none.
-        is_finished: Whether it has ended on this node, which takes no further part.
+        expects_state: Whether the run has begun before: it was restarted, or has seen members with state.
+        finished_at: After how many synchronizations the fit has ended on a known node; -1 if on none.
+        is_finished: Whether it has ended on this node.
     """
 
     number: int = 0
@@ -100,12 +100,11 @@ class Request(Member):
     is_finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return primitives only."""
         return {**asdict(self), "unreachable": list(self.unreachable)}
 
     @classmethod
     def from_json(cls, value: Any) -> Request | None:
-        """Undo :meth:`to_json`, ignoring unknown fields; None if another program sent the value."""
+        """Undo :meth:`to_json`; None if another program sent the value."""
         try:
             own = {each.name: value[each.name] for each in fields(cls) if each.name in value}
             request = cls(**{**own, "unreachable": tuple(map(str, own.get("unreachable", ())))})
@@ -117,11 +116,11 @@ class Request(Member):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The latest fit of a run, as earlier quorums reported it.
+    """The lighthouse's record of the latest fit of a run.
 
     Attributes:
-        fit: Its id; that of a later fit is greater.
-        syncs: The most synchronizations that a member had seen.
+        fit: Its id; later fits have greater ids.
+        syncs: The most synchronizations of a member.
         has_trained: Whether there is state to lose.
         finished_at: After how many synchronizations it has ended on a node; -1 if on none.
     """
@@ -133,7 +132,7 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended on a node, and no other one has gone on since."""
+        """Whether it has ended on a node, and no other node has continued since."""
         return self.finished_at >= self.syncs
 
     def after(self, requests: Sequence[Request]) -> RunRecord:
@@ -148,7 +147,7 @@ class RunRecord:
         return RunRecord(fit, syncs, True, finished_at)
 
     def has_finished_after(self, member: Member) -> bool:
-        """Whether this member's fit has ended on others with synchronizations that it has not seen."""
+        """Return whether the fit has ended on other nodes after more synchronizations than this member's."""
         return self.fit == member.fit and self.finished_at > member.syncs
 
 
@@ -160,8 +159,8 @@ class Quorum:
         members: Those that take part, in their order.
         joining: Those that get the state from a member afterwards: node ``i`` from member ``i`` modulo their number.
         begins: Whether the fit begins with it.
-        waits: Why this node has to ask again; empty if it has not.
-        is_hopeless: Whether waiting helps only if a node that is silent at present returns.
+        waits: Why this node has to ask again; empty if it takes part.
+        is_hopeless: Whether it has to wait until a lost node returns.
         is_finished: Whether that is because the run has finished.
     """
 
@@ -174,17 +173,16 @@ class Quorum:
 
     @property
     def token(self) -> str:
-        """A name of this quorum that no other one has."""
+        """A unique name of this quorum."""
         return _digest([(member.replica_id, member.number) for member in self.members])
 
     @property
     def fit(self) -> str:
-        """The id of the fit."""
         return self.members[0].replica_id if self.begins else self.members[0].fit
 
     @property
     def group(self) -> str:
-        """A name of the process groups that are connected in it."""
+        """A name of the process groups that were connected in it."""
         return f"{self.token}/{self._ids}"
 
     @property
@@ -222,11 +220,11 @@ def compute_quorum(
     """Compute the quorum of a replica from the requests of all; every node computes the same one.
 
     Args:
-        requests: Those of all nodes that asked, which the lighthouse has sent to each of them.
-        replica_id: The replica that asks.
-        record: The lighthouse's record of the run; None if it keeps none.
+        requests: Those of all nodes, from the lighthouse.
+        replica_id: This node's.
+        record: The lighthouse's record of the run, if any.
         min_nodes: With fewer nodes all wait.
-        max_nodes: More do not take part.
+        max_nodes: The most nodes that take part.
 
     Raises:
         NodeRefused: If the lighthouse serves another run, another node has replaced this one, or this node is at
@@ -290,9 +288,9 @@ def compute_quorum(
 
 
 def _with_one_history(members: Sequence[Request]) -> list[Request]:
-    """Keep those whose last synchronization was the same one.
+    """Keep the majority with the same last synchronization.
 
-    A node that is stopped when the others cannot read the vote in its store may count one more on its own.
+    A node that was stopped while the others could not read the vote in its store may have counted one on its own.
     """
     counts = Counter(member.last_quorum for member in members)
     kept = max(counts, key=lambda last: (counts[last], last))
@@ -300,15 +298,13 @@ def _with_one_history(members: Sequence[Request]) -> list[Request]:
 
 
 def _majority_position(members: Sequence[Request]) -> str:
-    """Return the position of most of them; ties are broken in favor of the oldest replica."""
-    counts = Counter(member.position for member in members)
-    return max(
-        sorted(members, key=lambda member: member.replica_id), key=lambda member: counts[member.position]
-    ).position
+    """Return the most common position; ties are broken in favor of the oldest replica."""
+    oldest_first = sorted(members, key=lambda member: member.replica_id)
+    return Counter(member.position for member in oldest_first).most_common(1)[0][0]
 
 
 def _mutually_reachable(members: Sequence[Request]) -> list[Request]:
-    """Remove those that are separated from most others until none are; of two, the later one."""
+    """Remove the node that is separated from most others until no two are separated; of two, the later one."""
     left = list(members)
     while True:
         ids = {member.replica_id for member in left}
@@ -322,7 +318,7 @@ def _mutually_reachable(members: Sequence[Request]) -> list[Request]:
 def _begin(
     joining: Sequence[Request], me: Request, record: RunRecord | None, min_nodes: int, max_nodes: int | None
 ) -> Quorum:
-    """Begin a fit if no node has its state, from the newest checkpoint that a node has loaded."""
+    """Begin a fit from the newest checkpoint that a node has loaded, because no node has the run's state."""
     has_checkpoint = any(request.checkpoint_step for request in joining)
     is_expected = all(request.expects_state for request in joining)
     if record is not None and record.is_finished and is_expected and not has_checkpoint:
@@ -351,7 +347,7 @@ def _begin(
 
 
 def _separated(me: Request, members: Iterable[Request]) -> str:
-    """Say which of these do not reach this node; empty if all do."""
+    """Return a message about the nodes that this node does not reach; empty if it reaches all."""
     others = ", ".join(
         each.node for each in members if each.replica_id in me.unreachable or me.replica_id in each.unreachable
     )
@@ -359,7 +355,7 @@ def _separated(me: Request, members: Iterable[Request]) -> str:
 
 
 def in_order(member: Member) -> tuple[list[tuple[int, int, str]], str]:
-    """Order by name, and by value where names contain numbers."""
+    """Return a sort key by name, with numbers in names compared by value."""
     parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", member.node) if part]
     return parts, member.replica_id
 
@@ -369,5 +365,5 @@ def _digest(value: object) -> str:
 
 
 def random_index(replica_id: str) -> int:
-    """Return a number that all nodes compute alike for a replica."""
+    """Return a pseudorandom number that all nodes compute alike for a replica."""
     return int(_digest(replica_id), 16)

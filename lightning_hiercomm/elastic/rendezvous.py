@@ -1,4 +1,4 @@
-"""How a node finds the others: it asks the lighthouse for a quorum, and connects to the members."""
+"""Forms quorums: a node asks the lighthouse, and connects to the members."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_POLL = 1.0  # seconds that a request waits before the ranks of the node check whether they are told to leave
+_POLL = 1.0  # seconds between checks whether a rank of the node has to leave
 _REPORT_AFTER = 10.0
-_HOPE = 3  # times dead_after: nodes that are missing may only be slow
+_HOPE = 3  # times dead_after: missing nodes may only be slow
 _ASKED_AT_MOST = 8  # members that a node asks whether it is stale
 _WARN_EVERY = 10  # failures of the same members in a row
 _GIVE_UP_AFTER = 30
@@ -41,16 +41,16 @@ def has_ended_here() -> bool:
 
 @dataclass
 class Surroundings:
-    """What a node needs to reach the others; only its first rank has the lighthouse and the store.
+    """The objects through which a node reaches the others.
 
     Attributes:
         elastic: The user's configuration.
-        topology: Takes the members of each quorum.
-        lighthouse: Forms quorums.
+        topology: Contains the members of each quorum.
+        lighthouse: Forms quorums; on the node's first rank only.
         transport: Reaches other nodes.
-        before_change: Called before the topology changes, perhaps repeatedly; what it returns, afterwards.
-        store: This node's, in which it offers data to others.
-        leaves_by: Returns the exception that ends training if this rank was told to leave, otherwise None.
+        before_change: Called before the topology changes, perhaps repeatedly; its result is called afterwards.
+        store: This node's store, which others read; on its first rank only.
+        leaves_by: Returns the exception that ends training if this rank has to leave, otherwise None.
         signer: Signs requests, and makes keys.
     """
 
@@ -65,7 +65,7 @@ class Surroundings:
 
 
 class Rendezvous:
-    """Forms quorums for one node. All methods are collective over its ranks, unless they say otherwise."""
+    """Forms quorums for one node. All methods are collective over its ranks, unless documented otherwise."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class Rendezvous:
         self._memory: RunMemory | None = None
         self._check_next: Sequence[Request] = ()  # members that did not answer when this node connected to them
         self._failures: tuple[frozenset[str], int] = frozenset(), 0  # in a row, and of which members
-        self._others_at = 0  # the most synchronizations that other members of this fit are known to have seen
+        self._others_at = 0  # the most known synchronizations of other members of this fit
         if around.lighthouse is not None:
             around.lighthouse.when_back(self._others_have_gone_on)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the node's first rank, which communicates for it."""
+        """Whether this rank communicates for the node."""
         return self._intra.rank == 0
 
     def form(self, position: str, admits: bool) -> Quorum:
@@ -101,7 +101,7 @@ class Rendezvous:
             NodeRefused: If this node cannot take part.
             StaleReplica: If the others have synchronized without it.
             RunFinished: If they have finished.
-            BaseException: What ends training on a rank of this node that is told to leave meanwhile.
+            BaseException: The exception that ends training, if a rank of this node has to leave meanwhile.
         """
         began, reported = time.monotonic(), ""
         hopeless_since: float | None = None
@@ -128,7 +128,7 @@ class Rendezvous:
                 self._on_failure(quorum)
 
     def _can_recover(self, quorum: Quorum) -> bool:
-        """Whether this node gets its state from a member, and reaches all members."""
+        """Return whether this node gets its state from a member, and reaches all members."""
         if quorum.source_of(self.me.replica_id) is None:
             return False
         self._check(quorum.members)
@@ -159,9 +159,10 @@ class Rendezvous:
     def _ask_lighthouse(self) -> Quorum | None:
         if self.is_behind:
             raise StaleReplica
-        self.me = me = replace(self.me, finished_at=self._finished_at())
         around = self._around
         assert around.lighthouse is not None
+        assert around.store is not None
+        self.me = me = replace(self.me, finished_at=self._value("finished", around.store))
         answer = around.lighthouse.ask(me.replica_id, around.signer.signed(me.to_json()), _POLL)
         if answer is None:
             return None
@@ -188,7 +189,7 @@ class Rendezvous:
                 me.node,
             )
 
-    # ---- nodes that went on without this one -----------------------------------------------------------------------
+    # ---- stale replicas --------------------------------------------------------------------------------------------
 
     @property
     def is_behind(self) -> bool:
@@ -196,7 +197,7 @@ class Rendezvous:
         return self.me.has_state and self._others_at > self.me.syncs
 
     def end_if_behind(self) -> None:
-        """End between two synchronizations: what this node trains from now on would be lost. Not collective."""
+        """End between two synchronizations, because further training would be lost. Not collective."""
         if self.is_first and self.is_behind:
             self._end(StaleReplica())
 
@@ -212,7 +213,7 @@ class Rendezvous:
         return self.is_behind if syncs else None
 
     def note_syncs(self) -> None:
-        """Publish how many synchronizations this node has seen. Not collective."""
+        """Publish this node's number of synchronizations. Not collective."""
         if self._around.store is not None:
             self._publish("syncs", self._around.store)
 
@@ -226,7 +227,7 @@ class Rendezvous:
         around.transport.ask_all(others, partial(self._publish, "finished"))
         self.me = replace(self.me, number=self.me.number + 1, finished_at=self.me.syncs, is_finished=True)
         data = around.signer.signed(self.me.to_json())
-        around.lighthouse.ask(self.me.replica_id, data, around.elastic.dead_after + 1.0)  # until it misses lost nodes
+        around.lighthouse.ask(self.me.replica_id, data, around.elastic.dead_after + 1.0)  # lost nodes may delay it
 
     def _publish(self, name: str, store: Store) -> None:
         store.set(self._around.signer.key(name), f"{self.me.fit} {self.me.syncs}")
@@ -236,10 +237,6 @@ class Rendezvous:
         key = self._around.signer.key(name)
         fit, _, syncs = store.get(key).decode().partition(" ") if store.check([key]) else ("", "", "")
         return int(syncs) if fit and fit == self.me.fit else -1
-
-    def _finished_at(self) -> int:
-        store = self._around.store
-        return -1 if store is None else self._value("finished", store)
 
     def _end(self, reason: BaseException) -> NoReturn:
         if self.is_first:
@@ -283,7 +280,7 @@ class Rendezvous:
         return True
 
     def disconnect(self) -> None:
-        """Close all connections to other nodes; those that wait for this one fail at once. Not collective."""
+        """Close all connections to other nodes, whose pending collectives fail at once. Not collective."""
         self._around.topology.disconnect()
         self.me = replace(self.me, group="")
 
@@ -294,10 +291,10 @@ class Rendezvous:
             self.disconnect()
 
     def note_failure(self, quorum: Quorum, reason: str) -> None:
-        """Count a synchronization that was rolled back; if the same members fail again and again, the last one ends.
+        """Count a synchronization that was rolled back.
 
         Raises:
-            NodeRefused: If that is this node.
+            NodeRefused: If too many have failed with the same members, and this is the latest of them.
         """
         ids = frozenset(member.replica_id for member in quorum.members)
         before, times = self._failures
@@ -318,11 +315,11 @@ class Rendezvous:
             )
 
     def forget_failures(self) -> None:
-        """Start to count again after a synchronization has succeeded. Not collective."""
+        """Reset the count of failures. Not collective."""
         self._failures = frozenset(), 0
 
     def _check(self, members: Sequence[Request]) -> None:
-        """Remember which of these nodes do not answer."""
+        """Store which of these nodes do not answer."""
         silent: tuple[str, ...] = ()
         if self.is_first and members:
             others = {each.store: each.replica_id for each in members if each.replica_id != self.me.replica_id}

@@ -1,4 +1,4 @@
-"""Signs what nodes send each other with a token of the run (HMAC)."""
+"""Signs messages between nodes with the run's token (HMAC)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ _SIGNATURE = "signature"
 
 
 class Signer:
-    """Signs and verifies messages with the run's token by HMAC-SHA256; without a token it does nothing.
-
-    A signature proves that its author knows the token. It does not prevent a replay of an earlier message.
-
-    Args:
-        token: The run's secret; empty if it has none.
-    """
+    """Signs and verifies messages by HMAC-SHA256; with an empty token it does nothing. It does not prevent replays."""
 
     def __init__(self, token: str = "") -> None:
         self._secret = token.encode()
@@ -28,7 +22,7 @@ class Signer:
         return hmac.new(self._secret, data, hashlib.sha256).hexdigest()[:32] if self._secret else ""
 
     def key(self, name: str) -> str:
-        """Return the key under which ``name`` is stored, which needs the token to compute."""
+        """Return the store's key for ``name``, which cannot be computed without the token."""
         return self.sign(name.encode()) or name
 
     def signed(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +30,7 @@ class Signer:
         return {**message, _SIGNATURE: self.sign(_encoded(message))} if self._secret else dict(message)
 
     def verifies(self, message: Mapping[str, Any]) -> bool:
-        """Whether the author of the message knows the same token; without a token, whether it is unsigned."""
+        """Return whether the message has this token's signature; without a token, whether it is unsigned."""
         given = str(message.get(_SIGNATURE, "")).encode(errors="backslashreplace")  # other programs may send any object
         plain = {name: value for name, value in message.items() if name != _SIGNATURE}
         return hmac.compare_digest(given, self.sign(_encoded(plain)).encode())

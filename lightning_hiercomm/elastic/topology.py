@@ -1,4 +1,4 @@
-"""The topology of an elastic run, seen from one rank."""
+"""The topology of an elastic run as one rank sees it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Synchronize = Callable[[Callable[[], object], bool, bool], None]
 
 
 class ElasticTopology(Topology):
-    """A topology whose communicators stay while their members and weights change from one quorum to the next.
+    """A topology whose communicators persist while their members and weights change with each quorum.
 
-    Before the first quorum it contains this node only. ``world`` is the node outside of synchronizations.
+    It contains only this node before the first quorum, and ``world`` does outside of synchronizations.
 
     Args:
         own: This node, as a run of one node.
-        original: The topology whose communicators this one duplicates, for overlapped collectives.
+        original: The topology that this one duplicates, for overlapped collectives.
     """
 
     may_grow = True
@@ -35,12 +35,12 @@ class ElasticTopology(Topology):
         def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
             return made[tier]
 
-        super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # GPU tensors pass through it
+        super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # GPU tensors are staged
         self._own = own
         self._synchronize: Synchronize | None = None
 
     def synchronize_by(self, synchronize: Synchronize | None) -> None:
-        """Let this function carry out synchronizations; None: they do nothing."""
+        """Run synchronizations by this function; None: they do nothing."""
         self._synchronize = synchronize
 
     def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
@@ -57,7 +57,7 @@ class ElasticTopology(Topology):
             group.disconnect()
 
     def reform(self, sizes: Sequence[int], node: int) -> None:
-        """Contain nodes of these numbers of ranks; ``node`` is the index of this one."""
+        """Contain nodes of these sizes; ``node`` is the index of this one."""
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         self.nodes = tuple(tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
         self.world_size = sum(sizes)
@@ -75,7 +75,6 @@ class ElasticTopology(Topology):
         self.inter_group.is_open = True
 
     def shut(self) -> None:
-        """End a synchronization."""
         self._nodes_world.reform([range(self.intra.size)], 0)
         self.inter_group.is_open = False
 

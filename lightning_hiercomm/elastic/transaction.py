@@ -16,13 +16,13 @@ log = logging.getLogger(__name__)
 
 
 class Transaction:
-    """Carries out synchronizations on all members of a quorum, or on none.
+    """Runs synchronizations on all members of a quorum, or on none.
 
     Args:
         membership: Forms quorums, and counts votes.
-        topology: Contains the members meanwhile.
-        undo_point: Returns a function that restores all that a synchronization changes.
-        position: Returns where in the training this node is.
+        topology: Connects the members.
+        undo_point: Returns a callback that rolls back a synchronization.
+        position: Returns a description of this node's position in training.
         batches: Returns how many batches a rank has trained on so far.
         settle: Waits for overlapped collectives.
     """
@@ -46,7 +46,7 @@ class Transaction:
         self._error = ""
 
     def __call__(self, work: Callable[[], object], admits: bool = False, exchanges_steps: bool = True) -> None:
-        """Carry out ``work`` on the nodes that are there; see :meth:`ElasticTopology.synchronize`."""
+        """Run ``work`` with the living nodes; see :meth:`ElasticTopology.synchronize`."""
         if self._is_inside:
             work()
             return
@@ -54,12 +54,12 @@ class Transaction:
         assert quorum is None, "a node that trains has state"
 
     def begin(self, work: Callable[[], object], admits: bool, exchanges_steps: bool = True) -> Quorum | None:
-        """Carry out ``work``; a joining node does not, and returns the quorum after which it gets its state."""
+        """Run ``work``; a joining node instead returns the quorum after which it gets its state."""
         membership = self._membership
         began, attempts, nodes_before = time.monotonic(), 0, membership.history.nodes
         while True:
             attempts += 1
-            self._settle()  # new connections would lose what is pending
+            self._settle()  # new connections would drop pending collectives
             quorum = membership.form_quorum(self._position(), admits)
             if quorum.source_of(membership.me.replica_id) is not None:
                 return quorum
@@ -74,14 +74,14 @@ class Transaction:
         return None
 
     def _attempt(self, work: Callable[[], object]) -> bool:
-        """Carry out ``work``; return whether no communication between nodes has failed on this node."""
+        """Run ``work``; return whether all communication has succeeded on this node."""
         breaker, raised = self._topology.breaker, None
         self._topology.open()
         self._is_inside = True
         try:
             work()
         except (CommunicationError, NonfiniteError) as error:
-            raised = error  # perhaps because of a failed collective: all ranks of the node check that together
+            raised = error  # a failed collective may be the cause: all ranks of the node check that together
         finally:
             self._topology.shut()
             self._is_inside = False

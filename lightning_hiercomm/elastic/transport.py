@@ -1,4 +1,4 @@
-"""How nodes reach each other: values in their stores, and process groups over gloo."""
+"""Communication between elastic nodes: values in their stores, and process groups over gloo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class GlooTransport:
-    """Reaches other nodes' stores, and connects gloo groups, whose members find each other at the first one's store.
+    """Queries other nodes' stores, and connects gloo groups through the first member's store.
 
     Args:
         address: Of this machine, as other nodes reach it.
@@ -42,8 +42,8 @@ class GlooTransport:
         self._stores: dict[str, Store] = {}
 
     def ask(self, address: str, query: Callable[[Store], T], timeout: float | None = None) -> T:
-        """Return ``query`` of a node's store, which raises a ``RuntimeError`` if the node does not answer in time."""
-        # a store's client waits forever for a process that is stopped: in a thread, which may be abandoned
+        """Return ``query`` of a node's store, or raise a ``RuntimeError`` if the node does not answer in time."""
+        # in a thread, which may be abandoned: a store's client waits forever for a stopped process
         answer: Future[T] = Future()
         store = self._stores.get(address)
 
@@ -72,8 +72,8 @@ class GlooTransport:
         return result
 
     def ask_all(self, addresses: Sequence[str], query: Callable[[Store], T]) -> Mapping[str, T]:
-        """Return ``query`` of the stores of those nodes that answer; in any thread."""
-        other, answers = GlooTransport(self.address, self._dead_after.total_seconds()), {}  # for clients of its own
+        """Return ``query`` of the stores of all nodes that answer; safe in any thread."""
+        other, answers = GlooTransport(self.address, self._dead_after.total_seconds()), {}  # with its own clients
 
         def ask(address: str) -> None:
             with contextlib.suppress(RuntimeError):
@@ -89,11 +89,7 @@ class GlooTransport:
     def connect_group(self, quorum: Quorum, index: int, name: str, meter: Meter) -> Communicator:
         """Connect this rank with the same local rank of all members, or raise a ``RuntimeError``.
 
-        Args:
-            quorum: Its members.
-            index: This node's among them.
-            name: Of the group, which has the local rank in it.
-            meter: Counts the traffic.
+        ``index`` is this node's among the members; ``name``, of the group, contains the local rank.
         """
         size, first = len(quorum.members), quorum.members[0].store
         prefix = self._signer.key(f"{quorum.token}/{name}")
@@ -161,7 +157,7 @@ class _GlooGroup(TorchCommunicator):
 
 
 def gather_values(group: Communicator, value: Any) -> list[Any]:
-    """Gather tensors and primitives from all members, without unpickling what another node sends."""
+    """Gather tensors and primitives from all members, without unpickling data of other nodes."""
     own = packed(value)
     length = torch.tensor([own.numel()])
     lengths = torch.zeros(group.size, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The vote after each exchange: all members keep its result, or none."""
+"""Votes after each exchange, so that all members keep its result or none does."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_hiercomm.elastic.quorum import Quorum
-from lightning_hiercomm.elastic.signature import Signer
-from lightning_hiercomm.elastic.transport import GlooTransport
+from lightning_hiercomm.elastic.rendezvous import Surroundings
 
 log = logging.getLogger(__name__)
 
 _COMMIT, _REPEAT = b"commit", b"repeat"
-_REFUSAL_TIMEOUT = 0.1  # seconds: the result is known, so a node need not wait until its refusal is stored
+_REFUSAL_TIMEOUT = 0.1  # seconds: a node that refuses knows the result
 
 
 class Vote:
     """Votes in the store of the quorum's first member; for the first rank of a node."""
 
-    def __init__(self, transport: GlooTransport, store: Store | None, signer: Signer, dead_after: float) -> None:
-        self._transport = transport
-        self._store = store
-        self._signer = signer
-        self._dead_after = dead_after
-        self._kept: list[Quorum] = []  # whose votes this node's store holds
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._kept: list[Quorum] = []  # with votes in this node's store
 
     def decide(self, quorum: Quorum, replica_id: str, succeeded: bool) -> bool:
-        """Return whether all members have succeeded: the same on all that can read it.
+        """Return whether all members have succeeded: the same on all members that can read the result.
 
-        A member that cannot read the result rolls back, and is stale then if the others have kept theirs.
+        A member that cannot read it rolls back, and is stale if the others committed.
         """
         members = quorum.members
         if len(members) == 1:
@@ -48,7 +44,7 @@ class Vote:
             if store.add("succeeded", 1) == len(members):
                 store.compare_set("decision", "", _COMMIT.decode())
             try:
-                store.wait(["decision"], timedelta(seconds=self._dead_after))
+                store.wait(["decision"], timedelta(seconds=self._around.elastic.dead_after))
             except RuntimeError:  # a member was lost before it voted
                 store.compare_set("decision", "", _REPEAT.decode())
             is_kept = store.get("decision") == _COMMIT
@@ -58,37 +54,34 @@ class Vote:
         first = members[0].store
         if not succeeded:
             with contextlib.suppress(RuntimeError):  # the first member may be the lost one
-                self._transport.ask(first, refuse, _REFUSAL_TIMEOUT)
+                self._around.transport.ask(first, refuse, _REFUSAL_TIMEOUT)
             return False
         try:
-            return self._transport.ask(first, decide, self._dead_after + 0.5)
+            return self._around.transport.ask(first, decide, self._around.elastic.dead_after + 0.5)
         except RuntimeError as error:
             log.info("cannot read the vote at %s: %s", first, str(error).splitlines()[0])
             return False
 
     def commit(self, quorum: Quorum) -> None:
-        """Delete earlier votes: the members of this quorum have read them."""
-        if self._store is not None:
-            for votes in (self._within(self._store, each) for each in self._kept if each is not quorum):
+        """Delete earlier votes, which the members of this quorum have read."""
+        if self._around.store is not None:
+            for votes in (self._within(self._around.store, each) for each in self._kept if each is not quorum):
                 for key in ("succeeded", "decision", "read"):
                     votes.delete_key(key)
         self._kept = [each for each in self._kept if each is quorum]
 
     def finish(self) -> None:
         """Wait until all members have read the last result."""
-        if self._store is None or not self._kept:
+        if self._around.store is None or not self._kept:
             return
         quorum = self._kept[-1]
-        store = self._within(self._store, quorum)
-        deadline = time.monotonic() + self._dead_after
+        store = self._within(self._around.store, quorum)
+        deadline = time.monotonic() + self._around.elastic.dead_after
         with contextlib.suppress(RuntimeError):
             while store.add("read", 0) < len(quorum.members) and time.monotonic() < deadline:
                 if store.check(["decision"]) and store.get("decision") == _REPEAT:
                     return
                 time.sleep(0.02)
 
-    def close(self) -> None:
-        self._store = None
-
     def _within(self, store: Store, quorum: Quorum) -> Store:
-        return PrefixStore(self._signer.key(f"{quorum.token}/vote"), store)
+        return PrefixStore(self._around.signer.key(f"{quorum.token}/vote"), store)

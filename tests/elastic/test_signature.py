@@ -12,8 +12,10 @@ from harness import on_ranks
 from torch.distributed import HashStore
 
 from lightning_hiercomm import PeriodicAveraging
+from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.quorum import Request
+from lightning_hiercomm.elastic.rendezvous import Surroundings
 from lightning_hiercomm.elastic.signature import Signer
 
 MESSAGE = {"node": "a", "unreachable": ["b", "c"], "admits": None}
@@ -107,10 +109,15 @@ def test_changed_state_is_rejected(is_changed, caplog):
         def ask(self, address, work, patience=None):
             return work(store)
 
+    def around(topology, own_store):
+        return Surroundings(
+            Elastic(dead_after=1.0), topology, None, Transport(), None, own_store, signer=Signer("token")
+        )
+
     source, recovering_node = (Request(name, name, "run", 1, "address") for name in "ab")
 
     def heal(topology):
-        member = Healing(topology.intra, Transport(), store, 1.0, Signer("token"))
+        member = Healing(around(topology, store))
         member.commit([recovering_node])
         member.send(lambda: {"values": torch.arange(5.0)}, {})
         member._threads[0].join()  # noqa: SLF001
@@ -119,7 +126,7 @@ def test_changed_state_is_rejected(is_changed, caplog):
             data = bytearray(store.get(key))
             data[len(data) // 2] ^= 1
             store.set(key, bytes(data))
-        joining_node = Healing(topology.intra, Transport(), HashStore(), 1.0, Signer("token"))
+        joining_node = Healing(around(topology, HashStore()))
         return joining_node.fetch(source, recovering_node)
 
     (state,) = on_ranks(heal, ((0,),))

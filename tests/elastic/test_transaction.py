@@ -352,7 +352,7 @@ def test_store_does_not_grow_with_every_synchronization():
         keys = []
         for _ in range(6):
             own.step()
-            keys.append(own.membership.votes._store.num_keys())
+            keys.append(own.membership._around.store.num_keys())
         own.scheme.finish()
         return own.node, keys
 

@@ -239,7 +239,7 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, a
 
     class Looks(pl.Callback):
         def on_train_start(self, trainer, pl_module):
-            ports.append(trainer.strategy._elastic_node.membership.votes._store.port)  # noqa: SLF001
+            ports.append(trainer.strategy._elastic_node.membership._around.store.port)  # noqa: SLF001
             socket.create_connection(("127.0.0.1", ports[0]), 5.0).close()
 
     run = fit_alone(tmp_path, Quadratic(), Looks())
