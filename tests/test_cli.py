@@ -5,7 +5,6 @@ import inspect
 import pickle
 import re
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -160,20 +159,6 @@ def test_the_period_can_be_left_to_the_scheme_from_yaml(strategy, name):
 
 def test_second_yaml_replaces_the_scheme(strategy):
     assert isinstance(strategy(PERIODIC, ALL_REDUCE).scheme, AllReduce)
-
-
-@pytest.mark.parametrize("argument", ["=DASO", "=lightning_hiercomm.DASO", ".class_path=lightning_hiercomm.DASO"])
-def test_a_class_given_over_a_config_keeps_common_arguments_and_warns(strategy, monkeypatch, argument):
-    argument = SCHEME + argument
-    monkeypatch.setattr(sys, "argv", ["program", argument])
-    with pytest.warns(UserWarning, match="DASO, chosen on the command line, keeps sync_every=7 from the configuration"):
-        kept = strategy(PERIODIC, args=[argument])
-    assert kept.scheme.sync_every == 7
-    both = [argument, f"{SCHEME}.init_args.sync_every=5"]
-    monkeypatch.setattr(sys, "argv", ["program", *both])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*chosen on the command line")
-        assert strategy(PERIODIC, args=both).scheme.sync_every == 5
 
 
 def test_a_name_given_over_a_config_stands_for_the_defaults_of_its_scheme(strategy):

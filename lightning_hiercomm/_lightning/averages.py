@@ -17,14 +17,14 @@ _OF_AVERAGED_MODEL = "module."
 def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
     """Restart non-finite averages of a module's weights from the weights that it holds.
 
-    A callback that has averaged non-finite weights keeps non-finite averages for ever, and no hook resets them. Its
+    A callback that has averaged non-finite weights keeps non-finite averages forever, and no hook resets them. Its
     averages are found by the names of their tensors, in a copy of the module or in a dictionary, as in torch's
     ``AveragedModel`` and Lightning's ``WeightAveraging``.
 
     Returns:
         These averages, each with its previous values.
     """
-    sick: list[tuple[Tensor, Tensor]] = []
+    replaced: list[tuple[Tensor, Tensor]] = []
     module = trainer.lightning_module
     weights = dict([*module.named_parameters(), *module.named_buffers()])
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
@@ -36,9 +36,9 @@ def heal_averages(trainer: pl.Trainer) -> list[tuple[Tensor, Tensor]]:
                 if value is None or value is average or value.shape != average.shape:
                     continue
                 if is_of_numbers(average) and not average.isfinite().all():
-                    sick.append((average, average.clone()))
+                    replaced.append((average, average.clone()))
                     average.copy_(value)
-    return sick
+    return replaced
 
 
 def _named_tensors(held: object) -> Iterator[tuple[str, Tensor]]:

@@ -159,7 +159,6 @@ class CollectiveWatch:
         self._began: tuple[int, bool, bool] | None = None
 
     def begin(self) -> None:
-        """Begin a pass."""
         self.end()
         if not self._unexplained:
             return
@@ -171,7 +170,6 @@ class CollectiveWatch:
         self._began = self._counter.count(), outside, self._tracing is not None
 
     def end(self) -> None:
-        """End the pass, if one has begun."""
         frame = None
         if self._tracing is not None and _get_current_dispatch_mode() is self._tracing:  # or another mode
             self._tracing.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -9,12 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
@@ -32,10 +30,9 @@ Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
 def is_not_insisted_on(backward: Backward) -> Backward:
-    """For a Fabric strategy's own ``backward``: Fabric, which looks for it, does not refuse passes that go without it.
+    """Keep Fabric from refusing backward passes that do not use a strategy's own ``backward``.
 
-    It would refuse every gradient that reaches what a model has returned, of ``torch.autograd.grad``, too: of forces,
-    say, or for a penalty.
+    Otherwise it also refuses ``torch.autograd.grad`` of a model's outputs, for forces or gradient penalties.
     """
     return functools.wraps(FabricStrategy.backward)(backward)  # type: ignore[return-value]
 
@@ -48,17 +45,11 @@ def unused_parameters(module: nn.Module | None) -> list[str]:
 
 
 def warning_of_unused_parameters(unused: Sequence[str], strategy: type, loss: str = "training_step") -> str:
-    """Return a warning about unused parameters in a run without DDP, which would end the same run on larger nodes.
-
-    Args:
-        unused: The names of the parameters.
-        strategy: The name of the strategy with the argument that allows them.
-        loss: The function that returns the loss.
-    """
+    """Return a warning about unused parameters in a run without DDP, which would end the same run on larger nodes."""
     return (
-        f"{_were_not_used(unused, loss)} They are not trained. With one rank per node that is all, but nodes of several"
-        f" ranks would wait for their gradients, and end with an error: set {_FIND_UNUSED.format(strategy.__name__)},"
-        " or freeze them with `requires_grad_(False)`."
+        f"{_were_not_used(unused, loss)} They are not trained. Nodes of several ranks would wait for their gradients,"
+        f" and end with an error: set {_FIND_UNUSED.format(strategy.__name__)}, or freeze them with"
+        " `requires_grad_(False)`."
     )
 
 
@@ -113,7 +104,6 @@ class CopiedDDP(DistributedDataParallel):
         )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Raise an error for torch's C++ hooks, for the same reason."""
         self.register_comm_hook(None, comm_hook_type)
 
     def _assign_modules_buffers(self) -> None:
@@ -132,11 +122,6 @@ class PassThroughDDP(CopiedDDP):
 
     Programs call ``trainer.model.no_sync()``, read ``trainer.model.module`` or test for DDP. A real DDP over one rank
     would take time for its buckets, and would refuse unused parameters, and modules without trainable ones.
-
-    Args:
-        module: The module that trains.
-        device_ids: As in DDP.
-        arguments: Other arguments of DDP.
     """
 
     def __init__(self, module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any]) -> None:
@@ -171,7 +156,6 @@ class PassThroughDDP(CopiedDDP):
             return getattr(self.module, name)  # for programs of one rank, to which `trainer.model` is the module
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module."""
         return self._modules["module"](*inputs, **keywords)  # type: ignore[misc]  # faster than `self.module`
 
     @contextmanager
@@ -180,39 +164,10 @@ class PassThroughDDP(CopiedDDP):
         yield
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}  # Lightning looks for a hint in it
+        return {}  # Lightning reads a hint from it
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.module,)
-
-
-class PassThroughRedirection(_DDPForwardRedirection):
-    """Calls ``training_step`` through :class:`PassThroughDDP` without Lightning's redirection.
-
-    Lightning's sets attributes of two modules at every step, which takes longer than :class:`PassThroughDDP` itself.
-    """
-
-    def __call__(
-        self,
-        wrapper_module: nn.Module,
-        original_module: pl.LightningModule,
-        method_name: str,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if not isinstance(wrapper_module, PassThroughDDP):
-            return super().__call__(wrapper_module, original_module, method_name, *args, **kwargs)
-        attributes, method = vars(original_module), getattr(original_module, method_name)
-        before = attributes.pop("forward", None)  # patched by another library
-
-        def forward(*inputs: Any, **keywords: Any) -> Any:
-            del attributes["forward"]
-            if before is not None:
-                attributes["forward"] = before
-            return method(*inputs, **keywords)
-
-        attributes["forward"] = forward
-        return wrapper_module(*args, **kwargs)
 
 
 class _NoReducer:
@@ -258,7 +213,7 @@ class SettledDDP(CopiedDDP):
             return
         require_attribute(self.reducer, "_push_all_rebuilt_params")
         require_attribute(self.reducer, "_rebuild_buckets")
-        self.reducer._push_all_rebuilt_params()  # in the order in which it knows them
+        self.reducer._push_all_rebuilt_params()  # in its own order
         self._has_rebuilt_buckets = self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:

@@ -40,10 +40,6 @@ class BufferBroadcast:
     the new layout before the values again. A rank takes the buffers that it has in the same shape and dtype, and keeps
     its others. On a GPU, where reading the flag would make the host wait, it sends the new layout before the next
     broadcast.
-
-    Args:
-        module: The module; its buffers are equal in name, shape and dtype on all ranks.
-        ignored: Names of buffers that no rank broadcasts.
     """
 
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
@@ -54,12 +50,7 @@ class BufferBroadcast:
         self._flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last broadcast
 
     def select(self, buffers: Mapping[str, Tensor], ignored: set[str]) -> list[Tensor]:
-        """Select the buffers of the layout in its order; new tensors replace those that this rank lacks.
-
-        Args:
-            buffers: All present buffers, without those to ignore.
-            ignored: Names of buffers that no rank broadcasts any more.
-        """
+        """Select the buffers of the layout in its order; new tensors replace those that this rank lacks."""
         if not ignored.isdisjoint(self._layout):
             self._layout = {name: slot for name, slot in self._layout.items() if name not in ignored}
             self._fits = False
@@ -81,14 +72,7 @@ class BufferBroadcast:
         return torch.zeros(slot.shape, dtype=slot.dtype, device=here[0] if here else slot.device)
 
     def __call__(self, group: Any, bytes_at_once: int, source: int, ignored: set[str]) -> None:
-        """Broadcast the selected buffers.
-
-        Args:
-            group: The process group.
-            bytes_at_once: The maximal number of bytes in one message.
-            source: The rank in the group that sends.
-            ignored: Names of buffers that no rank broadcasts.
-        """
+        """Broadcast the selected buffers."""
         if self._flag is not None:
             flag, is_read = self._flag
             self._flag = None

@@ -20,7 +20,7 @@ from lightning_hiercomm._lightning.saves import model_checkpoints, taking_shapes
 _FIT = "fit_loop"
 _EPOCH = "epoch_loop"
 _OF_SAVES = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""By what a ``ModelCheckpoint`` decides beside its state."""
+"""Attributes of a ``ModelCheckpoint`` that decide when it saves, and are not in its state."""
 
 
 def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
@@ -146,14 +146,14 @@ def end_training(trainer: pl.Trainer) -> None:
     loop.max_epochs = epochs.processed = max(1, epochs.processed)
 
 
-def tell_stage_of_dataloaders(
-    trainer: pl.Trainer, told: list[RunningStage | None], batches_done: Callable[[], int]
+def note_stage_of_dataloaders(
+    trainer: pl.Trainer, stage: list[RunningStage | None], batches_done: Callable[[], int]
 ) -> None:
-    """Set ``told[0]`` to the stage for which Lightning makes a sampler, which it does not pass to strategies.
+    """Set ``stage[0]`` to the stage for which Lightning makes a sampler, which it does not pass to strategies.
 
     Args:
         trainer: The strategy's trainer.
-        told: A list of one element.
+        stage: A list of one element.
         batches_done: Returns how many batches of the epoch a new train dataloader skips.
     """
     connector = trainer._data_connector
@@ -161,11 +161,11 @@ def tell_stage_of_dataloaders(
     original = type(connector)._prepare_dataloader
 
     def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        told[0] = mode
+        stage[0] = mode
         try:
             prepared = original(connector, dataloader, shuffle, mode)
         finally:
-            told[0] = None
+            stage[0] = None
         if mode == RunningStage.TRAINING and (done := batches_done()):
             epochs: Any = trainer.fit_loop.epoch_progress.current
             _begin_later(prepared, done, epochs.processed)
@@ -174,7 +174,7 @@ def tell_stage_of_dataloaders(
     connector._prepare_dataloader = prepare  # type: ignore[method-assign]
 
 
-def draw_train_data_anew(trainer: pl.Trainer, is_due: Callable[[], bool]) -> None:
+def reload_train_data_when_due(trainer: pl.Trainer, is_due: Callable[[], bool]) -> None:
     """Make Lightning reload the train dataloaders before an epoch if ``is_due()``, as it may every n epochs."""
     loop = trainer.fit_loop
     require_attribute(loop, "setup_data")
@@ -189,8 +189,8 @@ def draw_train_data_anew(trainer: pl.Trainer, is_due: Callable[[], bool]) -> Non
     loop.setup_data = setup_data  # type: ignore[method-assign]
 
 
-def draw_train_data_once(trainer: pl.Trainer) -> None:
-    """Undo :func:`draw_train_data_anew`."""
+def stop_reloading_train_data(trainer: pl.Trainer) -> None:
+    """Undo :func:`reload_train_data_when_due`."""
     vars(trainer.fit_loop).pop("setup_data", None)
 
 
@@ -228,24 +228,26 @@ def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
     vars(dataloader)["batch_sampler"] = _Later(batches, done % length)
 
 
-def _only_completed(progress: dict[str, Any]) -> None:
-    """Return progress in which only completed steps count."""
-    if "current" not in progress:
-        for part in progress.values():
-            if isinstance(part, dict):
-                _only_completed(part)
+def _progresses(progress: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield each progress of a loop, with the counts "total" and "current"."""
+    if "current" in progress:
+        yield progress
         return
-    for which in ("total", "current"):
-        progress[which] = dict.fromkeys(progress[which], progress[which]["completed"])
+    for part in progress.values():
+        if isinstance(part, dict):
+            yield from _progresses(part)
+
+
+def _only_completed(progress: dict[str, Any]) -> None:
+    """Set progress to its completed steps."""
+    for each in _progresses(progress):
+        for which in ("total", "current"):
+            each[which] = dict.fromkeys(each[which], each[which]["completed"])
 
 
 def _clear_current(progress: dict[str, Any]) -> None:
-    if "current" not in progress:
-        for part in progress.values():
-            if isinstance(part, dict):
-                _clear_current(part)
-        return
-    progress["current"] = dict.fromkeys(progress["current"], 0)
+    for each in _progresses(progress):
+        each["current"] = dict.fromkeys(each["current"], 0)
 
 
 def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: state for key, state in states.items() if _is_plain(state)}
     for key in states.keys() - plain.keys():
         warnings.warn(
-            f"elastic nodes: a node that comes begins without the state of {key}, which `weights_only` loading does not"
+            f"elastic nodes: a joining node begins without the state of {key}, which `weights_only` loading does not"
             " read: keep numbers, strings, tensors, and lists and dictionaries of them",
             stacklevel=2,
         )

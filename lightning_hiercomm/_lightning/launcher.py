@@ -36,7 +36,7 @@ class WatchfulLauncher(_MultiProcessingLauncher):
     """Lightning's launcher of forked and spawned ranks, with four corrections.
 
     Lightning runs ``Strategy.on_exception`` and ``teardown`` in the launching process only, which does not know the
-    failed rank. After ``sys.exit()`` or ``os._exit(0)`` on one rank, the launcher and the other ranks wait for ever. A
+    failed rank. After ``sys.exit()`` or ``os._exit(0)`` on one rank, the launcher and the other ranks wait forever. A
     forked rank may hang when it collects garbage of its parent. The launching process rejects rank 0's buffers if their
     shapes have changed.
     """
@@ -152,12 +152,6 @@ def place_of(environment: ClusterEnvironment, node: int, local_rank: int, starts
     torchrun's agents and Lightning's launcher run once per node, so several of them on one host are deliberate. MPI's
     nodes are found by host name. Kubeflow makes every process a separate node, and variables that are set by hand or by
     a scheduler may do so by mistake.
-
-    Args:
-        environment: The Trainer's cluster environment.
-        node: The number of this rank's node in the strategy.
-        local_rank: This rank's number on that node.
-        starts_ranks: Whether the strategy's launcher starts the ranks.
     """
     names_nodes = isinstance(environment, (TorchElasticEnvironment, MPIEnvironment)) or (
         isinstance(environment, LightningEnvironment) and starts_ranks

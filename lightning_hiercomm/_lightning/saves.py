@@ -72,10 +72,6 @@ def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None
 
     A key that this rank did not save keeps rank 0's value, as hooks often save on rank 0 only. A callback that saved
     nothing on this rank gets nothing.
-
-    Args:
-        checkpoint: The loaded checkpoint.
-        entries: This rank's entries.
     """
     entries = dict(entries)
     checkpoint.get("state_dict", {}).update(entries.pop("state_dict", {}))
@@ -159,10 +155,6 @@ def taking_shapes(module: nn.Module, names: Collection[str] | None = None) -> It
     """Inside, ``load_state_dict`` gives buffers and frozen parameters the shapes that it loads.
 
     torch itself raises an error for other shapes, also with ``strict=False``. The hook is private in torch 2.4.
-
-    Args:
-        module: The module that loads.
-        names: Names of tensors that may have another shape. None: all.
     """
     require_attribute(module, "_register_load_state_dict_pre_hook")
 
@@ -199,11 +191,11 @@ def wait_for_saves(io: CheckpointIO) -> None:
     Raises:
         BaseException: The error of a save.
     """
-    beside = _saves_beside_training(io)
-    if beside is not None and beside._executor is not None:
-        beside._executor.submit(lambda: None).result()
-        if beside._error is not None:
-            raise beside._error
+    saves = _asynchronous_saves(io)
+    if saves is not None and saves._executor is not None:
+        saves._executor.submit(lambda: None).result()
+        if saves._error is not None:
+            raise saves._error
 
 
 def after_saves(io: CheckpointIO, action: Callable[[], None]) -> None:
@@ -212,22 +204,22 @@ def after_saves(io: CheckpointIO, action: Callable[[], None]) -> None:
     ``AsyncCheckpointIO`` saves later but removes at once, so it would remove the old checkpoint before the new one is
     written.
     """
-    beside = _saves_beside_training(io)
-    if beside is None or beside._executor is None:
+    saves = _asynchronous_saves(io)
+    if saves is None or saves._executor is None:
         action()
         return
 
     def act() -> None:
-        if beside._error is None:
+        if saves._error is None:
             try:
                 action()
             except BaseException as error:
-                beside._error = error
+                saves._error = error
 
-    beside._executor.submit(act)
+    saves._executor.submit(act)
 
 
-def _saves_beside_training(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
+def _asynchronous_saves(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
     while isinstance(io, _WrappingCheckpointIO):
         if isinstance(io, AsyncCheckpointIO):
             return io

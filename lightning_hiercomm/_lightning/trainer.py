@@ -39,10 +39,6 @@ def shown_with_tree(name: str, call: str) -> str:
     """Return the text of a constructor's call, with a note about Lightning's other package if that is imported.
 
     A Trainer of the other package rejects the object and prints only this text.
-
-    Args:
-        name: The name of the class.
-        call: The constructor's call.
     """
     if pl.__name__ != "lightning.pytorch":
         return f"{_OURS[pl.__name__]}.{call}"
@@ -67,7 +63,7 @@ class TogetherAtBatches(Protocol):
         """Called when this process receives a SIGTERM."""
 
     def request_requeue(self) -> None:
-        """Called when this process receives the signal with which SLURM says that the time is nearly up."""
+        """Called when this process receives SLURM's signal that the time is nearly up."""
 
     def go_on(self) -> None:
         """Called after the ranks have saved."""
@@ -96,7 +92,7 @@ def replace_sigterm_broadcast(
     require_attribute(connector, "_slurm_sigusr_handler_fn")
     connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
     save_and_requeue = connector._slurm_sigusr_handler_fn
-    heard: list[Any] = [signal.SIGUSR1]
+    received: list[Any] = [signal.SIGUSR1]
 
     def before_batch() -> None:
         if not ranks.should_stop():
@@ -105,7 +101,7 @@ def replace_sigterm_broadcast(
             if leave is not None:
                 leave()
             if ranks.stops_together:
-                save_and_requeue(heard[-1], None)  # type: ignore[arg-type]  # it does not look at the frame
+                save_and_requeue(received[-1], None)  # type: ignore[arg-type]  # the frame is not used
             if leave is None:
                 ranks.go_on()
                 return
@@ -116,7 +112,7 @@ def replace_sigterm_broadcast(
         if trainer.state.fn != TrainerFn.FITTING:
             save_and_requeue(signum, frame)
             return
-        heard.append(signum)
+        received.append(signum)
         ranks.request_requeue()
 
     def notify(signum: Any, _: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of unequal speed share a global batch so that nobody waits."""
+"""Divides a global batch among ranks of unequal speed, so that all finish a step at the same time."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from lightning_hiercomm.batches.partition import (
     divide,
     gradient_scale,
     rank_weights,
-    relative_speeds,
 )
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
 from lightning_hiercomm.batches.speed import SpeedMeasurement, StepClock
+from lightning_hiercomm.batches.table import table
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import Topology
 
 log = logging.getLogger(__name__)
 
 _WORTH_A_CHANGE = 0.05
+"""Ranks keep their sizes if others would make a step faster by less than this part."""
+
 _SCATTERS = 0.1
+"""A warning is given if step times vary by more than this part."""
 
 
 class HeterogeneousBatches:
     """Give each rank as many samples per step as it can finish in the same time, out of one global batch.
 
-    With global batch G and rank speeds ``s_i``, rank i takes ``B_i = G s_i / sum(s)`` samples per step (rounded by
-    largest remainder, at least 1, and 2 if the module has a BatchNorm layer, which refuses a single one); all ranks
-    take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of the dataloader's own sampler, so shuffled
-    again in every epoch if it shuffles. Gradients combine as ``sum_i w_i g_i`` with ``w_i = B_i / G``. A rank's loss
-    being the mean over its samples, that is exactly the gradient of the mean loss over the global batch: training does
-    not depend on the speeds. The weights reach every scheme.
+    With global batch G and rank speeds ``s_i``, rank i takes ``B_i = G s_i / sum(s)`` samples per step, rounded by
+    largest remainder. It takes at least 1, and 2 if the module has a BatchNorm layer, which refuses a single sample.
+    All ranks take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of the dataloader's own sampler.
 
-    The global batch is per batch, not per optimizer step: gradient accumulation multiplies it.
+    Gradients combine as ``sum_i w_i g_i`` with ``w_i = B_i / G``. If a rank's loss is the mean over its samples, that
+    is exactly the gradient of the mean loss over the global batch, so training does not depend on the speeds. Every
+    scheme uses these weights. Gradient accumulation multiplies the global batch.
 
     Works with any ``DataLoader`` that has a ``batch_size``: map-style datasets with any sampler, and an
-    ``IterableDataset`` that yields the same stream on every rank, see
-    :class:`~lightning_hiercomm.batches.sampler.DividedStream`. Others are refused with the reason. Evaluation is
-    divided equally, as ever.
+    ``IterableDataset`` that yields the same stream on every rank. Others are refused with the reason. Evaluation is
+    divided equally.
 
-    **Measuring.** A run with ``speeds="measure"`` begins with equal batches, and times its own training steps, except
-    for the first two and for the time in which a rank waits for others. After a second or so, at least four steps, it
-    divides the batch. It times as many steps of the new sizes, which shows what a step costs a rank whatever its size,
-    and divides again. No step is lost or repeated: global batches are the same whatever the division, so every
-    sample is used once in an epoch. What ``DataLoader`` workers load ahead keeps the old sizes, and so does the rest of
-    the epoch for an ``IterableDataset``, for several dataloaders, and for modules with manual optimization or
-    ``training_step(dataloader_iter)``: these are divided when the next epoch begins. A run that is resumed keeps the
-    division of the checkpoint; one that was saved before there was any measures again.
+    **Measuring.** With ``speeds="measure"`` a run begins with equal batches and times its own training steps, without
+    the first two and without waiting for other ranks. After a second or so, at least four steps, it divides the batch.
+    It times as many steps of the new sizes, which shows the fixed cost of a step, and divides again. No step is lost or
+    repeated: global batches do not depend on the division. Batches that ``DataLoader`` workers have loaded ahead keep
+    the old sizes. With an ``IterableDataset``, several dataloaders, manual optimization or
+    ``training_step(dataloader_iter)`` the sizes change when the next epoch begins. A resumed run keeps the division of
+    its checkpoint.
 
     Source: "Heterogeneous gradient computing optimization for scalable deep neural networks" (HetGrad), Section 3. The
-    paper rounds shard and batch sizes on their own, which gives ranks unequal numbers of steps, and prints weights that
+    paper rounds shard and batch sizes separately, which gives ranks unequal numbers of steps, and prints weights that
     do not sum to 1 (Eq. 2); here they do.
 
     Args:
@@ -71,20 +71,19 @@ class HeterogeneousBatches:
         weighting: ``"samples"``: ``w_i = B_i / G``; ``"speed"``: in proportion to the speeds (the paper's);
             ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks);
             ``"speed_unnormalized"``: Eq. 2 as the paper prints it, ``sum_i c_i g_i``, where c are the speeds relative
-            to the slowest. That is ``"speed"`` with every gradient multiplied by ``sum(c)``: for SGD, with momentum
-            too, a learning rate ``sum(c)`` times as large (and a weight decay as much smaller); for Adam, which does
-            not see the scale of gradients, nothing. What it gains over ``"speed"`` is the larger learning rate. It acts
-            on the loss as ``Strategy.backward`` gets it, so not on a ``loss.backward()`` of your own.
+            to the slowest. That is ``"speed"`` with every gradient multiplied by ``sum(c)``: for SGD a learning rate
+            ``sum(c)`` times as large and a weight decay as much smaller; for Adam no change. It scales the loss in
+            ``Strategy.backward``, so it has no effect on a ``loss.backward()`` of your own.
         max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. Fast
             ranks take more than an equal share.
-        rebalance_every_n_epochs: Watch the ranks' step times (waiting left out) during training and divide again after
-            every n epochs, where that makes steps at least 5 % faster. None: never.
+        rebalance_every_n_epochs: Time the ranks' steps during training and divide again after every n epochs, if that
+            makes steps at least 5 % faster. None: never.
 
     Attributes:
-        gradient_scale: What every loss is multiplied by before the backward pass: 1, but for Eq. 2 as printed.
+        gradient_scale: Factor of every loss before the backward pass: 1, except with ``"speed_unnormalized"``.
 
     Raises:
-        ValueError: For arguments that make no sense. Once the ranks are known: if there are fewer samples than ranks,
+        ValueError: If an argument is out of range. Once the ranks are known: if there are fewer samples than ranks,
             more than ``max_batch_size`` allows, or not one speed per rank.
 
     Example::
@@ -122,7 +121,7 @@ class HeterogeneousBatches:
         self._forget_ranks()
 
     def _forget_ranks(self) -> None:
-        # the following exists only inside a process that trains, and goes into no pickle and no copy
+        # these exist only inside a process that trains, and go into no pickle and no copy
         self.division: Division | None = None
         self.gradient_scale = 1.0
         self.clock: StepClock | None = None
@@ -137,9 +136,9 @@ class HeterogeneousBatches:
         self._batch_sizes: list[int | None] = []
         self._has_begun = False
         self._measurement: SpeedMeasurement | None = None
-        self._say: Callable[[str], object] = print
+        self._print: Callable[[str], object] = print
         self._may_change_in_epoch = True
-        self._first_batch: int | None = None  # of the loader's iteration, as the Trainer counts
+        self._first_batch: int | None = None  # of the loader's iteration, in the Trainer's count
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = object.__new__(type(self))
@@ -148,30 +147,29 @@ class HeterogeneousBatches:
         return {**own, **vars(fresh)}
 
     def __repr__(self) -> str:
-        """As one would write it."""
         return as_call(self)
 
-    # ---- life of a run -------------------------------------------------------------------------------------------
+    # ---- a run begins --------------------------------------------------------------------------------------------
 
     def bind(self, topology: Topology, meter: Meter, device: torch.device, least: int = 1) -> None:
-        """Meet the ranks, before dataloaders are made. Collective.
+        """Set the ranks and their weights, before dataloaders are made. Collective.
 
         Speeds that are to be measured count as equal until then.
 
         Args:
-            topology: The ranks, which get their weights.
-            meter: Knows how long a rank has waited.
-            device: Where it computes.
+            topology: The ranks.
+            meter: Measures how long a rank waits.
+            device: The device on which this rank computes.
             least: The fewest samples that the module trains on.
         """
         self._topology = topology
         # torch seeds may differ between ranks, the order of the dataset must not, nor how it is divided
-        told = topology.world.all_gather_object((int(os.environ.get("PL_GLOBAL_SEED", 0)), least))
-        self._seed, self._least = told[0][0], max(fewest for _, fewest in told)
-        self._limits = self._limit_every_rank()
+        of_ranks = topology.world.all_gather_object((int(os.environ.get("PL_GLOBAL_SEED", 0)), least))
+        self._seed, self._least = of_ranks[0][0], max(fewest for _, fewest in of_ranks)
+        self._limits = _limits_of_ranks(self.max_batch_size, topology.world_size)
         self._forget_loaders()
         self._costs, self._spreads, self._first_batch = None, [], None
-        self._source = "measure" if self.speeds == "measure" else self._read_speeds()
+        self._source = "measure" if self.speeds == "measure" else _read_speeds(self.speeds, topology.world_size)
         sizes: list[int] | None = None
         if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
             self._costs = [StepCost(fixed, speed) for fixed, speed in zip(*self._loaded["costs"], strict=True)]
@@ -197,9 +195,9 @@ class HeterogeneousBatches:
         self._take(sizes or self._divided(self._costs or equal))
 
     def process_dataloader(self, loader: object) -> object:
-        """A train dataloader that gives this rank its part. Collective.
+        """Return a train dataloader that gives this rank its part. Collective.
 
-        The first one after an epoch has begun takes the place of all that were there: loaders are made together.
+        The first one of an epoch replaces those of the epoch before.
         """
         assert self.division is not None
         if self._has_begun:
@@ -229,43 +227,47 @@ class HeterogeneousBatches:
     def _forget_loaders(self) -> None:
         self._samplers, self._batch_sizes, self._has_begun = [], [], False
 
-    def begin(self, say: Callable[[str], object] = print, may_change_in_epoch: bool = True) -> None:
-        """Training begins: announce the division, unless it is to be measured.
+    def begin(self, print_: Callable[[str], object] = print, may_change_in_epoch: bool = True) -> None:
+        """Begin training, and print the division unless it is to be measured.
 
         Args:
-            say: Prints, on rank zero.
-            may_change_in_epoch: Whether batches are counted, and optimizer steps take as many as the Trainer says.
+            print_: Prints on rank zero.
+            may_change_in_epoch: Whether the Trainer counts batches, and sets how many of them an optimizer step takes.
         """
-        self._say, self._may_change_in_epoch = say, may_change_in_epoch
+        self._print, self._may_change_in_epoch = print_, may_change_in_epoch
         if self._measurement is None:
             self._announce()
 
     def _announce(self) -> None:
-        """Print the division, and warn if the measurements it follows from are doubtful; rank zero only."""
+        """Print the division on rank zero, and warn if the step times varied much."""
         if self._topology.rank != 0 or self._topology.world_size == 1:
             return
-        self._say(self.table())
+        assert self.division is not None
+        assert self._costs is not None
+        equal = self._divided([StepCost(0.0, 1.0)] * self._topology.world_size)
+        is_measured = self._source == "measure"
+        self._print(table(self._topology, self.division.sizes, equal, self._costs, is_measured, self._spreads))
         if self._spreads and max(self._spreads) > _SCATTERS:
             rank = self._spreads.index(max(self._spreads))
             warnings.warn(
                 f"the step times of rank {rank} scattered by ±{self._spreads[rank]:.0%} while they were measured, and"
-                " the division may be off by as much: something else keeps that machine busy. Measure when it is quiet,"
-                " give the speeds=[...] you know, or let rebalance_every_n_epochs=1 correct them during training.",
+                " the division may be off by as much: something else keeps that machine busy. Measure when it is idle,"
+                " give the speeds=[...] you know, or use rebalance_every_n_epochs=1.",
                 stacklevel=2,
             )
 
     def go_to(self, epoch: int) -> bool:
-        """Bring the samplers to the epoch with which training begins or resumes.
+        """Set the epoch with which training begins or resumes.
 
         Returns:
-            Whether dataloader workers went ahead with another epoch, or other sizes, and must begin again.
+            Whether dataloader workers have loaded another epoch, or other sizes, and must begin again.
         """
         for sampler in self._samplers:
             sampler.sampler.set_epoch(epoch)
         return any(sampler.is_stale(epoch) for sampler in self._samplers)
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch begins: divide again if that is due and worth it. Collective."""
+        """Begin an epoch, and divide again if that is due and makes steps faster. Collective."""
         assert self.division is not None
         self._has_begun, self._first_batch = True, None
         if self.division.change is not None:
@@ -278,7 +280,7 @@ class HeterogeneousBatches:
         if orders and len(set(map(tuple, self._topology.world.all_gather_object(orders)))) > 1:
             raise ValueError(
                 "the train dataloader's sampler draws different samples on different ranks: it has a random generator"
-                " of its own. Seed it alike on all ranks, or let it use the global ones."
+                " of its own. Give it the same seed on all ranks, or let it use the global generators."
             )
         if self.clock is not None and self.rebalance_every_n_epochs is not None:
             self.pause()
@@ -286,14 +288,14 @@ class HeterogeneousBatches:
                 self._rebalance(epoch)
 
     def begin_step(self, batch: int, accumulated: int = 1) -> None:
-        """A training step begins; its batch is loaded. Collective where speeds are measured.
+        """Begin a training step, after its batch is loaded. Collective where speeds are measured.
 
         Args:
-            batch: Its number in the epoch, from 0.
+            batch: The number of the batch in the epoch, from 0.
             accumulated: Batches per optimizer step.
         """
         if self._first_batch is None:
-            self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader starts again
+            self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader begins again
         assert self.division is not None
         change = self.division.change
         if change is not None and change[0] == batch - self._first_batch:
@@ -304,16 +306,15 @@ class HeterogeneousBatches:
             self.clock.start()
 
     def end_step(self) -> None:
-        """A training step has ended."""
         if self.clock is not None:
             self.clock.stop()
 
     def pause(self) -> None:
-        """What comes next is no training step."""
+        """End the timing of steps before something else, such as a validation."""
         if self.clock is not None:
             self.clock.end_block()
 
-    # ---- what others may ask -------------------------------------------------------------------------------------
+    # ---- present values, and the checkpoint ----------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
@@ -327,43 +328,14 @@ class HeterogeneousBatches:
         return self.batch_size / self.global_batch_size
 
     def scalars(self) -> dict[str, float]:
-        """``batch_size`` of this rank, and ``batch_size/<rank>`` of every rank."""
+        """Return ``batch_size`` of this rank, and ``batch_size/<rank>`` of every rank."""
         if self.division is None:
             return {}
         every = {f"batch_size/{rank}": float(size) for rank, size in enumerate(self.division.sizes)}
         return {"batch_size": float(self.batch_size), **every}
 
-    def table(self) -> str:
-        """What is known of the ranks' speeds, the division that follows, and how long a step is going to take."""
-        assert self.division is not None
-        assert self._costs is not None
-        sizes, costs = self.division.sizes, self._costs
-        speeds = relative_speeds([size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)])
-        is_measured = self._source == "measure"  # given speeds have any unit
-        columns = f"{'fixed ms':>9} {'ms/sample':>10} {'samples/s':>10} " if is_measured else ""
-        lines = [
-            f"A global batch of {self.global_batch_size} samples on {len(sizes)} ranks,"
-            f" by {'measured' if is_measured else 'given'} speeds",
-            f"  {'rank':>4} {'node':>4} {columns}{'relative':>8} {'batch':>6} {'weight':>7}",
-        ]
-        node_of = {rank: node for node, ranks in enumerate(self._topology.nodes) for rank in ranks}
-        for rank, (cost, size) in enumerate(zip(costs, sizes, strict=True)):
-            columns = f"{1e3 * cost.fixed:>9.3f} {1e3 / cost.speed:>10.4f} {size / cost.seconds(size):>10.1f} "
-            lines.append(
-                f"  {rank:>4} {node_of[rank]:>4} {columns if is_measured else ''}{speeds[rank]:>8.2f} {size:>6}"
-                f" {self._topology.weights[rank]:>7.4f}"
-            )
-        equal = self._divided([StepCost(0.0, 1.0)] * len(sizes))
-        step, step_if_equal = (max(map(StepCost.seconds, costs, division)) for division in (sizes, equal))
-        faster = f"{step_if_equal / step:.2f} times as fast as with equal batches"
-        milliseconds = f"{1e3 * step:.3g} ms in place of {1e3 * step_if_equal:.3g} ms, " if is_measured else ""
-        lines.append(f"  predicted step: {milliseconds}{faster}")
-        if self._spreads:
-            lines.append(f"  the measured step times scattered by up to ±{max(self._spreads):.1%}")
-        return "\n".join(lines)
-
     def state_dict(self) -> dict[str, Any]:
-        """The division and the costs it follows from, as primitives; nothing while these are being measured."""
+        """Return the division and the ranks' costs, as primitives; empty while these are being measured."""
         if self.division is None or self._costs is None:
             return {}
         sizes = self.division.sizes if self.division.change is None else self.division.change[1]
@@ -371,44 +343,16 @@ class HeterogeneousBatches:
         return {"sizes": list(sizes), "costs": costs, "speeds": self._source}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with :meth:`state_dict` from the next :meth:`bind`, if the number of ranks is the same."""
+        """Restore :meth:`state_dict` in the next :meth:`bind`, if the number of ranks is the same."""
         self._loaded = dict(state) if state else None
 
-    # ---- parts ---------------------------------------------------------------------------------------------------
+    # ---- dividing ------------------------------------------------------------------------------------------------
 
     def _divided(self, costs: Sequence[StepCost]) -> list[int]:
         return divide(self.global_batch_size, costs, self._limits, self._least)
 
-    def _limit_every_rank(self) -> list[int | None]:
-        ranks = self._topology.world_size
-        if not isinstance(self.max_batch_size, list):
-            return [self.max_batch_size] * ranks
-        if len(self.max_batch_size) != ranks:
-            raise ValueError(
-                f"max_batch_size={self.max_batch_size} has {len(self.max_batch_size)} entries, but there are {ranks}"
-                " ranks: give one for each, or a number for all"
-            )
-        return list(self.max_batch_size)
-
-    def _read_speeds(self) -> list[float]:
-        speeds, source = self.speeds, "speeds"
-        if isinstance(speeds, str):
-            source = f"speeds={speeds!r}"
-            try:
-                speeds = json.loads(Path(speeds).read_text())
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"{source} must be 'measure' or a JSON file with one number per rank, such as [4, 2, 1]: {error}"
-                ) from error
-        assert not isinstance(speeds, str)
-        _check_speeds(speeds, source)
-        ranks = self._topology.world_size
-        if len(speeds) != ranks:
-            raise ValueError(f"{source} gives {len(speeds)} numbers, but there are {ranks} ranks: give one for each")
-        return [float(speed) for speed in speeds]
-
     def _measure(self, measurement: SpeedMeasurement, accumulated: int) -> None:
-        """Divide by what ranks have seen, if that is enough: from the first batch on that no rank has begun to load."""
+        """Divide by the measured costs, if there are enough, from the first batch that no rank has begun to load."""
         assert self.division is not None
         assert self._first_batch is not None
         handed_out = sys.maxsize  # not in this epoch
@@ -425,7 +369,7 @@ class HeterogeneousBatches:
         if measurement.end_round(self.batch_size) or sizes == self.division.sizes:
             self._measurement = None
         first = max(ahead for _, ahead in of_ranks)
-        first += -(self._first_batch + first) % accumulated  # gradients that are added up weigh alike
+        first += -(self._first_batch + first) % accumulated  # accumulated gradients need equal weights
         self.division.change = first, sizes
 
     def _change(self, sizes: Sequence[int]) -> None:
@@ -463,6 +407,34 @@ class HeterogeneousBatches:
         speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
         self._topology.set_weights(rank_weights(self.weighting, sizes, speeds))
         self.gradient_scale = gradient_scale(self.weighting, speeds)
+
+
+def _limits_of_ranks(max_batch_size: int | list[int] | None, ranks: int) -> list[int | None]:
+    if not isinstance(max_batch_size, list):
+        return [max_batch_size] * ranks
+    if len(max_batch_size) != ranks:
+        raise ValueError(
+            f"max_batch_size={max_batch_size} has {len(max_batch_size)} entries, but there are {ranks}"
+            " ranks: give one for each, or a number for all"
+        )
+    return list(max_batch_size)
+
+
+def _read_speeds(speeds: list[float] | str, ranks: int) -> list[float]:
+    source = "speeds"
+    if isinstance(speeds, str):
+        source = f"speeds={speeds!r}"
+        try:
+            speeds = json.loads(Path(speeds).read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{source} must be 'measure' or a JSON file with one number per rank, such as [4, 2, 1]: {error}"
+            ) from error
+    assert not isinstance(speeds, str)
+    _check_speeds(speeds, source)
+    if len(speeds) != ranks:
+        raise ValueError(f"{source} gives {len(speeds)} numbers, but there are {ranks} ranks: give one for each")
+    return [float(speed) for speed in speeds]
 
 
 def _check_speeds(speeds: Sequence[float], source: str) -> None:

@@ -1,4 +1,4 @@
-"""How many samples each rank takes, and what its gradient weighs: arithmetic only."""
+"""Computes the number of samples of each rank, and the weight of its gradient."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Weighting = Literal["samples", "speed", "none", "speed_unnormalized"]
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a training step costs a rank: ``seconds(B) = fixed + B / speed``.
+    """The time of a training step on a rank: ``seconds(B) = fixed + B / speed``.
 
     Attributes:
-        fixed: Seconds per step, whatever its size (kernel launches, Python).
-        speed: Samples per second on top of that.
+        fixed: Seconds of a step of any size (kernel launches, Python).
+        speed: Samples per second, without that.
     """
 
     fixed: float
     speed: float
 
     def seconds(self, size: int) -> float:
-        """Of a step with ``size`` samples."""
+        """Return the time of a step with ``size`` samples."""
         return self.fixed + size / self.speed
 
     def through(self, size: int, seconds: float) -> StepCost:
-        """The same shape, scaled so that a step of ``size`` samples takes ``seconds``."""
+        """Scale both parts so that a step of ``size`` samples takes ``seconds``."""
         factor = seconds / self.seconds(size)
         return StepCost(self.fixed * factor, self.speed / factor)
 
@@ -38,16 +38,16 @@ def divide(
 ) -> list[int]:
     """Divide a global batch so that all ranks finish a step at the same time, as nearly as whole samples allow.
 
-    Without fixed costs rank ``i`` gets ``total * s_i / sum(s)``. Shares are rounded by largest remainder (ties: the
-    lower rank), so they sum to ``total``; ranks outside their bounds get the bound, and the others divide the rest.
+    Without fixed costs rank ``i`` gets ``total * s_i / sum(s)``. Numbers are rounded by largest remainder (ties: the
+    lower rank), so they sum to ``total``. Ranks outside their bounds get the bound, and the others divide the rest.
 
     Source: HetGrad, Section 3 (``b_p = B * s_p``; the paper rounds each share on its own).
 
     Args:
         total: Samples of the global batch, G.
-        costs: Every rank's.
+        costs: The cost of a step on every rank.
         limits: The most samples that fit on each rank; None: no limit.
-        least: The fewest samples of a rank, if so many fit on it, and the global batch has so many for each.
+        least: The fewest samples of a rank, unless fewer fit on it, or the global batch is too small.
 
     Returns:
         Samples per rank, at least 1 each.
@@ -63,9 +63,9 @@ def divide(
     if all(limit is not None for limit in limits) and (room := sum(limit or 0 for limit in limits)) < total:
         raise ValueError(
             f"global_batch_size={total} does not fit: max_batch_size leaves room for {room} samples on"
-            f" {len(costs)} ranks. Lower the one or raise the other."
+            f" {len(costs)} ranks. Lower global_batch_size or raise max_batch_size."
         )
-    # the samples that fit into T seconds grow piecewise linearly with T, bending where a rank meets a bound
+    # the samples that fit into T seconds grow piecewise linearly with T, with a bend where a rank reaches a bound
     fixed = [Fraction(cost.fixed) for cost in costs]
     speed = [Fraction(cost.speed) for cost in costs]
     if total < least * len(costs):
@@ -97,7 +97,7 @@ def divide(
 
 
 def largest_remainder(shares: Sequence[Fraction]) -> list[int]:
-    """Round shares whose sum is whole, keeping the sum: round down, then add 1 where the most was lost."""
+    """Round numbers whose sum is whole and keep the sum: round down, then add 1 where most was lost."""
     rounded = [int(share) for share in shares]
     by_loss = sorted(range(len(shares)), key=lambda i: (rounded[i] - shares[i], i))
     for i in by_loss[: int(sum(shares)) - sum(rounded)]:
@@ -106,13 +106,13 @@ def largest_remainder(shares: Sequence[Fraction]) -> list[int]:
 
 
 def relative_speeds(speeds: Sequence[float]) -> list[float]:
-    """``c_i = s_i / min(s)``: how much faster than the slowest (HetGrad, Section 3)."""
+    """Return the speeds relative to the slowest rank, ``c_i = s_i / min(s)`` (HetGrad, Section 3)."""
     slowest = min(speeds)
     return [speed / slowest for speed in speeds]
 
 
 def rank_weights(weighting: Weighting, sizes: Sequence[int], speeds: Sequence[float]) -> list[float]:
-    """What each rank's mean gradient weighs in the sum over ranks; the weights sum to 1.
+    """Return the weight of each rank's mean gradient in the sum over ranks; the weights sum to 1.
 
     Args:
         weighting: ``"samples"``: ``B_i / sum(B)``, which gives the gradient of the mean loss over the global batch;
@@ -128,5 +128,5 @@ def rank_weights(weighting: Weighting, sizes: Sequence[int], speeds: Sequence[fl
 
 
 def gradient_scale(weighting: Weighting, speeds: Sequence[float]) -> float:
-    """What the weighted mean of the gradients is multiplied by: ``sum(c)`` for HetGrad's Eq. 2 as printed, else 1."""
+    """Return the factor of the weighted mean gradient: ``sum(c)`` for HetGrad's Eq. 2 as printed, otherwise 1."""
     return sum(relative_speeds(speeds)) if weighting == "speed_unnormalized" else 1.0

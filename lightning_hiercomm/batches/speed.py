@@ -1,4 +1,4 @@
-"""How long a rank's training steps take."""
+"""Measures the time of a rank's training steps."""
 
 from __future__ import annotations
 
@@ -15,27 +15,23 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Mark, Meter
 
 _BLOCK_SECONDS = 0.2  # several periods of a CPU quota, which lets a process run and then stops it
-_FIRST_STEPS = 2  # allocate, compile, and fill the loader's queue; not timed
+_FIRST_STEPS = 2  # not timed: they allocate, compile, and fill the loader's queue
 _STEPS_TIMED = 4  # at least
 _BLOCKS_TIMED = 4
 _ROUNDS = 2
-_APART = 1.25  # times of sizes closer than this differ by chance
+_APART = 1.25  # closer batch sizes show no fixed cost
 
 
 def fit_cost(seconds: Mapping[int, float]) -> StepCost:
-    """The line ``fixed + B / speed`` through measured step times, by least squares.
-
-    Args:
-        seconds: Per step, by batch size. A single size gives no fixed cost.
-    """
+    """Fit ``fixed + B / speed`` to seconds per step, by batch size B, by least squares; one size has no fixed cost."""
     if len(seconds) == 1:
         ((size, value),) = seconds.items()
         return StepCost(0.0, size / value)
     mean_size, mean_seconds = sum(seconds) / len(seconds), sum(seconds.values()) / len(seconds)
     covariance = sum((size - mean_size) * (value - mean_seconds) for size, value in seconds.items())
     slope = covariance / sum((size - mean_size) ** 2 for size in seconds)
-    # Time that does not seem to grow with the batch is noise, or a step so short that only its fixed cost shows: do not
-    # promise that this rank could take everything.
+    # time that does not grow with the batch is noise, or a step so short that only its fixed cost shows: without this
+    # bound the rank could get the whole batch
     slope = max(slope, mean_seconds / mean_size / 20)
     if (fixed := mean_seconds - slope * mean_size) < 0:
         return StepCost(0.0, mean_size / mean_seconds)
@@ -44,11 +40,11 @@ def fit_cost(seconds: Mapping[int, float]) -> StepCost:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a training step took.
+    """The time of a training step.
 
     Attributes:
         seconds: The median over blocks of steps.
-        spread: How far the middle half of the blocks reaches to either side, relative to the median.
+        spread: Half the interquartile range, relative to the median.
     """
 
     seconds: float
@@ -56,20 +52,15 @@ class StepTime:
 
     @classmethod
     def of(cls, blocks: Sequence[float]) -> StepTime:
-        """Of the seconds per step in each of two blocks or more."""
+        """Summarize the seconds per step of at least two blocks."""
         low, middle, high = quantiles(blocks, n=4, method="inclusive")
         return cls(middle, (high - low) / 2 / middle)
 
 
 class StepClock:
-    """Seconds per step that this rank computes in training; the time in which it waits for other ranks is left out.
+    """Measures the seconds per step in which this rank computes, without waiting for other ranks.
 
-    Keeps the moving median over blocks of a fifth of a second. On CUDA the device is synchronised once a block.
-
-    Args:
-        meter: Knows how long training waited.
-        device: Where it trains.
-        window: Blocks that the median looks at.
+    It takes the moving median over blocks of a fifth of a second. On CUDA it synchronizes the device once a block.
     """
 
     def __init__(self, meter: Meter, device: torch.device, window: int = 16) -> None:
@@ -81,11 +72,11 @@ class StepClock:
         self._forget_block()
 
     def load(self) -> None:
-        """This process begins to load a batch (workers' loading does not count)."""
+        """Begin to load a batch in this process; loading by workers does not count."""
         self._loading_since = time.perf_counter()
 
     def start(self) -> None:
-        """A step begins, its batch is loaded."""
+        """Begin a step, after its batch is loaded."""
         if not self._steps:
             self._waited_before = self._waited()
         if self._loading_since is not None:
@@ -94,7 +85,6 @@ class StepClock:
         self._started = self._meter.mark(self._device)
 
     def stop(self) -> None:
-        """A step ends."""
         if self._started is None:
             return
         self._spans.append((self._started, self._meter.mark(self._device)))
@@ -104,7 +94,7 @@ class StepClock:
             self.end_block()
 
     def end_block(self) -> None:
-        """What comes next is no step of training."""
+        """End a block before something that is not a training step."""
         if self._steps:
             streams.synchronize(self._device)
             busy = self._loaded + sum(_seconds(start, end) for start, end in self._spans)
@@ -112,21 +102,21 @@ class StepClock:
         self._forget_block()
 
     def reset(self) -> None:
-        """Forget everything: steps will be of another size."""
+        """Drop all blocks, because steps will have another size."""
         self._blocks.clear()
         self._forget_block()
 
     def drop_block(self) -> None:
-        """Forget the steps since the last block."""
+        """Drop the steps since the last block."""
         self._forget_block()
 
     def time(self, blocks: int) -> StepTime | None:
-        """The time of a step, or None if fewer blocks were seen."""
+        """Return the time of a step, or None if there are fewer blocks."""
         return StepTime.of(self._blocks) if len(self._blocks) >= blocks else None
 
     @property
     def seconds(self) -> float | None:
-        """The moving median, or None if nothing was seen yet."""
+        """The moving median, or None if there is no block yet."""
         return median(self._blocks) if self._blocks else None
 
     def _forget_block(self) -> None:
@@ -149,13 +139,10 @@ def _seconds(start: Mark, end: Mark) -> float:
 
 
 class SpeedMeasurement:
-    """Finds what a step costs this rank, in two rounds of training steps: batches of equal size, then of its own size.
+    """Finds the cost of a step on this rank in two rounds: with batches of equal size, then of its own size.
 
-    All ranks count the same steps. They compare what they have seen after a few of them, and, until that is enough for
-    every rank, whenever there are twice as many.
-
-    Args:
-        clock: Times the steps.
+    All ranks count the same steps. They compare their measurements after a few steps, and after each doubling, until
+    every rank has enough of them.
     """
 
     def __init__(self, clock: StepClock) -> None:
@@ -172,15 +159,11 @@ class SpeedMeasurement:
         if steps < _FIRST_STEPS + self._steps_timed:
             return False
         self._steps_timed *= 2
-        self._clock.drop_block()  # of the time in which ranks compare no step is a part
+        self._clock.drop_block()  # comparing is not part of a step
         return True
 
     def cost(self, size: int) -> tuple[StepCost, float] | None:
-        """The cost of a step, and the spread of its time; None if too few steps were seen.
-
-        Args:
-            size: Of this rank's batches.
-        """
+        """Return the cost of a step with batches of this size, and the spread of its time; None after too few steps."""
         time = self._clock.time(_BLOCKS_TIMED)
         if time is None:
             return None
@@ -190,7 +173,7 @@ class SpeedMeasurement:
         return StepCost(0.0, size / time.seconds), time.spread
 
     def end_round(self, size: int) -> bool:
-        """End a round, in which all ranks have found their costs; return whether it was the last one."""
+        """End a round, after all ranks have found their costs; return whether it was the last one."""
         time = self._clock.time(_BLOCKS_TIMED)
         assert time is not None
         self._seconds[size] = time.seconds

@@ -80,15 +80,16 @@ class Checkpoints:
         """
         state: dict[str, Any] = {
             "format": FORMAT,
-            "schemes": run.schedules(together or is_own),
-            "trained": run.trained(),
+            "schemes": run.schedules.state(together or is_own),
+            "trained": run.schedules.trained(),
             "without_mean": sorted(run.replicas.without_mean),
             "per_rank": sorted(run.replicas.per_rank),
         }
         if is_own:
             unagreed = [{"unsynchronized_steps": scheme.state.unsynchronized_steps} for scheme in run.schemes]
             state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
-        state["loss"] = run.mean_loss_so_far() if together and not run.topology.is_closed else run.loss_so_far()
+        is_common = together and not run.topology.is_closed
+        state["loss"] = run.loss.common_state_dict() if is_common else run.loss.state_dict()
         if batches is not None:
             state["batches"] = batches.state_dict()
         checkpoint[_KEY] = state
@@ -148,7 +149,7 @@ class Checkpoints:
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.state.settle()
-        run.has_saved_own_values = True
+        run.hook_writes.has_saved_own_values = True
         state = partial(
             sidecar_state,
             identity,
@@ -159,7 +160,7 @@ class Checkpoints:
             run.gradients,
             run.averaged_model.own_values(),
             mid_epoch,
-            run.loss_so_far(),
+            run.loss.state_dict(),
             precision,
             entries,
         )
@@ -322,14 +323,13 @@ class Checkpoints:
         Raises:
             ValueError: If the checkpoint does not fit this run.
         """
-        run.leave_to_ranks(self._loaded.get("per_rank", []))
-        run.exclude_without_mean(self._loaded.get("without_mean"))
-        with run.training(self.trained):
+        run.exclude(self._loaded.get("without_mean"), self._loaded.get("per_rank", []))
+        with run.schedules.training(self.trained):
             sidecar, self._sidecar = self._sidecar, None
             if sidecar is not None:
                 check_sidecar(sidecar, run.module, run.schemes, run.replicas.per_rank)
                 restore_sidecar(sidecar, run.module, run.optimizers, run.schemes, run.gradients, run.replicas.per_rank)
-                run.load_loss(sidecar["loss"])
+                run.loss.load_state_dict(sidecar["loss"])
                 if precision is not None and sidecar["precision"]:
                     precision.load_state_dict(sidecar["precision"])
                 # the epoch's loader takes a seed when it starts: before a state of mid-epoch, after a state of its end
@@ -338,8 +338,8 @@ class Checkpoints:
                 else:
                     set_random_state(sidecar["random"])
             elif self._loaded:
-                run.load_schedules(self._loaded["schemes"])
-                run.load_loss(self._loaded["loss"])
+                run.schedules.load(self._loaded["schemes"])
+                run.loss.load_state_dict(self._loaded["loss"])
         self._loaded = {}  # an outer optimizer's state is as large as the model
         run.remember_values()
 

@@ -15,10 +15,10 @@ from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
-from lightning_hiercomm.run.checksums import Checksums
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
+from lightning_hiercomm.run.means import RankMeans
+from lightning_hiercomm.run.replicas import Replicas, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.health.verification import plain, print_of
+from lightning_hiercomm.schemes.health.verification import plain
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 
@@ -65,11 +65,6 @@ class AveragedModel:
     do not exchange these, nor buffers that were infinite when the run began. Where such tensors differ between ranks
     and are finite on all, the averaged model holds their mean.
 
-    Args:
-        schemes: One per optimizer.
-        replicas: The tensors of the module.
-        topology: The nodes.
-
     Attributes:
         barrier: Called before ranks exchange anything for the averaged model. It keeps a rank that asks for the
             averaged model alone from exchanging data with ranks that train.
@@ -82,12 +77,11 @@ class AveragedModel:
         self._schemes = schemes
         self._replicas = replicas
         self._topology = topology
+        self.means = RankMeans(schemes, replicas, topology)
         self._own: list[list[_Own] | None] = []  # of each scheme's tensors, where the module holds averaged ones
         self._own_others: list[tuple[Tensor, _Own]] = []  # of tensors that no scheme exchanges
         self._nonfinite: list[tuple[Tensor, Tensor]] = []  # tensors of callbacks, and their values before
         self._depth = 0
-        self._watched: tuple[dict[str, Tensor], Checksums] | None = None
-        self._before: dict[str, Tensor] = {}  # copies of watched parameters, with elastic nodes
         self.is_left_out = False
         self.barrier: Callable[[], None] = lambda: None
         self.has_found_unequal: Callable[[Collection[str]], None] = lambda names: None
@@ -151,13 +145,13 @@ class AveragedModel:
             self._remember_own()
             self._synchronize()
             averaged = [s.replica.buffers for s, own in zip(self._schemes, self._own, strict=True) if own is None]
-            differing = self._differing_others(written=list(chain(*averaged)))
+            differing = self.means.differing_others(written=list(chain(*averaged)))
             self._own_others = [(t, _Own(t.detach().clone(), version_of(t))) for t in differing]
-            self.average(differing)
+            self.means.average(differing)
             for tensor, own in self._own_others:
                 if not isinstance(tensor, nn.Parameter):
                     own.averaged = tensor.clone()
-            if self._skips_nonfinite:  # a teacher that followed a non-finite student keeps the mean
+            if self.means.skips_nonfinite:  # a teacher that followed a non-finite student keeps the mean
                 self._own_others = [(tensor, own) for tensor, own in self._own_others if has_mean(own.values)]
             self._replicas.have_written()
 
@@ -192,105 +186,16 @@ class AveragedModel:
         for scheme in self._schemes:
             scheme.replica.find_buffers()
 
-    @outside_autocast()
-    def average_differing(self, tensors: Sequence[Tensor]) -> None:
-        """Average the tensors that differ between ranks; collective, except with elastic nodes, where it does nothing.
-
-        Args:
-            tensors: The same on all ranks, and none sharded.
-        """
-        if not self._topology.may_grow:
-            self.average(self._differing(tensors))
-
-    def _differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that differ between ranks. Collective, if any are given."""
-        if self._topology.world_size == 1 or not tensors:
-            return []
-        # by their values: most programs update a teacher by `parameter.data = ...`, which no version counter counts
-        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in tensors])
-        bounds = torch.cat([prints, ~prints])
-        self._topology.world.all_reduce(bounds, op="max").wait()
-        most, least = bounds.chunk(2)
-        return [t for t, is_equal in zip(tensors, (most == ~least).tolist(), strict=True) if not is_equal]
-
-    def _differing_others(self, written: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Return tensors that no scheme averages, differ between ranks and have a mean. Collective, if there are any.
-
-        Args:
-            written: Buffers that schemes have averaged, and that the module may have written to since.
-        """
-        # where schemes have nothing to do, DDP handles buffers
-        is_alone = bool(self._schemes) and all(scheme.is_alone for scheme in self._schemes)
-        others = self._replicas.of_no_scheme(self._held, with_buffers=not is_alone)
-        differing = self._differing(others if is_alone else [*others, *written])
-        if not differing:
-            return []
-        lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
-        self._topology.world.all_reduce(lack, op="max").wait()
-        left_out = [bool(lacks) for lacks in lack.tolist()]
-        if self._skips_nonfinite:  # the mean of parameters is that of the finite ones
-            left_out = [out and not isinstance(t, nn.Parameter) for out, t in zip(left_out, differing, strict=True)]
-        return [tensor for tensor, out in zip(differing, left_out, strict=True) if not out]
-
-    @property
-    def _skips_nonfinite(self) -> bool:
-        return any(scheme.guard.policy.on_nonfinite == "skip" for scheme in self._schemes)
-
-    def average(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
-        """Average tensors of no scheme over all ranks (over finite ones with ``on_nonfinite="skip"``). Collective.
-
-        Unit vectors get the first rank's values.
-
-        Args:
-            tensors: The same on all ranks.
-            equal_in_node: Whether the ranks of a node are known to hold equal values.
-        """
-        with_mean, directions = self._replicas.parted(tensors)
-        self._average(with_mean, equal_in_node, is_nonfinite=False)
-        broadcast_values(directions, self._topology.world)
-
     def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
-        """Average what callbacks keep, without ranks whose own values are non-finite. See :meth:`average`."""
-        self._average(tensors, equal_in_node, is_nonfinite=bool(self._nonfinite) or self.is_left_out)
-
-    @outside_autocast()
-    def _average(self, tensors: Sequence[Tensor], equal_in_node: bool, is_nonfinite: bool) -> None:
-        if not tensors:
-            return
-        weights = self._weights_of_finite(tensors, is_nonfinite)
-        replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
-        ShardedAllReduce(replica, self._topology, weights=None if weights is None else lambda _: weights)()
-
-    @torch.no_grad()
-    def _weights_of_finite(self, tensors: Sequence[Tensor], is_nonfinite: bool) -> list[float] | None:
-        """Return the weights of ranks, where some are non-finite: 0 for these, whose tensors are zeroed. Collective."""
-        topology = self._topology
-        if not self._skips_nonfinite:
-            return None
-        is_finite = not is_nonfinite and all(bool(tensor.isfinite().all()) for tensor in tensors)
-        finite = topology.world.all_gather_object(is_finite)
-        if all(finite) or not any(finite):
-            return None
-        if not is_finite:
-            for tensor in tensors:
-                tensor.zero_()
-        weights = [weight * is_one for weight, is_one in zip(topology.weights, finite, strict=True)]
-        return [weight / sum(weights) for weight in weights]
+        """Average what callbacks keep, without ranks whose own values are non-finite. Collective."""
+        self.means.average_without(tensors, equal_in_node, is_nonfinite=bool(self._nonfinite) or self.is_left_out)
 
     def stand_in(self, replaced: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`.
-
-        Args:
-            replaced: The tensors, each with its own values.
-        """
+        """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`."""
         self._nonfinite.extend(replaced)
 
     def leave(self, kept: Collection[Tensor] = ()) -> None:
-        """Write this rank's own parameters back, at the end of the outermost :meth:`enter`.
-
-        Args:
-            kept: Parameters that keep their present values.
-        """
+        """Write this rank's own parameters back, at the end of the outermost :meth:`enter`."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self._find_buffers()
@@ -301,7 +206,7 @@ class AveragedModel:
                         own.put_back(tensor)
                 for tensor, values in self._nonfinite:
                     tensor.copy_(values)
-            self._own, self._own_others, self._nonfinite, self._watched, self._before = [], [], [], None, {}
+            self._own, self._own_others, self._nonfinite = [], [], []
             self._replicas.have_written()
 
     def drop_own(self) -> None:
@@ -310,43 +215,7 @@ class AveragedModel:
 
     def forget(self) -> None:
         """End the run, perhaps inside of :meth:`enter`: the module keeps what it holds now."""
-        self._depth, self._own, self._own_others, self._nonfinite, self._watched, self._before = 0, [], [], [], None, {}
-
-    # ---- parameters that hooks write during a validation ----------------------------------------------------------
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether :meth:`watch` was called since the outermost :meth:`enter`."""
-        return self._watched is not None
-
-    @torch.no_grad()
-    def watch(self) -> None:
-        """Store checksums of the module's parameters, to find later those that hooks have written to."""
-        self._replicas.have_written()  # or they may be gathered ones
-        named = self._replicas.module.named_parameters()
-        parameters: dict[str, Tensor] = {n: p for n, p in named if n not in self._replicas.per_rank}
-        self._watched = parameters, Checksums(parameters)
-        self._before = {n: local(p).detach().clone() for n, p in parameters.items()} if self._topology.may_grow else {}
-
-    @torch.no_grad()
-    def written(self) -> dict[str, Tensor]:
-        """Return the parameters, by name, that any rank has written to since :meth:`watch`. Collective.
-
-        With elastic nodes, return those that this rank has written to, after restoring their values.
-        """
-        assert self._watched is not None
-        parameters, checksums = self._watched
-        self._replicas.have_written()
-        changed = Checksums(parameters).changed_since(checksums)
-        if self._topology.may_grow:
-            for name in changed:
-                local(parameters[name]).copy_(self._before[name])
-            return {name: parameters[name] for name in changed}
-        self.barrier()  # or this exchange could match a collective that a validation hook calls on some ranks only
-        flags = torch.tensor([int(name in changed) for name in parameters], device=self._replicas.device)
-        if parameters:
-            self._topology.world.all_reduce(flags, op="max").wait()
-        return {name: parameters[name] for name, flag in zip(parameters, flags.tolist(), strict=True) if flag}
+        self._depth, self._own, self._own_others, self._nonfinite = 0, [], [], []
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -358,7 +227,7 @@ class AveragedModel:
             self.leave()
 
     @contextmanager
-    def nobody_asked(self) -> Iterator[None]:
+    def own_as_averaged(self) -> Iterator[None]:
         """Inside, this rank's own parameters count as the averaged ones."""
         self._depth += 1
         try:
@@ -381,8 +250,7 @@ class AveragedModel:
     def average_module(self) -> None:
         """Average the module itself over all ranks, if it differs. Collective.
 
-        Callbacks like StochasticWeightAveraging write their own averages to the module, different on each node, and
-        schemes do not know of them.
+        Callbacks like StochasticWeightAveraging write their own averages to the module, which differ between nodes.
         """
         if not self._topology.may_grow:
             self.compare_shapes()
@@ -394,14 +262,15 @@ class AveragedModel:
             return
         whole = self._replicas.whole()
         if not whole.shares:
-            self.average_kept(self._differing(whole.tensors))  # the mean of equal values may differ in the last bit
+            # the mean of equal values may differ in the last bit
+            self.average_kept(self.means.differing(whole.tensors))
         else:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks with shards of a model differ inside their node, but not from the same ranks of other nodes
             if len({tuple(prints[rank] for rank in ranks) for ranks in self._topology.nodes}) > 1:
                 ShardedAllReduce(whole, self._topology)()
                 self._replicas.have_written()
-        self.average(self._differing_others())
+        self.means.average(self.means.differing_others())
 
 
 def _may_be_copied(scheme: RunningScheme[Scheme]) -> bool:

@@ -12,11 +12,7 @@ from lightning_hiercomm.schemes.health.verification import print_of
 
 
 class Checksums:
-    """One checksum of what this rank holds of each parameter, at the time of the call.
-
-    Args:
-        parameters: By name.
-    """
+    """One checksum of what this rank holds of each parameter, at the time of the call."""
 
     @torch.no_grad()
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

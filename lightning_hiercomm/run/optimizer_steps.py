@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Watch(Protocol):
-    """Looks for collectives in a repeated part of a program, such as the forward pass."""
+    """Finds collectives in a repeated part of a program, such as the forward pass."""
 
     def begin(self) -> None:
         """Begin a pass."""
@@ -44,12 +44,6 @@ class OptimizerSteps:
 
     The step of an optimizer inside of another one that steps in halves, such as SAM, counts as a step of the outer one.
     Steps that are not counted raise an error, and so do collectives with nodes that hold other parameters.
-
-    Args:
-        schemes: One per optimizer.
-        optimizers: The user's optimizers.
-        count: Attempts a step of an optimizer, as :meth:`TrainingRun.step` does.
-        collectives: Counts the program's collectives with nodes that differ. None if nodes do not differ.
 
     Attributes:
         before_inner_step: Called before the step of an inner optimizer; returns whether it counts.
@@ -94,22 +88,16 @@ class OptimizerSteps:
         return nullcontext() if self._collectives is None else self._collectives.excused()
 
     def begin_forward(self) -> None:
-        """Begin a forward pass."""
         if self._forward is not None:
             self._forward.begin()
 
     def end_forward(self) -> None:
-        """End the forward pass, if one has begun."""
         if self._forward is not None:
             self._forward.end()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Enclose a forward pass, and in manual optimization also backward passes and steps.
-
-        Raises:
-            RuntimeError: If an optimizer that steps in halves communicates with nodes that hold other parameters.
-        """
+        """Enclose a forward pass, and in manual optimization also backward passes and steps."""
         if self._forward is None:
             yield
             return

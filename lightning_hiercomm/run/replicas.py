@@ -19,7 +19,7 @@ from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, na
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.shapes import unequal_tensors, warning_of_unequal
-from lightning_hiercomm.run.shards import reshard, share_out, shares_of
+from lightning_hiercomm.run.shards import own_shard, reshard, shard_specs
 from lightning_hiercomm.schemes.health.verification import plain
 
 _BUFFERS_IN_A_SUM = 2**16
@@ -89,11 +89,7 @@ class Replicas:
         }
 
     def check_names(self) -> None:
-        """Check that the module has the buffers that ``average_buffers`` names.
-
-        Raises:
-            ValueError: If no buffer matches one of the names.
-        """
+        """Check that the module has the buffers that ``average_buffers`` names."""
         names = [name for name, buffer in self.module.named_buffers() if is_of_numbers(buffer)]
         patterns = [] if isinstance(self.average_buffers, bool) else self.average_buffers
         unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -147,7 +143,7 @@ class Replicas:
             buffers.get(own, ()),
             self.bucket_bytes,
             names,
-            shares_of(trained, self._node),
+            shard_specs(trained, self._node),
             homes=homes_of_buffers(self.module),
         )
 
@@ -166,7 +162,7 @@ class Replicas:
         self.have_written()
         named = self.module.named_parameters()
         parameters = [each for name, each in named if is_of_numbers(each) and name not in self.per_rank]
-        shares = shares_of(parameters, self._node)
+        shares = shard_specs(parameters, self._node)
         plain = [parameter for parameter in parameters if id(local(parameter)) not in shares]
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
         return Replica(sharded, [*plain, *floats], self.bucket_bytes, shares=shares)
@@ -186,10 +182,6 @@ class Replicas:
 
         These are floating-point parameters that no optimizer trains (except in a sharded module), buffers that had no
         mean when the run began, and buffers that were added since.
-
-        Args:
-            known: The replicas of the schemes.
-            with_buffers: Whether to include buffers.
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
         named = [] if self._node else self.module.named_parameters()
@@ -247,26 +239,26 @@ class Replicas:
         """
         by_tensor = {id(tensor): state for tensor, state in zip(replica.parameters, held, strict=True)}
         parameters = trained_by(optimizer)
-        shares = list(map(local, parameters))
-        states = [by_tensor.get(id(share), {}) for share in shares]
+        shards = list(map(local, parameters))
+        states = [by_tensor.get(id(shard), {}) for shard in shards]
         if self._node:  # a rank with an empty shard of a parameter takes part with the others' kinds of state
-            said = [
-                _kinds(state, share) if share.numel() else None for state, share in zip(states, shares, strict=True)
+            own_kinds = [
+                _kinds(state, shard) if shard.numel() else None for state, shard in zip(states, shards, strict=True)
             ]
-            for place, (share, *kinds) in enumerate(zip(shares, *node.all_gather_object(said), strict=True)):
-                if not share.numel():
+            for place, (shard, *kinds) in enumerate(zip(shards, *node.all_gather_object(own_kinds), strict=True)):
+                if not shard.numel():
                     of_others = next(kind for kind in kinds if kind is not None)
-                    states[place] = {name: _empty(share, kind) for name, kind in of_others.items()}
+                    states[place] = {name: _empty(shard, kind) for name, kind in of_others.items()}
         return [
-            {name: whole(v, parameter) if v.shape == share.shape else v for name, v in state.items()}
-            for parameter, share, state in zip(parameters, shares, states, strict=True)
+            {name: whole(v, parameter) if v.shape == shard.shape else v for name, v in state.items()}
+            for parameter, shard, state in zip(parameters, shards, states, strict=True)
         ]
 
     def held_state(self, optimizer: Optimizer, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Undo :meth:`whole_state`, also from the plain tensors that other strategies save. Collective."""
         held = []
         for parameter, state in zip(trained_by(optimizer), states, strict=True):
-            own = {name: share_out(v, parameter) if v.shape == parameter.shape else v for name, v in state.items()}
+            own = {name: own_shard(v, parameter) if v.shape == parameter.shape else v for name, v in state.items()}
             if local(parameter).numel():
                 held.append(own)
         return held
@@ -331,17 +323,7 @@ def _is_averaged(name: str, average_buffers: bool | Sequence[str]) -> bool:
 def per_rank_tensors(
     module: nn.Module, group: Communicator, device: torch.device, average_buffers: bool | Sequence[str]
 ) -> set[str]:
-    """Return the names of frozen parameters and buffers whose shapes differ between ranks. Collective.
-
-    Args:
-        module: The module, before training.
-        group: The ranks.
-        device: The device of the tensors that are exchanged.
-        average_buffers: As for :class:`Replicas`.
-
-    Raises:
-        ValueError: On all ranks, if the shape of a trainable parameter differs.
-    """
+    """Return the names of frozen parameters and buffers whose shapes differ between ranks. Collective."""
     unequal, _ = unequal_tensors(module, group, device)
     _warn_of_unequal(unequal, module, average_buffers, group)
     return set(unequal)
@@ -377,11 +359,7 @@ def _warn_of_unequal(
 
 
 def check_initialized(module: nn.Module) -> None:
-    """Check that all parameters of lazy modules are initialized.
-
-    Raises:
-        RuntimeError: If some are not.
-    """
+    """Check that all parameters of lazy modules are initialized."""
     names = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if names:
         raise RuntimeError(
@@ -390,13 +368,13 @@ def check_initialized(module: nn.Module) -> None:
         )
 
 
-def _kinds(state: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor | torch.dtype]:
+def _kinds(state: Mapping[str, Tensor], shard: Tensor) -> dict[str, Tensor | torch.dtype]:
     """Return a parameter's state, with only the dtype of entries that have one value per element."""
-    return {name: value.dtype if value.shape == share.shape else value for name, value in state.items()}
+    return {name: value.dtype if value.shape == shard.shape else value for name, value in state.items()}
 
 
-def _empty(share: Tensor, kind: Tensor | torch.dtype) -> Tensor:
-    return kind if isinstance(kind, Tensor) else torch.empty_like(share, dtype=kind)
+def _empty(shard: Tensor, kind: Tensor | torch.dtype) -> Tensor:
+    return kind if isinstance(kind, Tensor) else torch.empty_like(shard, dtype=kind)
 
 
 def has_mean(buffer: Tensor) -> bool:

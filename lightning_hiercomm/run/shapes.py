@@ -33,15 +33,6 @@ def unequal_tensors(
 ) -> tuple[dict[str, list[str]], set[tuple[int, int]]]:
     """Find parameters and buffers whose shape, dtype or device type differs between the ranks of a group. Collective.
 
-    Args:
-        module: The module; equal on all ranks, except for what this finds.
-        group: The ranks.
-        device: The device of the tensors that are exchanged.
-        known: Names to exclude.
-        is_trained: Whether an optimizer trains a parameter. Default: whether it requires gradients, which must also be
-            equal on all ranks.
-        replaced: Positions of buffers that this rank's layers have replaced.
-
     Returns:
         By name, what every rank holds; and the positions of buffers that any rank's layers have replaced.
 
@@ -81,12 +72,7 @@ def are_equal(value: Any, group: Communicator, device: torch.device) -> bool:
 
 
 def warning_of_unequal(unequal: dict[str, list[str]], ranks: Sequence[int]) -> str:
-    """Return a warning that names tensors that stay each rank's own.
-
-    Args:
-        unequal: By name, what every rank holds.
-        ranks: The numbers of these ranks.
-    """
+    """Return a warning that names tensors that stay each rank's own."""
     each = [f"{name} ({_difference(texts, ranks)})" for name, texts in unequal.items()]
     more = f" and {len(each) - _MOST_NAMES} more" if len(each) > _MOST_NAMES else ""
     return (

@@ -16,7 +16,7 @@ from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.shards import placed_as, shares_of
+from lightning_hiercomm.run.shards import placed_as, shard_specs
 from lightning_hiercomm.schemes.gradients import InterNodeMean
 
 
@@ -27,13 +27,6 @@ class ShardedGradients:
     nodes. A bucket is sent when the backward pass has written all its gradients, and the rest at its end. A backward
     pass may write a gradient several times (FSDP2, if the forward pass calls a module several times). If the first
     backward pass does so on any rank, all buckets are sent at the end.
-
-    Args:
-        parameters: The parameters that have gradients.
-        path: Averages a bucket.
-        topology: The nodes.
-        node: The dimensions of the node's mesh and their sizes.
-        bucket_bytes: Upper bound of a bucket's size in bytes.
     """
 
     def __init__(
@@ -48,7 +41,7 @@ class ShardedGradients:
         self.path = path
         self.topology = topology
         held = {id(local(parameter)): parameter for parameter in reversed(self.parameters)}
-        shares = shares_of(self.parameters, node)
+        shares = shard_specs(self.parameters, node)
         self._buckets = Replica(map(local, held.values()), (), bucket_bytes, shares=shares).buckets
         # the parameters of each bucket, in the order of its pieces
         self._owners = [[held[id(piece.tensor)] for piece in bucket.slices] for bucket in self._buckets]
@@ -62,7 +55,6 @@ class ShardedGradients:
         self._missing: dict[int, Tensor] = {}
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -96,11 +88,11 @@ class ShardedGradients:
             are_somewhere = torch.tensor(are_here, dtype=torch.uint8, device=self._device)
         inter = self.topology.inter  # ranks of a node with the same parameters use the same ones
         assert inter is not None
-        asked = inter.all_reduce(are_somewhere, op="max", waiting=True)
+        presence = inter.all_reduce(are_somewhere, op="max", waiting=True)
         while self._in_flight:
             self._finish()
         self._sent = 0
-        asked.wait()
+        presence.wait()
         missing, self._missing = self._missing, {}
         if has_all:
             return

@@ -10,20 +10,12 @@ from lightning_hiercomm.comm.dtensor import DTensor, Shard, distribute_tensor, f
 from lightning_hiercomm.nodes.bucket import ShardSpec
 
 
-def shares_of(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, ShardSpec]:
-    """Return which shard of the whole tensor each local tensor is, by its ``id``; plain tensors are left out.
-
-    Args:
-        tensors: Plain tensors and DTensors.
-        node: The dimensions of the node's mesh and their sizes.
-
-    Raises:
-        ValueError: If a tensor is distributed over another mesh, or holds partial sums.
-    """
-    return {id(local(tensor)): _share(tensor, node) for tensor in tensors if isinstance(tensor, DTensor)}
+def shard_specs(tensors: Iterable[Tensor], node: Mapping[str, int]) -> dict[int, ShardSpec]:
+    """Return which shard of the whole tensor each local tensor is, by its ``id``; plain tensors are left out."""
+    return {id(local(tensor)): _shard_spec(tensor, node) for tensor in tensors if isinstance(tensor, DTensor)}
 
 
-def _share(tensor: DTensor, node: Mapping[str, int]) -> ShardSpec:
+def _shard_spec(tensor: DTensor, node: Mapping[str, int]) -> ShardSpec:
     names = tensor.device_mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(node):
         raise ValueError(
@@ -55,7 +47,7 @@ def _start(tensor: DTensor, placements: Sequence[object]) -> int | None:
     return before * (tensor.numel() // rows if rows else 0)
 
 
-def share_out(value: Tensor, like: Tensor) -> Tensor:
+def own_shard(value: Tensor, like: Tensor) -> Tensor:
     """Return this rank's shard of a whole tensor, distributed like ``like``. Collective over the node."""
     if not isinstance(like, DTensor):
         return value

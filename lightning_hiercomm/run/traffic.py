@@ -16,13 +16,7 @@ from lightning_hiercomm.schemes import RunningScheme, Scheme
 def communication(
     meter: Meter | None, schemes: Sequence[RunningScheme[Scheme]], batches: HeterogeneousBatches | None
 ) -> dict[str, float]:
-    """Return a rank's counters and the schemes' present values, without communication.
-
-    Args:
-        meter: Counts the rank's traffic; None before a run.
-        schemes: One per optimizer. If several report the same scalar, the first one's is returned.
-        batches: Its scalars are added, if it is given.
-    """
+    """Return a rank's counters and the schemes' present values, without communication."""
     values = meter.snapshot() if meter is not None else {}
     values["synchronizations"] = float(sum(scheme.state.synchronizations for scheme in schemes))
     values["nonfinite"] = float(sum(scheme.state.nonfinite for scheme in schemes))
@@ -35,14 +29,7 @@ def communication(
 
 
 def summed_over(group: Communicator, meter: Meter, values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Return ``values`` with the meter's counters summed over a group's ranks. Collective over the group.
-
-    Args:
-        group: The ranks.
-        meter: Counts this rank's traffic.
-        values: The result of :func:`communication`.
-        device: The device on which the group communicates.
-    """
+    """Return ``values`` with the meter's counters summed over a group's ranks. Collective over the group."""
     counters = meter.snapshot()
     sums = torch.tensor(list(counters.values()), dtype=torch.float64, device=device)
     group.all_reduce(sums).wait()

@@ -34,11 +34,6 @@ _version = attrgetter("_version")
 class _Watched:
     """Parameters that should change only in batches with a counted step.
 
-    Args:
-        parameters: By name.
-        schemes: They count the steps that change the parameters.
-        known: Checksums of their last values, if they are known.
-
     Attributes:
         parameters: The parameters.
         changed: The names of those that changed last.
@@ -100,10 +95,6 @@ class UncountedChanges:
     It compares version counters after every batch, and values only if these differ and no step was counted. Parameters
     that no scheme trains count if an optimizer steps them with gradients of the run's own backward passes. A teacher
     that follows its student does not count.
-
-    Args:
-        schemes: They count steps, one per optimizer.
-        replicas: The tensors of the module.
     """
 
     def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas) -> None:
@@ -117,7 +108,6 @@ class UncountedChanges:
         self._hook: RemovableHandle | None = None
 
     def begin(self, known: Checksums) -> None:
-        """Begin training with parameters of these checksums."""
         self._seen = None
         self._follow(known)
 
@@ -139,9 +129,6 @@ class UncountedChanges:
 
         Args:
             is_known: Whether a batch has ended. Otherwise a forward pass begins, which may belong to the same batch.
-
-        Raises:
-            RuntimeError: If parameters have changed in several batches without a counted step.
         """
         self._follow()
         suspected = [(kind, watched) for kind, watched in self._all() if watched.is_suspicious()]
@@ -152,7 +139,6 @@ class UncountedChanges:
         self._compare([(kind, watched) for kind, watched in self._all() if watched.is_idle()], _CHANGES)
 
     def close(self) -> None:
-        """End training."""
         if self._hook is not None:
             self._hook.remove()
 

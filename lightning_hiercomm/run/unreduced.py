@@ -44,7 +44,6 @@ class GradientCheck:
         self._is_noting = not self._has_warned
 
     def note_reduction(self) -> None:
-        """Note that a backward pass has averaged the present gradients."""
         if self._is_noting:
             held = ((id(p), p.grad) for p in self._module.parameters())
             self._reduced = {key: (ref(grad), grad._version) for key, grad in held if grad is not None}

@@ -1,1 +1,1 @@
-"""Lightning's face: strategies, the hooks that a Trainer calls, the callback that shows what was sent."""
+"""Strategies for Trainer and Fabric, the hooks that Lightning calls, and the callback that logs traffic."""

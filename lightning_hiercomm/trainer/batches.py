@@ -1,4 +1,4 @@
-"""Batches of unequal size in a Trainer."""
+"""Connects batches of unequal size to a Trainer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
 from lightning_hiercomm.nodes.topology import Topology
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-"""They refuse a single sample: always, or where it is a single value in a channel."""
+"""Layers that refuse a single sample: always, or if it has a single value in a channel."""
 
 
 class WeightedMeans:
-    """Knows when a mean over ranks must be weighted by the sizes of the ranks' batches."""
+    """Whether a mean over ranks must be weighted by the sizes of the ranks' batches."""
 
     def __init__(self) -> None:
         self.apply_now = False
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """Inside, they must: what is reduced are means of a step."""
+        """Inside, it must: Lightning reduces means of a step."""
         self.apply_now = True
         try:
             yield
@@ -43,7 +43,7 @@ class WeightedMeans:
 def attach_batches(
     batches: HeterogeneousBatches, trainer: pl.Trainer, topology: Topology, means: WeightedMeans, device: torch.device
 ) -> None:
-    """Let ``batches`` divide the train dataloaders of a trainer; before anybody asks for their length."""
+    """Let ``batches`` divide the train dataloaders of a trainer, before their length is used. Collective."""
     has_batch_norm = any(isinstance(layer, _BATCH_NORMS) for layer in trainer.lightning_module.modules())
     batches.bind(topology, topology.meter, device, least=2 if has_batch_norm else 1)
     leave_train_dataloaders_alone(trainer)
@@ -57,9 +57,9 @@ def detach_batches(trainer: pl.Trainer) -> None:
 
 
 def begin_batches(batches: HeterogeneousBatches, trainer: pl.Trainer) -> None:
-    """Training starts: the epoch's samplers and the division are known."""
+    """Begin training, and set the epoch of the samplers."""
     module = trainer.lightning_module
-    # such programs decide themselves which batches an optimizer step sums, or when one is loaded
+    # other programs choose themselves which batches an optimizer step sums, or when one is loaded
     batches.begin(module.print, module.automatic_optimization and not takes_dataloader_iter(module))
     if batches.go_to(trainer.current_epoch):
         with isolate_rng():

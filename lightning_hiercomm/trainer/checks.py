@@ -1,4 +1,4 @@
-"""What is refused, or warned of, before anything trains."""
+"""Checks before processes start, and before training begins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_launch(
     world_size: int,
     environment: ClusterEnvironment | None = None,
 ) -> None:
-    """Refuse what cannot run, here, where no process has been started; an environment, if it starts them, is asked."""
+    """Check devices, backend and ranks before processes start."""
     for device in devices or ():
         streams.check_known(device)
     check_backend(backend, devices or ())
@@ -37,12 +37,12 @@ def check_launch(
 
 
 def check_training(trainer: pl.Trainer, scheme: Scheme, topology: Topology) -> None:
-    """Refuse ranks with unequal work, and warn of a run too short for its scheme, before it begins; collective."""
+    """Check that ranks have equal work, and warn if the run is too short for its scheme. Collective."""
     check_equal_work(topology, trainer.num_training_batches)
     if validates_by_the_clock(trainer) and topology.world_size > 1:
         raise ValueError(
-            "Trainer(val_check_interval=...) of a time: every rank looks at its own clock, and may validate after"
-            " another batch than others, who would wait for it: give a number of batches, or a share of the epoch"
+            "Trainer(val_check_interval=...) is a time, which every rank measures by its own clock, so ranks would"
+            " validate after different batches: give a number of batches, or a fraction of the epoch"
         )
     _, steps = length_of_run(trainer)
     length = math.inf if steps is None else steps

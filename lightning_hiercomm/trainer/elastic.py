@@ -1,8 +1,10 @@
-"""An elastic node in a Trainer: how it joins, recovers and leaves, and which shards of the data it trains on."""
+"""An elastic node in a Trainer: it joins, recovers, trains on its part of the data, and leaves."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,13 +17,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
-    draw_train_data_anew,
-    draw_train_data_once,
     end_training,
+    note_stage_of_dataloaders,
+    reload_train_data_when_due,
     skip_sanity_check,
     state_of,
+    stop_reloading_train_data,
     take_state,
-    tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
@@ -41,8 +43,8 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.elastic_refusals import check_monitors
 
 
-class ElasticNode:
-    """This node in an elastic run, from the setup of a ``fit`` to its teardown."""
+class ElasticNode(pl.Callback):
+    """This node in an elastic run, from the setup of a ``fit`` to its teardown; the user's callbacks come later."""
 
     def __init__(self, trainer: pl.Trainer, run: TrainingRun, membership: Membership, checkpoints: Checkpoints) -> None:
         self.membership = membership
@@ -54,7 +56,7 @@ class ElasticNode:
         self._is_in_epoch = False  # in which it recovered
         self._has_data = False
         self._stage: list[RunningStage | None] = [None]  # for which Lightning prepares a dataloader
-        self._has_given_up = self._has_left = self._was_told_to_leave = False
+        self._has_given_up = self._has_left = self._received_sigterm = False
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
@@ -65,9 +67,9 @@ class ElasticNode:
             self.membership, topology, self._undo_point, self._position, self._batches, self._settle
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        tell_stage_of_dataloaders(trainer, self._stage, lambda: progress.current.ready if self._is_in_epoch else 0)
+        note_stage_of_dataloaders(trainer, self._stage, lambda: progress.current.ready if self._is_in_epoch else 0)
         number_names_by_own_files(trainer)
-        draw_train_data_anew(trainer, self._begin_epoch)
+        reload_train_data_when_due(trainer, self._begin_epoch)
         while (quorum := transaction.begin(self._begin_equal, admits=True)) is not None:
             source = quorum.source_of(self.membership.me.replica_id)
             assert source is not None
@@ -113,6 +115,26 @@ class ElasticNode:
 
     # ---- training ------------------------------------------------------------------------------------------------
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at_boundary("epoch")
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.at_boundary("batch" if batch_idx else "epoch")
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        check_monitors(trainer)  # before checkpoints are saved
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_monitors(trainer)
+        self._is_in_epoch = False
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.at_boundary("end")
+
     def at_boundary(self, moment: str) -> None:
         """Send this node's state to nodes that wait for it, between two batches."""
         trainer, run, membership = self._trainer, self._run, self.membership
@@ -133,34 +155,30 @@ class ElasticNode:
         run = self._run
         if not all(each.state.is_synchronized or each.config.requirements.begins_with_copy for each in run.schemes):
             return None  # a step was taken since: this node's parameters are its own
-        with run.averaged_model.nobody_asked():
+        with run.averaged_model.own_as_averaged():
             whole = state_of(self._trainer, moment)
         self._checkpoints.add_to(whole["checkpoint"], run, None, together=False, is_own=True)
         return {**whole, "random": random_state(), "slots": run.replicas.slots}
 
     def begin_training(self) -> None:
-        """Let a recovered node's loops begin where those of its source are."""
+        """Start a recovered node's loops at the batch of its source."""
         if self._recovered is not None:
             begin_as(self._trainer, self._recovered)
             self._random = self._recovered["moment"], self._recovered["random"]
         self._recovered = None
 
-    def go_on(self) -> None:
+    def prepare_loops(self) -> None:
         """Prepare a recovered node's loops, once they are restored."""
         if self._recovered is not None:
-            skip_sanity_check(self._trainer)  # which may be a synchronization, in which no other node takes part
+            skip_sanity_check(self._trainer)  # it may synchronize, and no other node takes part
             if self._recovered["moment"] == "end":
                 end_training(self._trainer)
 
-    def end_epoch(self) -> None:
-        """End the epoch in which this node has recovered."""
-        self._is_in_epoch = False
-
-    # ---- what the strategy asks ----------------------------------------------------------------------------------
+    # ---- checkpoints and data ------------------------------------------------------------------------------------
 
     @property
     def writes(self) -> bool:
-        """Whether this node writes the checkpoints of all; not when it leaves, which would be its own parameters."""
+        """Whether this node writes the checkpoints of all; not while it leaves with parameters of its own."""
         return self._has_left or (self.membership.leads and not (self._has_given_up and self._has_others))
 
     @property
@@ -176,38 +194,31 @@ class ElasticNode:
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def note_exception(self, exception: BaseException) -> None:
-        """Stop synchronizing, because training ends by this exception."""
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, SIGTERMException):
-            self._was_told_to_leave = True
+            self._received_sigterm = True
             exception.code = exception.code or SIGTERM_EXIT_CODE
         self.give_up()
 
     def give_up(self) -> None:
-        """Stop synchronizing: the others are not where this node is."""
         self._has_given_up = True
         topology = self._run.topology
         assert isinstance(topology, ElasticTopology)
         topology.synchronize_by(None)
 
     def leave_others(self) -> None:
-        """Stop synchronizing before this node is queued again, unless it is the only one: others have the state."""
+        """Stop synchronizing before this node is queued again, unless it is the only one."""
         if self._has_others:
             self.give_up()
 
     def leave(self, at_once: bool) -> None:
-        """Leave the run after the ``fit`` has ended or failed.
-
-        Args:
-            at_once: Do not wait for others, because it has failed.
-        """
         if self._has_left:
             return
         self._has_left = True
         self.give_up()
-        self.membership.leave(at_once=at_once and not self._was_told_to_leave, is_over=not at_once)
+        self.membership.leave(at_once=at_once and not self._received_sigterm, is_over=not at_once)
         prepare_train_dataloaders_again(self._trainer)
-        draw_train_data_once(self._trainer)
+        stop_reloading_train_data(self._trainer)
         restore_numbering(self._trainer)
 
 
@@ -219,7 +230,7 @@ def elastic_node(
     checkpoints: Checkpoints,
     leaves_by: Callable[[], BaseException | None],
 ) -> ElasticNode:
-    """Connect to the lighthouse, and make an :class:`ElasticNode`; ``leaves_by`` is described in Surroundings."""
+    """Connect to the lighthouse, and return an :class:`ElasticNode`; for ``leaves_by`` see ``Surroundings``."""
     address = elastic.address()
     host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
     signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
@@ -233,7 +244,7 @@ def elastic_node(
     me = Request(
         node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
         replica_id="",
-        run=f"{os.environ.get('HIERCOMM_RUN', '')}:{run.fingerprint()}",
+        run=f"{os.environ.get('HIERCOMM_RUN', '')}:{_fingerprint(run)}",
         ranks=topology.ranks_on_node,
         store=f"{host}:{store.port if store is not None else 0}",
         checkpoint_step=int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
@@ -242,38 +253,6 @@ def elastic_node(
     transport = GlooTransport(host, elastic.dead_after, signer)
     around = Surroundings(elastic, topology, lighthouse, transport, before_change, store, leaves_by, signer)
     return ElasticNode(trainer, run, Membership(me, around, run.replicas.device), checkpoints)
-
-
-class BoundaryCallback(pl.Callback):
-    """Calls a node between two batches; comes before the user's callbacks."""
-
-    def __init__(self, node: ElasticNode) -> None:
-        self._node = node
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._node.at_boundary("epoch")
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._node.at_boundary("batch" if batch_idx else "epoch")
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Check monitored metrics before checkpoints are saved."""
-        check_monitors(trainer)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Check monitored metrics, and end the epoch."""
-        check_monitors(trainer)
-        self._node.end_epoch()
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._node.at_boundary("end")
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._node.note_exception(exception)
 
 
 def _in_turn(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:
@@ -289,7 +268,7 @@ def _address_towards(lighthouse: str) -> str:
         return own_address(lighthouse)
     except OSError as error:
         raise ValueError(
-            f"elastic nodes: there is no way to the lighthouse at {lighthouse!r} ({error}): check HIERCOMM_LIGHTHOUSE"
+            f"elastic nodes: there is no route to the lighthouse at {lighthouse!r} ({error}): check HIERCOMM_LIGHTHOUSE"
             " or elastic="
         ) from error
 
@@ -299,11 +278,18 @@ def _own_store(host: str) -> TCPStore:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     except RuntimeError as error:
         raise RuntimeError(
-            f"elastic nodes: this node does not reach itself at {host} ({str(error).splitlines()[0]}): set"
+            f"elastic nodes: this node cannot connect to itself at {host} ({str(error).splitlines()[0]}): set"
             " HIERCOMM_ADDRESS to the address of an interface of this machine that other nodes reach"
         ) from error
 
 
+def _fingerprint(run: TrainingRun) -> str:
+    """Return a text that is equal for runs with the same shapes of parameters, scheme and wire."""
+    shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in run.module.named_parameters()]
+    what = re.sub(r" at 0x[0-9a-f]+", "", repr([[scheme.config for scheme in run.schemes], shapes, run.wire]))
+    return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
+
+
 def _was_restarted() -> bool:
-    """Whether torchrun has restarted this node in this run; a program may fit again after the run's end."""
+    """Return whether torchrun has restarted this node in this run; a program may fit again after the run's end."""
     return not has_ended_here() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

@@ -1,4 +1,4 @@
-"""What elastic runs cannot do: one table of checks for each kind of object, each with what to use instead."""
+"""Checks for what elastic runs do not support, each with what to use instead."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_hiercomm._lightning.trainer import names_logged_in_training, validates_by_the_clock
 from lightning_hiercomm.elastic.configuration import check_torchft
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme
 
 Check = tuple[Callable[[Any], bool], str]
@@ -94,6 +95,16 @@ def check_trainer(trainer: pl.Trainer) -> None:
     _refuse(_TRAINER, trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse(_CALLBACKS, callback)
+
+
+def check_first_values(run: TrainingRun) -> None:
+    """Raise a ``ValueError`` if parameters have changed since the nodes synchronized their first values."""
+    if run.values_have_changed(of_trained=True):
+        raise ValueError(
+            "elastic nodes: parameters were changed in on_fit_start or on_train_start, after the nodes had"
+            " synchronized their first values, so other nodes do not receive them. Change them in configure_model"
+            " or setup"
+        )
 
 
 def check_monitors(trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Where an epoch begins and ends, which Lightning tells to callbacks and not to strategies; how long a run will be."""
+"""Begins and ends epochs by a callback, because strategies have no such hooks, and computes the length of a run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ from lightning_hiercomm.trainer.watch import RunControl
 
 
 class EpochClock(pl.Callback):
-    """Tells a run where epochs begin and end; it comes before the user's callbacks, validation and checkpoints.
-
-    Args:
-        run: Of the ``fit`` that is being set up.
-        batches: Gets to know of steps, too, if there is one.
-        control: Gets to know of exceptions, and of what this rank is doing.
-        begin_validation: Called when a validation starts.
-    """
+    """Begins and ends the epochs of a run, before the user's callbacks, validation and checkpoints."""
 
     def __init__(
         self,
@@ -40,19 +33,18 @@ class EpochClock(pl.Callback):
         self._epoch_end_is_noted = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """An epoch starts."""
         self._begin_epoch(trainer)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """An epoch starts here, too, in a run that was resumed at the very end of the last one."""
+        """Begin a batch, and an epoch in a run that was resumed at the end of an epoch."""
         self._control.before_batch()
-        # such a run gets no `on_train_epoch_start` for the next epoch, and one resumed in the middle of an epoch is not
-        # to begin it again
-        # (not by `batch_idx`, which counts from the resume where the step takes batches out of the loader by itself)
+        # such a run gets no `on_train_epoch_start`, and one that was resumed in the middle of an epoch must not begin
+        # it again, unless the checkpoint is of another strategy. `batch_idx` counts from the resume if the step takes
+        # batches from the loader itself
         is_new = trainer.fit_loop.batch_idx == 0 or not any(scheme.state.steps for scheme in self._run.schemes)
-        if self._epoch_has_ended and is_new:  # or of another strategy, which knew no schedule
+        if self._epoch_has_ended and is_new:
             self._begin_epoch(trainer)
         self._epoch_has_ended = False
         self._control.note_progress(f"training batch {batch_idx}", trainer)
@@ -62,7 +54,7 @@ class EpochClock(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """An epoch ends with its last batch: validation comes before ``on_train_epoch_end``."""
+        """End a batch, and the epoch with its last batch: validation comes before ``on_train_epoch_end``."""
         self._control.note_progress(f"past training batch {batch_idx}", trainer)
         if self._batches is not None:
             self._batches.end_step()
@@ -72,33 +64,29 @@ class EpochClock(pl.Callback):
             self._end_epoch()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation starts: strategies hear of it only after the callbacks that may swap weights for it."""
-        if trainer.should_stop and trainer.fit_loop.epoch_loop.done:  # perhaps it is this rank alone that stops
+        """Begin a validation: the strategy's own hook comes after callbacks that swap weights."""
+        if trainer.should_stop and trainer.fit_loop.epoch_loop.done:  # perhaps only this rank stops
             self._note_epoch_end()
         self._begin_validation()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """A validation gets on."""
         self._control.note_progress(f"validating batch {batch_idx}", trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation ends."""
         self._control.note_progress("past validation", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """An epoch cut short by ``max_steps`` has no last batch, and ends here."""
+        """End an epoch that ``max_steps`` cuts short, which has no last batch."""
         self._end_epoch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The run is over."""
         self._control.note_progress("at the end of training", trainer)
         self._control.barrier("end")
         self._run.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """The run fails, or stops."""
         self._control.note_exception(exception, pl_module)
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
@@ -121,21 +109,21 @@ class EpochClock(pl.Callback):
 
 
 def steps_of_epoch(trainer: pl.Trainer) -> float:
-    """Optimizer steps; where the last accumulates fewer batches, it is a fraction of one."""
+    """Return the optimizer steps of an epoch; the last counts as a fraction if it accumulates fewer batches."""
     return trainer.num_training_batches / trainer.accumulate_grad_batches
 
 
 def length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
-    """Epochs and optimizer steps after which the user wants a run to end."""
+    """Return the epochs and optimizer steps after which a run ends, as the user has set them."""
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
-    if epochs is not None:  # without the one that only collects statistics, which the callback adds when a fit starts
+    if epochs is not None:  # without the epoch that StochasticWeightAveraging adds to collect statistics
         averaging = (each for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging))  # type: ignore[attr-defined]
         epochs = min([epochs, *(int(getattr(each, "swa_end", epochs)) + 1 for each in averaging)])
     return epochs, trainer.max_steps if trainer.max_steps >= 0 else None
 
 
 def length_of_run(trainer: pl.Trainer) -> tuple[int | None, int | None]:
-    """After how many epochs, and after how many optimizer steps, a run will end, as far as that is known."""
+    """Return the epochs and optimizer steps after which a run will end, as far as they are known."""
     epochs, steps = length_as_given(trainer)
     if not 0 < steps_of_epoch(trainer) < math.inf:
         return epochs, steps
@@ -151,18 +139,18 @@ def length_of_run(trainer: pl.Trainer) -> tuple[int | None, int | None]:
 
 
 def _steps_by_now(trainer: pl.Trainer) -> int:
-    """Optimizer steps that would have been taken, had all epochs been as long as the ones that come."""
+    """Return the steps taken so far if all epochs had been as long as the next ones."""
     epoch, progress = trainer.current_epoch, trainer.fit_loop.epoch_progress.current
     if progress.ready == progress.completed:  # an epoch begins
         return _steps_of(trainer, epoch)
     batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    factor = trainer.accumulate_grad_batches  # a scheduler is asked when an epoch begins only
+    factor = trainer.accumulate_grad_batches  # a GradientAccumulationScheduler changes it only when an epoch begins
     left = math.ceil(trainer.num_training_batches / factor) - batches // factor
     return _steps_of(trainer, epoch + 1) - max(0, left)
 
 
 def _steps_of(trainer: pl.Trainer, epochs: int) -> int:
-    """Optimizer steps of so many epochs."""
+    """Return the optimizer steps of a number of epochs."""
     factors = _accumulation(trainer)
     changes = [epoch for epoch in sorted(factors) if epoch < epochs]
     ends = [*changes[1:], epochs]
@@ -173,7 +161,7 @@ def _steps_of(trainer: pl.Trainer, epochs: int) -> int:
 
 
 def _epochs_of(trainer: pl.Trainer, steps: int) -> int:
-    """Epochs after which so many optimizer steps have been taken."""
+    """Return the epochs after which a number of optimizer steps have been taken."""
     factors = _accumulation(trainer)
     last = max(factors)
     before = _steps_of(trainer, last)
@@ -183,7 +171,7 @@ def _epochs_of(trainer: pl.Trainer, steps: int) -> int:
 
 
 def _accumulation(trainer: pl.Trainer) -> dict[int, int]:
-    """Over how many batches gradients are accumulated, from which epoch on."""
+    """Return the number of batches over which gradients are accumulated, by the first epoch."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
         if isinstance(callback, GradientAccumulationScheduler):
             return {0: 1, **callback.scheduling}

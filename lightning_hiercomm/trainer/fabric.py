@@ -1,14 +1,12 @@
-"""HierarchicalFabricStrategy: a scheme between nodes for training loops of one's own, on Lightning Fabric."""
+"""HierarchicalFabricStrategy: a scheme between nodes for a program's own training loop, on Lightning Fabric."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.strategy import TBroadcast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,19 +16,19 @@ from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
-from lightning_hiercomm.run.replicas import trained_by
-from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
+from lightning_hiercomm.trainer.collectives import FabricCollectives
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop
 from lightning_hiercomm.trainer.fabric_module import FabricModule
 from lightning_hiercomm.trainer.gradients import GradientReduction
 from lightning_hiercomm.trainer.options import Health
-from lightning_hiercomm.trainer.settings import DDPArguments, HierarchicalArguments, register_schemes
+from lightning_hiercomm.trainer.settings import DDPArguments, HierarchicalArguments
 
 
-class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrategy):
+class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricCollectives):
     """Train by a loop of your own, on ``lightning.fabric.Fabric``, as ``HierarchicalStrategy`` does with a ``Trainer``.
 
     Example::
@@ -49,12 +47,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
                 validate(model)
         fabric.save("last.ckpt", {"model": model, "optimizer": optimizer, "schedule": strategy})
 
-    A strategy cannot see where a loop begins and ends: iterate over :meth:`epochs`. Until its end the ranks hold
-    different parameters. Validate inside :meth:`averaged_model`; ``fabric.save`` saves the averaged parameters. All of
-    these are collective: every rank calls them, like ``fabric.save``.
+    Iterate over :meth:`epochs`, because a strategy cannot find out where a loop begins and ends. Until its end the
+    ranks hold different parameters. Validate inside :meth:`averaged_model`; ``fabric.save`` saves the averaged
+    parameters. All of these are collective: every rank calls them, like ``fabric.save``.
 
-    The strategy in the saved dictionary is optional. It stands for the schemes' schedule: the steps taken, DASO's
-    plateau, the outer optimizer's state. Load it in the same way, with ``fabric.load``, before :meth:`epochs`.
+    The strategy in the saved dictionary is optional. It adds the schemes' schedule: the steps taken, DASO's plateau,
+    the outer optimizer's state. Load it in the same way, with ``fabric.load``, before :meth:`epochs`.
 
     The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
     :class:`~lightning_hiercomm.trainer.settings.DDPArguments`, except those that need a Trainer, and all of Fabric's
@@ -67,12 +65,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     _unsupported: ClassVar[Mapping[str, str]] = {
         "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
-        "evaluate": "the loop is yours: validate inside `with strategy.averaged_model():`, or outside of it",
+        "evaluate": "in your own loop, validate inside `with strategy.averaged_model():`, or outside of it",
         "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
         "elastic": (
-            "the loop is yours, so the strategy cannot lead a joining node to where the others are in it: take a"
-            " Trainer with HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again"
-            " from what fabric.save wrote"
+            "a joining node cannot continue in the middle of your own loop: use a Trainer with"
+            " HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again from a"
+            " checkpoint of fabric.save"
         ),
     }
 
@@ -82,13 +80,13 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
         if isinstance(scheme, DASO) and scheme.adapt and scheme.monitor is not None:
             raise ValueError(
-                f"monitor={scheme.monitor!r} is a metric that LightningModules log, and Fabric has none: leave it out,"
-                " which watches the loss that goes through fabric.backward, or take adapt=False"
+                f"monitor={scheme.monitor!r} is a metric that LightningModules log, and Fabric has none: leave it out"
+                " to use the loss of fabric.backward, or use adapt=False"
             )
         if first_phase:
             raise ValueError(
-                f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks between which DDP"
-                " averages gradients: leave it out, or train the first steps with AllReduce"
+                f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks over which DDP averages"
+                " gradients: leave it out, or train the first steps with AllReduce"
             )
         if (settings.health.hang_timeout, settings.health.control_port) != (Health.hang_timeout, Health.control_port):
             raise ValueError(
@@ -98,9 +96,6 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         self.topology: Topology | None = None
         self._starts_ranks = False
         self._reduction = GradientReduction()
-        self._losses: list[Tensor] = []
-        self._losses_have_stepped = False
-        self._has_gone_backward = False
         self._loop = FabricLoop()
         self._is_saving = False
 
@@ -113,24 +108,19 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         sizes = None if self.topology is None else [len(ranks) for ranks in self.topology.nodes]
         return f"{type(self).__name__}({self._settings.as_written(sizes)})"
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_schemes(cls, strategy_registry)
-
-    # ---- what a loop calls ---------------------------------------------------------------------------------------
+    # ---- a program's loop ----------------------------------------------------------------------------------------
 
     def epochs(self, count: int, first: int = 0, steps: int | None = None) -> Iterator[int]:
-        """Iterate over the numbers of epochs, and tell the schemes where each epoch, and the run, begin and end.
+        """Iterate over the numbers of epochs, and begin and end each epoch, and the run, in the schemes.
 
-        After the last epoch training is over, and every rank holds the averaged parameters. After a ``break`` that is
-        so when :meth:`finish` is called, or another loop begins.
+        After the last epoch training is over, and every rank holds the averaged parameters. After a ``break`` this
+        happens when :meth:`finish` is called, or another loop begins.
 
         Args:
             count: Epochs of the whole run.
             first: The epoch at which a resumed run continues.
             steps: Optimizer steps of an epoch, if known. Then schemes leave out an exchange that the end of the epoch
-                would make useless, and may count the steps to the end of the run.
+                makes useless, and may count the steps to the end of the run.
 
         Returns:
             ``first``, ..., ``count - 1``.
@@ -150,7 +140,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         self._loop.finish()
 
     def communication(self) -> dict[str, float]:
-        """This rank's counters, and the schemes' scalars; see ``HierarchicalStrategy.communication``."""
+        """Return this rank's counters and the schemes' scalars; see ``HierarchicalStrategy.communication``."""
         return traffic.communication(None if self.topology is None else self.topology.meter, self.schemes, None)
 
     @property
@@ -197,53 +187,22 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
-        """Set up the optimizer of a module that ``fabric.setup_module`` has set up.
-
-        Raises:
-            TypeError: If it trains no module that has no optimizer yet.
-        """
-        trained = set(map(id, trained_by(optimizer)))
-        for module in self._loop.modules:
-            if module.run is None and any(id(parameter) in trained for parameter in module.module.parameters()):
-                self._start_run(module, [optimizer])
-                return optimizer
-        raise TypeError(
-            f"{type(optimizer).__name__} trains no module that was set up without an optimizer: call"
-            " fabric.setup(module, optimizer), with all optimizers of a module that has several"
-        )
+        """Set up the optimizer of a module that ``fabric.setup_module`` has set up."""
+        self._loop.start_run(self._loop.module_of(optimizer), [optimizer])
+        return optimizer
 
     @override
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[Any, list[Optimizer], Any]:
         own = self._add(module)
-        self._start_run(own, optimizers)
+        self._loop.start_run(own, optimizers)
         return self._wrapped(own), optimizers, scheduler
 
     def _add(self, module: nn.Module) -> FabricModule:
         own = FabricModule(module, self._settings, self._topology, self.root_device, self._reduction)
         self._loop.modules.append(own)
         return own
-
-    def _start_run(self, module: FabricModule, optimizers: list[Optimizer]) -> None:
-        self._check_one_module(module, optimizers)
-        self._loop.start_run(module, optimizers)
-
-    def _check_one_module(self, module: FabricModule, optimizers: list[Optimizer]) -> None:
-        """Refuse optimizers that also train another module.
-
-        Raises:
-            TypeError: If one does.
-        """
-        own = set(map(id, module.module.parameters()))
-        others = {id(parameter) for other in self._loop.modules for parameter in other.module.parameters()} - own
-        for optimizer in optimizers:
-            if any(id(parameter) in others for group in optimizer.param_groups for parameter in group["params"]):
-                raise TypeError(
-                    f"{type(optimizer).__name__} trains parameters of {type(module.module).__name__} and of another"
-                    " module, which was set up apart: put both into one nn.ModuleList or nn.ModuleDict, and give"
-                    " fabric.setup that and the optimizer"
-                )
 
     def _wrapped(self, module: FabricModule) -> nn.Module:
         return module.wrap(self._ddp_kwargs, self._determine_ddp_device_ids())
@@ -253,14 +212,14 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     @override
     @is_not_insisted_on
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        self._keep_loss(tensor)
+        self._loop.keep_loss(tensor)
         with ExitStack() as backward:
             for run in self.runs:
                 run.note_loss_scale(self.precision)
                 run.optimizer_steps.end_forward()
                 backward.enter_context(run.backward())
             super().backward(tensor, module, *args, **kwargs)
-        self._has_gone_backward = True
+        self._loop.has_gone_backward = True
         self._reduction.end_backward(self.runs, self._topology, self.root_device)
         for own in self._loop.modules:
             own.reduce_late()
@@ -272,63 +231,13 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         step, run, closure = super().optimizer_step, self._loop.run_of(optimizer), kwargs.get("closure")
         last = run.scheme_of(optimizer).state.step_in_epoch + 1 == self._loop.steps_of_epoch
         if closure is None:
-            self._watch_losses(run)
-            return run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
-        if evaluates_loss(optimizer):
-            kwargs["closure"] = lambda: run.common_loss(closure())
+            self._loop.add_losses(run, type(self))
+        elif evaluates_loss(optimizer):
+            kwargs["closure"] = lambda: common_loss(closure(), run.topology, run.gradients_over)
         result = run.step(optimizer, lambda: step(optimizer, **kwargs), last=last)
-        self._watch_losses(run)  # the closure has called fabric.backward
+        if closure is not None:  # which has called fabric.backward
+            self._loop.add_losses(run, type(self))
         return result
-
-    def _keep_loss(self, loss: Tensor) -> None:
-        """Keep a loss for the optimizers that step before the next backward pass."""
-        if self._watches_loss:
-            if self._losses_have_stepped:
-                self._losses, self._losses_have_stepped = [], False
-            self._losses.append(loss.detach())
-
-    def _watch_losses(self, run: TrainingRun) -> None:
-        needs_backward = self._watches_loss or any(module.late_parameters() for module in self._loop.modules)
-        if needs_backward and not self._has_gone_backward:
-            raise RuntimeError(
-                f"{type(self).__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
-            )
-        for loss in self._losses:
-            run.watch_loss(loss)
-        self._losses_have_stepped = True
-
-    @property
-    def _watches_loss(self) -> bool:
-        return any(scheme.config.watches_loss for scheme in self.schemes)
-
-    # ---- collectives that a program starts by Fabric, for metrics ------------------------------------------------
-
-    @override
-    def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
-        with self._excused():
-            return super().all_reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with nullcontext() if tensor.requires_grad else self._excused():
-            return super().all_gather(tensor, group, sync_grads)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._excused():
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        with self._excused():
-            return super().broadcast(obj, src)
-
-    @contextmanager
-    def _excused(self) -> Iterator[None]:
-        with ExitStack() as excused:
-            for run in self.runs:
-                excused.enter_context(run.optimizer_steps.excused())
-            yield
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -362,18 +271,16 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
         return rest
 
     def state_dict(self) -> dict[str, Any]:
-        """The schemes' schedules, which are equal on all ranks, and what they train. Collective."""
+        """Return the schemes' schedules, which are equal on all ranks, and what they train. Collective."""
         return self._loop.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict`; it has effect once ``fabric.load`` has read the parameters as well.
+        """Restore :meth:`state_dict` after ``fabric.load`` has read the parameters as well.
 
         Raises:
             ValueError: If another version of this package has saved it in another format.
         """
         self._loop.load_state_dict(state)
-
-    # ---- what exists from a certain time on ----------------------------------------------------------------------
 
     @property
     def _topology(self) -> Topology:
@@ -381,12 +288,8 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
             raise RuntimeError("there are no nodes yet: call fabric.launch() before fabric.setup(...)")
         return self.topology
 
-    @property
-    def runs(self) -> list[TrainingRun]:
-        return self._loop.runs
-
 
 def _holds(state: Any, module: nn.Module) -> bool:
-    """Whether what a file is read into has a module, perhaps wrapped."""
+    """Return whether a state that a file is read into contains a module, perhaps wrapped."""
     values = state.values() if isinstance(state, Mapping) else [state]
     return any(each is module for value in values if isinstance(value, nn.Module) for each in value.modules())

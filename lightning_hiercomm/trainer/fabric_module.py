@@ -44,15 +44,7 @@ _REMEDY = "Call the module that fabric.setup returned, not the one that was give
 class FabricModule:
     """A module that ``fabric.setup`` has prepared. The constructor gives all ranks rank 0's values. Collective.
 
-    Args:
-        module: The user's own, outside of any wrapper.
-        settings: Of the strategy.
-        topology: The nodes.
-        device: On which this rank computes.
-        reduction: Reduces the buckets of all modules.
-
     Attributes:
-        module: As above.
         run: Runs the scheme for each of the module's optimizers; None until there is one.
     """
 
@@ -83,11 +75,6 @@ class FabricModule:
 
     @property
     def required_run(self) -> TrainingRun:
-        """The module's run.
-
-        Raises:
-            RuntimeError: If no optimizer was set up.
-        """
         if self.run is None:
             raise RuntimeError(
                 f"{type(self.module).__name__} has no optimizer yet: call fabric.setup(module, optimizer), or"
@@ -123,7 +110,7 @@ class FabricModule:
         )
 
     def _leave_to_ranks(self, names: Collection[str]) -> None:
-        """Exchange no more tensors whose shapes differ between ranks."""
+        """Stop exchanging tensors whose shapes differ between ranks."""
         self._per_rank.update(names)
         if self._wrapped is not None:
             ignore_in_ddp(self._wrapped, names)
@@ -149,18 +136,18 @@ class FabricModule:
         """The schemes' schedules, which are equal on all ranks, and which tensors they concern. Collective."""
         run = self.required_run
         return {
-            "schedules": run.schedules(),
-            "trained": run.trained(),
+            "schedules": run.schedules.state(),
+            "trained": run.schedules.trained(),
             "without_mean": sorted(run.replicas.without_mean),
-            "loss": run.mean_loss_so_far(),
+            "loss": run.loss.common_state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`, except the loss, which belongs to an epoch. Collective."""
         run = self.required_run
-        run.exclude_without_mean(state["without_mean"])
-        with run.training(state["trained"]):
-            run.load_schedules(state["schedules"])
+        run.exclude(state["without_mean"])
+        with run.schedules.training(state["trained"]):
+            run.schedules.load(state["schedules"])
 
     def load_inside_loop(self, state: Mapping[str, Any], epochs: int | None, steps: int | None) -> None:
         """Restore :meth:`state_dict`, except the epoch and the step in it. Collective."""
@@ -186,7 +173,7 @@ class FabricModule:
         late = self.late_parameters()
         if not late or not getattr(self._wrapped, "require_backward_grad_sync", True):
             return
-        # a rank may have no gradient, so all decide by the layers which gradients are sparse
+        # a rank may have no gradient, so the layers determine which gradients are sparse
         embeddings = (layer for layer in self.module.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag))
         sparse = {id(layer.weight) for layer in embeddings if layer.sparse}
         used = self._used_on_any_rank(late)
@@ -247,7 +234,7 @@ def _nothing(module: nn.Module, inputs: object) -> None:
 
 
 def _reduce_bucket(own: weakref.ref[FabricModule], bucket: Any) -> Future[Tensor]:
-    """Reduce a bucket; DDP's reducer, in C++, would keep a strong reference, and so itself, alive for ever."""
+    """Reduce a bucket. A strong reference in DDP's reducer, in C++, would form a cycle that is never collected."""
     module = own()
     assert module is not None
     return module._reduction.start(module.required_run.gradients, module._topology, bucket)

@@ -46,8 +46,8 @@ class GradientReduction:
             return
         for run in runs:
             run.note_reduction()
-        (tier, start), self._last = self._last, None
-        topology.meter.add_wait(tier, start, topology.meter.mark(device))
+        (level, start), self._last = self._last, None
+        topology.meter.add_wait(level, start, topology.meter.mark(device))
 
 
 def warn_of_unused(module: nn.Module, strategy: type, loss: str = "training_step") -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, n
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.comm.torch import without_splitting_gloo
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values, trained_by
+from lightning_hiercomm.run.replicas import broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -40,13 +39,9 @@ _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
 def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
-    """Return a mesh over the world; the process makes one for each layout, because a mesh's groups are never closed.
+    """Return a mesh over the world, of ranks by node, data parallel and tensor parallel index.
 
-    It spans the world because making a mesh is collective over the world.
-
-    Args:
-        device: The device's type.
-        ranks: By node, data parallel and tensor parallel index.
+    Making a mesh is collective over the world, and its process groups are never closed, so each layout is made once.
     """
     world = dist.group.WORLD
     for other in [key for key in _meshes if key[0] is not world]:  # the process group was destroyed
@@ -101,19 +96,16 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
         self._setup_distributed()  # without the mesh over the world
 
     def make_mesh(self, topology: Topology) -> None:
-        """Make the node's mesh, as a slice of one over the world, and set the module's ``device_mesh``; collective.
-
-        Args:
-            topology: The nodes, which must be of equal size.
+        """Make the node's mesh, as a slice of one over the world, and set the module's ``device_mesh``. Collective.
 
         Raises:
-            ValueError: If they are not, or do not fit the sizes of the mesh.
+            ValueError: If the nodes have unequal sizes, or do not fit the sizes of the mesh.
         """
         sizes = sorted({len(ranks) for ranks in topology.nodes})
         if len(sizes) > 1:
             raise ValueError(
-                f"the nodes have {' or '.join(map(str, sizes))} ranks, but {type(self).__name__} joins ranks that hold"
-                " the same part of the model: use nodes of equal size, or HierarchicalStrategy"
+                f"the nodes have {' or '.join(map(str, sizes))} ranks, but {type(self).__name__} synchronizes ranks"
+                " with the same shard of the model: use nodes of equal size, or HierarchicalStrategy"
             )
         ranks = sizes[0]
         tensor_parallel = ranks if self._tensor_parallel_size == "auto" else self._tensor_parallel_size
@@ -183,8 +175,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     With ``AllReduce`` nodes average their gradients during each backward pass, which is hybrid sharding. Gradients are
     clipped by the norm over the node, or, with ``AllReduce``, over all nodes.
 
-    All nodes begin with node 0's values, shard by shard, so no rank ever holds all of a module made on the meta device;
-    also where the module itself writes them, in ``on_fit_start`` or ``on_train_start``.
+    All nodes begin with node 0's values, shard by shard, so no rank ever holds a whole module from the meta device.
+    The same applies to values that the module writes in ``on_fit_start`` or ``on_train_start``.
 
     The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
     :class:`~lightning_hiercomm.trainer.model_parallel.NodeModelParallelStrategy`. ``scheme="daso"`` is
@@ -246,8 +238,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         super()._begin_equal()
 
     @override
-    def _share(self, tensors: Sequence[Tensor]) -> None:
-        """Give all nodes node 0's values of tensors, shard by shard; collective."""
+    def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast node 0's values of tensors to all nodes, shard by shard. Collective."""
         topology = self._topology
         reshard(self._module)
         if topology.inter is not None:
@@ -255,28 +247,14 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         broadcast_values([tensor for tensor in tensors if local(tensor) is tensor], topology.world)
 
     @override
-    def _new_run(self) -> TrainingRun:
-        settings, topology = self._settings, self._topology
-        optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
-        replicas = Replicas(
-            self._module,
-            optimizers,
-            settings.bucket_bytes,
-            settings.average_buffers,
-            node=self.mesh_sizes,
-            per_rank=self._per_rank,
-        )
-        replicas.check_names()
-        gradients: GradientPath = LocalGradients()
-        if settings.scheme.gradients == "world" and topology.num_nodes > 1:
-            gradients = InterNodeMean(topology, settings.wire, self._module.parameters())
-        run = settings.new_run(replicas, topology, gradients)
-        if (
-            isinstance(gradients, InterNodeMean)
-            and topology.inter is not None
-            and not self._module.automatic_optimization
-        ):
-            run.gradient_check = GradientCheck(self._module, topology.inter, REMEDY_IN_MANUAL_OPTIMIZATION)
+    def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
+        topology, gradients = self._topology, LocalGradients()
+        if self.scheme.gradients == "world" and topology.num_nodes > 1:
+            gradients = InterNodeMean(topology, self.wire, self._module.parameters())
+        run = super()._new_run(self.mesh_sizes, gradients)
+        group = topology.inter if isinstance(gradients, InterNodeMean) else None
+        if group is not None and not self._module.automatic_optimization:
+            run.gradient_check = GradientCheck(self._module, group, REMEDY_IN_MANUAL_OPTIMIZATION)
         return run
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------
@@ -315,7 +293,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
             self._run.note_reduction()
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> ShardedGradients:
-        """Return what averages these parameters' gradients; a new one if the parameters have changed."""
+        """Return the object that averages these parameters' gradients; a new one if the parameters have changed."""
         parameters, known = list(dict.fromkeys(parameters)), self._gradients
         if known is None or list(map(id, known.parameters)) != list(map(id, parameters)):
             if known is not None:
@@ -346,17 +324,16 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         optimizers, self._optimizers = self._optimizers, []
         try:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         finally:
             self._optimizers = optimizers
         reshard(self._module)
-        if is_fitting:
+        if self._is_fitting:
             run, path = self._run, Path(self.broadcast(checkpoint_path))
             run.begin_from_module()
-            with run.training(self._checkpoints.trained):  # torch leaves out the states of frozen parameters
+            with run.schedules.training(self._checkpoints.trained):  # torch leaves out the states of frozen parameters
                 states = checkpoint.pop("optimizer_states", [])
                 if run.optimizers:
                     load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)
@@ -366,4 +343,4 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` has done it."""
+        """Do nothing: :meth:`load_checkpoint` restores optimizers."""

@@ -1,4 +1,4 @@
-"""Callbacks that show what a strategy whose nodes agree by a scheme does on the network."""
+"""CommunicationMonitor: logs the traffic of a run, and how long training waits for it."""
 
 from __future__ import annotations
 
@@ -19,50 +19,48 @@ from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 _MB = 1e6
 
-_TIERS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all ranks"}
+_LEVELS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all ranks"}
 
-# Counters that only grow and are sums over this rank's traffic; every other number of the snapshot is a present value.
-_RATES = ("exposed_seconds", *(f"{tier}_{unit}" for tier in _TIERS for unit in ("bytes", "exposed_seconds")))
-_COUNTERS = (*_RATES, *(f"{tier}_messages" for tier in _TIERS), "steps")
+# Counters of this rank's traffic; every other number of a snapshot is a present value.
+_RATES = ("exposed_seconds", *(f"{level}_{unit}" for level in _LEVELS for unit in ("bytes", "exposed_seconds")))
+_COUNTERS = (*_RATES, *(f"{level}_messages" for level in _LEVELS), "steps")
 
 _LOGGERS_OF_TEXT = (CSVLogger, WandbLogger)
-"""Those whose metrics may be text."""
+"""Loggers whose metrics may be text."""
 
 
 class CommunicationMonitor(Callback):
-    """Logs what was sent where, and how long training waited for it.
+    """Log the bytes sent between and inside nodes, and how long training waited for them.
 
     Works with any Lightning logger, or none. Every ``trainer.log_every_n_steps`` steps these scalars are logged, on the
     same x-axis as Lightning's own ``self.log``:
 
-    - ``hiercomm/inter_bytes``, ``hiercomm/intra_bytes``: bytes that a node (rank zero's) sends to other nodes, and
-      inside itself, per optimizer step; the mean over the steps since the last log.
-    - ``hiercomm/world_bytes``: the same for traffic whose route the strategy leaves to the backend, such as the first
-      broadcast of the parameters.
-    - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication, and
-      for ranks that came later; ``hiercomm/intra_exposed_seconds``, ``inter_...`` and ``world_...`` are its parts.
-    - ``hiercomm/synchronizations``: how often nodes have synchronized so far in this run: a mean over the nodes, a
-      merged exchange, a pull, one step of gossip, or an average of gradients.
+    - ``hiercomm/inter_bytes``, ``hiercomm/intra_bytes``: bytes that rank zero's node sends to other nodes, and inside
+      itself, per optimizer step; the mean over the steps since the last log.
+    - ``hiercomm/world_bytes``: the same for collectives over all ranks, such as the first broadcast of the parameters.
+    - ``hiercomm/exposed_seconds``: seconds per optimizer step that rank zero's training waited for communication and
+      for slower ranks; ``hiercomm/intra_exposed_seconds``, ``inter_...`` and ``world_...`` are its parts.
+    - ``hiercomm/synchronizations``: synchronizations between nodes so far: a mean over the nodes, a merged exchange, a
+      pull, one step of gossip, or an average of gradients.
     - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/outer_lr``,
-      ``hiercomm/batch_size``: present values, where the scheme has them.
-    - ``hiercomm/disagreement``: how far rank zero's node was from the mean of the nodes when they last agreed, relative
-      to the mean; estimated, from a few elements of what arrived.
-    - ``hiercomm/nonfinite``: how often, so far, an agreement had to do without a node whose values were NaN or infinite
-      (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay``, how often it was rank zero's node.
+      ``hiercomm/batch_size``: present values, if the scheme has them.
+    - ``hiercomm/disagreement``: the distance of rank zero's node from the mean of the nodes in the last
+      synchronization, relative to the mean; estimated from a few elements.
+    - ``hiercomm/nonfinite``: synchronizations so far that excluded a node with non-finite values
+      (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay`` those that excluded rank zero's node.
     - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, ``hiercomm/lost_batches``, with ``elastic``:
-      how many nodes took part in the last agreement, how many were healed so far, how long this node waited for those
-      that were gone, and how many batches (of one rank each) the agreed model has learned nothing from.
-    - ``hiercomm/phase_name``: the phase in words, where the logger takes text (CSV, TensorBoard, Weights & Biases).
+      the nodes in the last synchronization; the nodes that recovered so far; the seconds that this node waited for
+      nodes that had left; and the batches (of one rank each) that are lost to the averaged model.
+    - ``hiercomm/phase_name``: the phase as text, if the logger takes text (CSV, TensorBoard, Weights & Biases).
 
-    The progress bar shows the phase and the MB per step that rank zero's node has sent to others. At the end of fit
-    rank zero prints a table of the whole run: MB of all nodes, and per step and node; seconds that a rank waited, and
-    seconds in all; synchronizations; the MB that plain DDP would have sent between nodes; and with ``elastic`` the
-    nodes that joined and left.
+    The progress bar shows the phase and the MB per step that rank zero's node sends to others. At the end of fit rank
+    zero prints a table of the whole run: MB of all nodes, and per step and node; seconds that a rank waited;
+    synchronizations; the MB that plain DDP would have sent between nodes; and with ``elastic`` the nodes that joined
+    and left.
 
-    With any other strategy it warns once and does nothing, so that a run may go back to ``"ddp"`` as it is.
+    With any other strategy it warns once and does nothing, so a run may return to ``"ddp"`` unchanged.
 
-    The numbers of a node need one small collective among its ranks at each log; ranks of different nodes exchange
-    something for this callback only once, at the end of fit.
+    Each log needs one small collective among the ranks of a node, and the end of fit one among all ranks.
 
     Args:
         progress_bar: Whether to add phase and MB per step to Lightning's progress bar.
@@ -91,21 +89,21 @@ class CommunicationMonitor(Callback):
         self._restore_progress_bar: Callable[[], None] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Starts counting for the table; warns of a strategy that has nothing to report, of which nothing is logged."""
+        """Start counting for the table, or warn that the strategy has nothing to report."""
         if stage != "fit":
             return
         self._watches = _can_watch(trainer)
         if self._watches:
-            # An earlier fit of this process was counted too; the first broadcast of the parameters is yet to come.
+            # an earlier fit of this process is counted too; the first broadcast of the parameters comes later
             self._before = _strategy(trainer).total_communication() if self.summary else {}
             self._begun = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Starts counting for the logs, and joins the progress bar."""
+        """Start counting for the logs, and extend the progress bar."""
         if not self._watches:
             return
         self._first = self._last = self._snapshot(trainer)
-        self._first_step = self._last_step = trainer.global_step  # of a resumed run, it is not 0
+        self._first_step = self._last_step = trainer.global_step  # not 0 in a resumed run
         self._phase = ""
         self._log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set, but not declared
         self._next_log = _next_log(batches_that_stepped(trainer), self._log_every)
@@ -116,7 +114,7 @@ class CommunicationMonitor(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Logs, when a log is due and an optimizer has stepped since the last one."""
+        """Log, if that is due and an optimizer has stepped since the last log."""
         if not self._watches:
             return
         x = batches_that_stepped(trainer)
@@ -141,17 +139,17 @@ class CommunicationMonitor(Callback):
                 _log_text(logger, "hiercomm/phase_name", self._phase, x)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leaves the progress bar; sums up, the last agreement included."""
+        """Restore the progress bar, and make the table, with the last synchronization."""
         self._leave()
         if self._watches and self.summary:
             self._report = self._sum_up(_strategy(trainer), trainer.world_size)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leaves the progress bar; no summary, for other ranks may be gone."""
+        """Restore the progress bar; there is no table, because other ranks may have ended."""
         self._leave()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prints the table, now that the progress bar is closed."""
+        """Print the table, after the progress bar is closed."""
         if self._report is not None and trainer.is_global_zero:
             print(self._report)
         self._report = None
@@ -166,17 +164,17 @@ class CommunicationMonitor(Callback):
         steps, synchronizations = (mine[key] - self._first[key] for key in ("steps", "synchronizations"))
         total = strategy.total_communication()
         total = {key: total[key] - self._before.get(key, 0.0) for key in total}
-        topology = strategy.topology  # of nodes that come and go each counts for itself
+        topology = strategy.topology  # each elastic node counts separately
         nodes = 1 if topology is None or topology.may_grow else topology.num_nodes
         lines = [
             f"Communication of {steps:.0f} optimizer steps on {ranks} ranks, {nodes} nodes, in {seconds:.2f} s",
             f"  {'':<22}{'MB sent':>11}{'MB per step and node':>22}{'messages':>10}{'waited, s per rank':>20}",
         ]
-        for tier, where in _TIERS.items():
-            mb, waited = total[f"{tier}_bytes"] / _MB, total[f"{tier}_exposed_seconds"] / ranks
+        for level, where in _LEVELS.items():
+            mb, waited = total[f"{level}_bytes"] / _MB, total[f"{level}_exposed_seconds"] / ranks
             lines.append(
-                f"  {f'{tier} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.3g}"
-                f"{total[f'{tier}_messages']:>10.0f}{waited:>20.2f}"
+                f"  {f'{level} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.3g}"
+                f"{total[f'{level}_messages']:>10.0f}{waited:>20.2f}"
             )
         waited = total["exposed_seconds"] / ranks
         interval = f"{steps / synchronizations:.3g}" if synchronizations else ""
@@ -188,8 +186,8 @@ class CommunicationMonitor(Callback):
         return "\n".join(lines)
 
     def _join(self, bar: ProgressBar, strategy: HierarchicalHooks) -> None:
-        # `self.log(prog_bar=True)` takes numbers only and would put these into `trainer.callback_metrics` too. So this
-        # extends `get_metrics`, the method a progress bar is documented to be customised by, whichever bar it is.
+        # `self.log(prog_bar=True)` takes numbers only and also adds them to `trainer.callback_metrics`, so this extends
+        # `get_metrics`, the documented way to customize a progress bar
         original = bar.get_metrics
 
         def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
@@ -211,8 +209,8 @@ def _can_watch(trainer: pl.Trainer) -> bool:
     if isinstance(trainer.strategy, HierarchicalHooks):
         return True
     rank_zero_warn(
-        f"CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is"
-        f" {type(trainer.strategy).__name__}: it logs nothing in this run."
+        f"CommunicationMonitor logs nothing in this run: it needs a HierarchicalStrategy, but the strategy is"
+        f" {type(trainer.strategy).__name__}"
     )
     return False
 
@@ -224,12 +222,12 @@ def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:
 
 
 def _next_log(x: int, every: int) -> int:
-    """The first step from ``x`` on that Lightning itself would log: it logs ``every - 1``, ``2 * every - 1``, ..."""
+    """Return the first step from ``x`` on that Lightning logs: ``every - 1``, ``2 * every - 1``, ..."""
     return x if not every else (x // every + 1) * every - 1
 
 
 def _compared(total: dict[str, float], ddp_bytes: float) -> str:
-    # Traffic over the world group may or may not cross nodes: counting all of it keeps the claim on the safe side.
+    # traffic over the world group may stay in a node: counting all of it never overstates what is saved
     sent = total["inter_bytes"] + total["world_bytes"]
     if not ddp_bytes:
         return "nothing, there is one node only"
@@ -240,6 +238,6 @@ def _compared(total: dict[str, float], ddp_bytes: float) -> str:
 
 
 def _log_text(logger: Logger, name: str, text: str, step: int) -> None:
-    """For a logger that keeps text apart from metrics."""
+    """Log text to TensorBoard, which separates it from metrics."""
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(name, text, step)

@@ -1,4 +1,4 @@
-"""What a strategy says of itself and of a run, to people and to whoever logs."""
+"""Descriptions of a strategy and its run: text, counters, and who joined and left."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lightning_hiercomm.trainer.state import StrategyState
 
 
 class Reports(StrategyState):
-    """Reads what the strategy holds, and changes nothing."""
+    """Public descriptions of a strategy, which do not change it."""
 
     def __repr__(self) -> str:
-        """The strategy as one would write it, and the nodes, where they are known."""
+        """The strategy as a user writes it, with the sizes of the nodes if they are known."""
         name, sizes = type(self).__name__, None
         if self.topology is not None:
             sizes = [len(ranks) for ranks in self.topology.nodes]
         elif (chosen := self._settings.ranks_per_node) is not None and self._knows_ranks:
-            with contextlib.suppress(ValueError):  # they do not fit, which a Trainer says
+            with contextlib.suppress(ValueError):  # they do not fit: a Trainer raises the error
                 sizes = [len(ranks) for ranks in nodes_by_count(chosen, self.world_size)]
         return shown_with_tree(name, f"{name}({self._settings.as_written(sizes)})")
 
     def _announce(self) -> None:
-        """Say once what runs."""
+        """Log the nodes and the scheme."""
         topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
         if topology.is_one_node and self.scheme.gradients != "none":
-            say = rank_zero_info if topology.world_size == 1 else rank_zero_warn
-            say(
+            log = rank_zero_info if topology.world_size == 1 else rank_zero_warn
+            log(
                 f"there is one node, so {self.scheme!r} is plain data-parallel training. If there are more, the cluster"
-                " environment does not say so: set ranks_per_node."
+                " environment does not report them: set ranks_per_node."
             )
             return
         nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
@@ -49,34 +49,34 @@ class Reports(StrategyState):
 
     @property
     def phase(self) -> str:
-        """What the (first) scheme is doing, such as ``"warm-up"``."""
+        """The phase of the (first) scheme, such as ``"warm-up"``."""
         return self.schemes[0].phase if self.schemes else "not training"
 
     def communication(self) -> dict[str, float]:
-        """This rank's counters since the run began, and the schemes' present values; costs nothing.
+        """Return this rank's counters since the run began, and the schemes' present values, without communication.
 
         Returns:
             ``intra_bytes``, ``inter_bytes``, ``world_bytes`` (bytes sent by this rank), ``intra_messages``, ...,
             ``exposed_seconds`` (the time training waited) and its parts ``intra_exposed_seconds``, ...,
-            ``agreements``, ``steps``, and the scheme's own scalars.
+            ``synchronizations``, ``steps``, and the scheme's own scalars.
         """
         values = traffic.communication(self.meter, self.schemes, self.batches)
         return values if self._elastic_node is None else values | self._elastic_node.membership.history.scalars()
 
     def node_communication(self) -> dict[str, float]:
-        """:meth:`communication` with the meter's counters summed over this node's ranks. Collective over the node."""
+        """Return :meth:`communication` with counters summed over this node's ranks. Collective over the node."""
         topology = self._topology
         return traffic.summed_over(topology.intra, topology.meter, self.communication(), self.root_device)
 
     def total_communication(self) -> dict[str, float]:
-        """:meth:`communication` with the meter's counters summed over all ranks. Collective over the world."""
+        """Return :meth:`communication` with counters summed over all ranks. Collective."""
         topology = self._topology
         return traffic.summed_over(topology.world, topology.meter, self.communication(), self.root_device)
 
     def history(self) -> list[str]:
-        """Who came and went in this run, and what it has cost, in words; empty where nodes stay."""
+        """Return lines about the nodes that joined and left, and the time lost; empty without ``elastic``."""
         return [] if self._elastic_node is None else self._elastic_node.membership.history.lines()
 
     def ddp_inter_bytes(self, steps: float) -> float:
-        """Bytes that ring DDP would have sent in ``steps`` steps out of all nodes, with ``elastic`` out of this one."""
+        """Return the bytes that ring DDP would have sent between nodes, with ``elastic`` those of this node."""
         return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
 from datetime import timedelta
@@ -69,7 +66,6 @@ class Settings:
             if name in unsupported:
                 raise ValueError(f"{name}={value!r}: {unsupported[name]}")
         scheme, sizes = self.scheme, self.ranks_per_node
-        _warn_of_kept_arguments(scheme)
         if self.transport.inter_node == "mpi":
             load_mpi()  # Lightning's own attempt fails without naming what is missing
         if sizes is not None and min([sizes] if isinstance(sizes, int) else sizes, default=0) < 1:
@@ -89,7 +85,7 @@ class Settings:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if self.transport.wire_raw and codec_named(self.wire_dtype).needs_feedback:
             raise ValueError(
-                f"wire_raw=True sends parameters themselves, of which wire_dtype={self.wire_dtype!r} would drop most:"
+                f"wire_raw=True sends parameters themselves; wire_dtype={self.wire_dtype!r} would drop most of them:"
                 " leave wire_raw out, or use 'bfloat16'"
             )
         if self.average_optimizer_state and not scheme.requirements.can_average_optimizer_state:
@@ -199,8 +195,7 @@ class HierarchicalArguments:
                 Default: gradients are averaged over all nodes at every step, as DDP does; add ``wire_dtype="int8"`` to
                 send a quarter of the bytes.
             ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: as the
-                cluster environment reports it (every rank is asked, so ranks of a node need not be consecutive), or by
-                the host names where they contradict it, after a warning.
+                cluster environment reports it on every rank, or by host names if these contradict it, after a warning.
             wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
                 quantized in blocks, whose rounding errors are sent later; or ``"top4"``, a sixteenth of the bytes,
                 which sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters
@@ -251,7 +246,7 @@ class HierarchicalArguments:
         """Set the attributes that a strategy needs besides Lightning's."""
 
     def _check_keywords(self, given: Mapping[str, Any]) -> None:
-        """Refuse arguments that Lightning's strategy does not take, or that fail only in the processes it starts."""
+        """Refuse arguments that are unknown, or that would fail only in the processes that Lightning starts."""
         known = constructor_arguments(type(self))
         if isinstance(self, DDPArguments):
             known += check_ddp_arguments(given, type(self).__name__)
@@ -282,23 +277,32 @@ class HierarchicalArguments:
 
 
 class DDPArguments:
-    """The arguments of strategies that wrap the module in DDP. It precedes Lightning's strategy in the bases."""
+    """The arguments of strategies that wrap the module in DDP; it precedes Lightning's strategy in the bases."""
 
     def __init__(self, gradient_as_bucket_view: bool = True, **ddp_kwargs: Any) -> None:
         """Pass arguments to Lightning's ``DDPStrategy``.
 
         Args:
-            gradient_as_bucket_view: Let gradients be views of DDP's buckets, into which DDP by default copies them:
-                that saves the time and a copy of all gradients in memory. False if something keeps ``.grad`` tensors
-                for longer than a step.
+            gradient_as_bucket_view: Let gradients be views of DDP's buckets instead of copies, which saves time, and
+                memory for all gradients. Use False if something keeps ``.grad`` tensors for longer than a step.
             **ddp_kwargs: Arguments of Lightning's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
                 ``find_unused_parameters``.
         """
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)  # type: ignore[call-arg]
 
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
+        schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+        for name, scheme in schemes.items():
+            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+                description = f"Nodes synchronize by {scheme}; ranks start by {start_method}"
+                arguments = {"scheme": scheme, "start_method": start_method}
+                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+
 
 def constructor_arguments(strategy: type) -> list[str]:
-    """List the arguments of a strategy: those of its own constructor and of the next ones, as far as keywords go."""
+    """List the arguments of a strategy's constructor, and of the next ones to which it passes keywords."""
     names: list[str] = []
     for cls in strategy.__mro__:
         if "__init__" in vars(cls):
@@ -310,11 +314,7 @@ def constructor_arguments(strategy: type) -> list[str]:
 
 
 def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str]:
-    """Refuse keywords that ``DDPStrategy`` would take, and ``DistributedDataParallel`` refuse only inside ``fit``.
-
-    Args:
-        arguments: Of Lightning's ``DDPStrategy`` and of DDP.
-        strategy: The class whose process group and communication hook DDP gets.
+    """Check keywords that ``DDPStrategy`` passes on, and ``DistributedDataParallel`` refuses only inside ``fit``.
 
     Returns:
         The names of DDP's arguments that may be set.
@@ -350,40 +350,3 @@ def _unknown_keyword(name: str, strategy: str, known: Sequence[str]) -> TypeErro
     return TypeError(
         f"{strategy} has no argument {name!r}, which is the scheme's: write {strategy}({scheme}({name}=...))"
     )
-
-
-def _warn_of_kept_arguments(scheme: Scheme) -> None:
-    """Warn if a scheme whose class was given on the command line keeps arguments of another class from a file.
-
-    By design (its issue 460), jsonargparse keeps the arguments that both classes have, and does not report where they
-    come from. So this reads the command line.
-    """
-    command_line = " ".join(sys.argv)
-    if not re.search(r"\.scheme(\.class_path)?[ =]\S*\b" + type(scheme).__name__ + r"\b", command_line):
-        return
-    before = set[str]().union(
-        *(inspect.signature(other).parameters for other in SCHEMES.values() if other is not type(scheme))
-    )
-    given = re.findall(r"\.scheme(?:\.init_args)?\.(\w+)", command_line)
-    kept = [
-        f"{name}={getattr(scheme, name)!r}"
-        for name, parameter in inspect.signature(type(scheme)).parameters.items()
-        if name in before and name not in given and getattr(scheme, name, parameter.default) != parameter.default
-    ]
-    if kept:
-        warnings.warn(
-            f"{type(scheme).__name__}, chosen on the command line, keeps {', '.join(kept)} from the configuration file,"
-            " even if that was meant for another scheme. Give these arguments, too, or choose the scheme by its name,"
-            " which stands for its own defaults.",
-            stacklevel=4,
-        )
-
-
-def register_schemes(strategy: Callable[..., Any], registry: Any) -> None:
-    """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
-    schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
-    for name, scheme in schemes.items():
-        for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
-            description = f"Nodes synchronize by {scheme}; ranks start by {start_method}"
-            arguments = {"scheme": scheme, "start_method": start_method}
-            registry.register(f"{name}{ending}", strategy, description, override=True, **arguments)

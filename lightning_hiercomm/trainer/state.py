@@ -1,8 +1,8 @@
-"""What a strategy whose nodes agree holds, and from which moment on it is there."""
+"""Attributes of the Trainer's strategies, and errors for those that a Trainer has not set yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -10,13 +10,16 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.trainer.batches import WeightedMeans
-from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
+from lightning_hiercomm.trainer.elastic import ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
 from lightning_hiercomm.trainer.settings import HierarchicalArguments
 from lightning_hiercomm.trainer.watch import RunControl
@@ -25,7 +28,7 @@ T = TypeVar("T")
 
 
 class StrategyState(HierarchicalArguments, ParallelStrategy):
-    """Attributes of the Trainer's strategies: those of :meth:`_configure`, and those that exist with a Trainer only.
+    """Attributes of the Trainer's strategies.
 
     Attributes:
         scheme: As the user configured it.
@@ -52,14 +55,12 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
         self._run_or_none: TrainingRun | None = None
         self._epoch_clock: EpochClock | None = None
         self._elastic_node: ElasticNode | None = None
-        self._boundary: BoundaryCallback | None = None
         self._per_rank: set[str] = set()  # names of tensors whose shapes differ between ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        # spawn pickles a strategy before it trains, and programs copy and pickle Trainers, and what they gave them, at
-        # any time
+        # spawn pickles a strategy before it trains, and programs copy and pickle Trainers at any time
         state: dict[str, Any] = super().__getstate__()
-        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node", "_boundary")
+        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node")
         return {**state, **dict.fromkeys(absent), "_control": RunControl()}
 
     @property
@@ -75,6 +76,10 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
         ``configure_model`` on.
         """
         return self._settings.node_process_group(self._topology)
+
+    def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast rank 0's values of tensors. Collective."""
+        broadcast_values(tensors, self._topology.world)
 
     @property
     def _topology(self) -> Topology:
@@ -94,7 +99,7 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
 
     @property
     def _knows_ranks(self) -> bool:
-        """Whether a Trainer has said how many ranks there will be."""
+        """Whether a Trainer has set the number of ranks."""
         return self.cluster_environment is not None and bool(self.parallel_devices)
 
     @property
@@ -103,21 +108,22 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
         return None if module is None else module._trainer
 
     @property
+    def _is_fitting(self) -> bool:
+        trainer = self._trainer_or_none
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    @property
     def _ranks_are_together(self) -> bool:
         return self._control.ranks_are_together(self._trainer_or_none)
 
     @property
     def _may_communicate(self) -> bool:
-        """Whether there is a run that is not over, and all ranks are there."""
+        """Whether there is a run that is not over, and all ranks take part."""
         return self._run_or_none is not None and not self._run.is_closed and self._ranks_are_together
 
 
 def required(value: T | None, what: str, set_by: str) -> T:
-    """``value``, if it is there.
-
-    Raises:
-        RuntimeError: If not, naming what it is and what sets it up.
-    """
+    """Return a value, or raise a ``RuntimeError`` that names what is missing and what sets it up."""
     if value is None:
         raise RuntimeError(f"there is no {what} yet: it is set up by {set_by}")
     return value

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,6 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
     PassThroughDDP,
-    PassThroughRedirection,
     ignore_in_ddp,
     in_ddp,
     keep_sync_batchnorm_in_group,
@@ -36,9 +34,10 @@ from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.shapes import unequal_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
+from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
-from lightning_hiercomm.trainer.settings import DDPArguments, register_schemes
+from lightning_hiercomm.trainer.settings import DDPArguments
 
 
 class _PlainDDP(DDPStrategy):
@@ -87,7 +86,6 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
     @override
     def _configure(self) -> None:
         super()._configure()
-        self._forward_redirection = PassThroughRedirection()
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
         self._seen: list[Replica] = []
@@ -100,11 +98,6 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         state = super().__getstate__()
         kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
         return {**state, "_ddp_kwargs": kwargs, "_seen": []}
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_schemes(cls, strategy_registry)
 
     @override
     def _configure_launcher(self) -> None:
@@ -121,8 +114,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self._elastic_node is not None:
             return self._elastic_node.sampler_arguments(self.world_size, self.global_rank)
-        elastic, trainer = self._settings.elastic, self._trainer_or_none
-        if elastic is not None and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        elastic = self._settings.elastic
+        if elastic is not None and self._is_fitting:
             # the quorum is not known yet, but `configure_optimizers` asks for the length of the run
             return {"num_replicas": elastic.min_nodes * self.world_size, "rank": self.global_rank}
         return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
@@ -175,8 +168,8 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, own)
 
     @override
-    def _new_run(self) -> TrainingRun:
-        run = super()._new_run()
+    def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
+        run = super()._new_run(mesh, gradients)
         run.averaged_model.has_found_unequal = self._leave_to_ranks
         run.gradient_check = self._new_gradient_check()
         return run

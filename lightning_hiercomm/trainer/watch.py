@@ -44,23 +44,18 @@ class OneRank:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank received a signal to stop."""
         return self._trainer.received_sigterm
 
     def should_stop(self) -> bool:
-        """Return whether to stop or requeue before the next batch."""
         return self.requeue_requested or self.stop_requested
 
     def request_stop(self) -> None:
-        """Request a stop."""
         mark_sigterm_received(self._trainer)
 
     def request_requeue(self) -> None:
-        """Request that the job is queued again."""
         self.requeue_requested = True
 
     def go_on(self) -> None:
-        """Continue after saving a checkpoint."""
         self.requeue_requested = False
 
 
@@ -96,11 +91,11 @@ class RunControl:
         Args:
             rank: This rank.
             size: Number of ranks.
-            node: This rank's node, for people.
-            address: Of rank 0, which every rank can reach, and the port on which it listens; 0 for any free port.
-            hang_timeout: Seconds of silence after which a rank is taken for frozen; None: never.
-            broadcast: Gives all ranks what rank 0 gives.
-            gather: Gives all ranks what each gives; its second argument may raise while it waits.
+            node: This rank's node, for messages.
+            address: The address of rank 0, and the port on which it listens; 0 for any free port.
+            hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
+            broadcast: Broadcasts rank 0's value.
+            gather: Gathers every rank's value; its second argument may raise while it waits.
             timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
         """
         if self.plane is not None:
@@ -132,10 +127,10 @@ class RunControl:
         if self._before_batch is not None:
             self._before_batch()
 
-    def told_to_leave(self) -> LeavesTogether | None:
+    def exception_to_leave(self) -> LeavesTogether | None:
         """Return the exception that ends training on this node, if one of its ranks received a signal."""
-        is_told = self._ranks is not None and self._ranks.stop_requested
-        return LeavesTogether() if is_told else None
+        is_due = self._ranks is not None and self._ranks.stop_requested
+        return LeavesTogether() if is_due else None
 
     def note_start(self) -> None:
         """Report that this rank is about to train."""

@@ -155,7 +155,7 @@ def test_a_buffer_of_another_shape_stays_its_ranks_own(ranks, name):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_buffers_beside_one_of_another_shape_are_broadcast(ranks, name):
+def test_buffers_next_to_one_of_another_shape_are_broadcast(ranks, name):
     for (_, first), (_, second) in zip(*(rank[name, "CopiedDDP"] for rank in ranks), strict=True):
         assert first["other"].tolist() == second["other"].tolist()
         assert first["counts"].tolist() == second["counts"].tolist() == [5, 5]

@@ -14,20 +14,20 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
-    draw_train_data_anew,
-    draw_train_data_once,
     end_training,
+    note_stage_of_dataloaders,
+    reload_train_data_when_due,
     skip_sanity_check,
     state_of,
+    stop_reloading_train_data,
     take_state,
-    tell_stage_of_dataloaders,
 )
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again, put_callback_first
 from lightning_hiercomm.elastic.transport import packed, unpacked
 
 
 class Net(pl.LightningModule):
-    """Sees the same data in every batch, so it does not matter that a healed one begins its loader anew."""
+    """Sees the same data in every batch, so it does not matter that a healed one begins its loader again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_a_healed_trainer_and_one_healed_from_it_end_equal(tmp_path, settings, a
     assert healed_again == undisturbed
 
 
-class Thaws(pl.Callback):
+class Unfreezes(pl.Callback):
     """As programs do it that train a head first."""
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
@@ -187,7 +187,7 @@ def test_a_healed_trainer_decides_by_state_outside_of_checkpoints(tmp_path, at):
         strategy.state = state
         saved.clear()
         saves = Saves(tmp_path, "{step}", "val", every_n_train_steps=2, save_top_k=-1, save_last=True)
-        callbacks = [saves, GradientAccumulationScheduler({0: 2}), Thaws()]
+        callbacks = [saves, GradientAccumulationScheduler({0: 2}), Unfreezes()]
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         settings = {"max_epochs": 5, "check_val_every_n_epoch": 2, "callbacks": callbacks}
         trainer = pl.Trainer(accelerator="cpu", strategy=strategy, **settings, **quiet)
@@ -225,7 +225,7 @@ def test_what_other_nodes_would_have_to_unpickle_is_left_out_and_named(tmp_path)
     model = Net()
     model.schedule = "steps"
     trainer.fit(model, DataLoader(TensorDataset(torch.ones(2, 4))), DataLoader(TensorDataset(torch.ones(2, 4))))
-    with pytest.warns(UserWarning, match=r"a node that comes begins without the state of .*Odd, which"):
+    with pytest.warns(UserWarning, match=r"a joining node begins without the state of .*Odd, which"):
         state = unpacked(packed(state_of(trainer, "end")))
     assert [key for key in state["checkpoint"]["callbacks"] if "Odd" in key] == []
 
@@ -250,7 +250,7 @@ def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
         trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=3, enable_checkpointing=False, **quiet)
         put_callback_first(trainer, boundary)
         done = trainer.fit_loop.epoch_loop.batch_progress.current
-        tell_stage_of_dataloaders(trainer, [None], lambda: 0 if state is None else done.ready)
+        note_stage_of_dataloaders(trainer, [None], lambda: 0 if state is None else done.ready)
         samples = TensorDataset(torch.arange(24.0).repeat(4, 1).T)
         share = DistributedSampler(samples, num_replicas=2, rank=1, shuffle=True)
         trainer.fit(Model(), DataLoader(samples, batch_size=2, sampler=share, num_workers=workers))
@@ -264,7 +264,7 @@ def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
 
 
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_a_healed_trainer_begins_a_stream_anew(batch_size):
+def test_a_healed_trainer_begins_a_stream_again(batch_size):
     """In batches it has a sampler, too, of no length; which ended a node that came inside an epoch."""
 
     class Stream(IterableDataset):
@@ -272,14 +272,14 @@ def test_a_healed_trainer_begins_a_stream_anew(batch_size):
             return iter(range(6))
 
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    tell_stage_of_dataloaders(trainer, [None], lambda: 2)
+    note_stage_of_dataloaders(trainer, [None], lambda: 2)
     loader = DataLoader(Stream(), batch_size)
     made = trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=RunningStage.TRAINING)
     assert [int(each) for batch in made for each in torch.atleast_1d(torch.as_tensor(batch))] == [*range(6)]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_train_data_are_drawn_anew_before_an_epoch_where_that_is_due():
+def test_train_data_are_drawn_again_before_an_epoch_where_that_is_due():
     lengths = [6, 4, 4]
     asked: list[int] = []
 
@@ -294,34 +294,34 @@ def test_train_data_are_drawn_anew_before_an_epoch_where_that_is_due():
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
-    draw_train_data_anew(trainer, is_due)
+    reload_train_data_when_due(trainer, is_due)
     model = Net()
     model.schedule = "steps"
     trainer.fit(model, Data())
     assert asked == [0, 0, 1, 2], "when the run begins, and before each epoch"
     assert trainer.global_step == 6 + 4 + 4
-    draw_train_data_once(trainer)
+    stop_reloading_train_data(trainer)
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
 def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
-    told: list[RunningStage | None] = [None]
+    current: list[RunningStage | None] = [None]
     seen = []
 
     class Strategy(DDPStrategy):
         @property
         def distributed_sampler_kwargs(self):
-            seen.append(told[0])
+            seen.append(current[0])
             return {"num_replicas": 2, "rank": 1}
 
     trainer = pl.Trainer(accelerator="cpu", strategy=Strategy(), logger=False, enable_checkpointing=False)
-    tell_stage_of_dataloaders(trainer, told, lambda: 0)
+    note_stage_of_dataloaders(trainer, current, lambda: 0)
     loader = DataLoader(TensorDataset(torch.ones(4, 1)))
     connector = trainer._data_connector
     for stage in (RunningStage.TRAINING, RunningStage.VALIDATING):
         made = connector._prepare_dataloader(loader, shuffle=False, mode=stage)
         assert isinstance(made.sampler, DistributedSampler)
     assert seen == [RunningStage.TRAINING, RunningStage.VALIDATING]
-    assert told == [None]
+    assert current == [None]
     prepare_train_dataloaders_again(trainer)
     assert "_prepare_dataloader" not in vars(connector)

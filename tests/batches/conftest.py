@@ -1,4 +1,4 @@
-"""A clock that only moves when told to, and ranks whose CPU can be taken away."""
+"""A clock that only moves by advance(), and ranks whose CPU can be taken away."""
 
 from __future__ import annotations
 

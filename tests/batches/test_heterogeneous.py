@@ -126,7 +126,7 @@ def test_two_sizes_show_what_a_step_costs_whatever_its_size(clock):
 
 @pytest.mark.parametrize(("first", "accumulated"), [(0, 1), (0, 8), (3, 8)])
 def test_batches_that_are_accumulated_are_of_one_size(clock, first, accumulated):
-    """Also in a run that is resumed in mid-epoch, whose loader begins anew."""
+    """Also in a run that is resumed in mid-epoch, whose loader begins again."""
 
     def work(rank, topology):
         batches = bound(topology, 32)
@@ -205,7 +205,7 @@ def test_the_step_that_is_predicted_is_that_of_the_slowest_rank(clock, capsys):
 
     assert on_ranks([[0], [1]], work) == [[26, 6]] * 2
     assert capsys.readouterr().out.splitlines()[4:] == [
-        "  predicted step: 26 ms in place of 64 ms, 2.46 times as fast as with equal batches",
+        "  predicted step: 26 ms instead of 64 ms, 2.46 times as fast as with equal batches",
         "  the measured step times scattered by up to ±0.0%",
     ]
 
@@ -413,7 +413,7 @@ def test_speeds_that_a_resumed_run_keeps_are_announced_as_given(capsys):
     assert said[5:] == ["  predicted step: 2.30 times as fast as with equal batches"]
 
 
-def test_another_number_of_ranks_measures_anew():
+def test_another_number_of_ranks_measures_again():
     def work(rank, topology):
         batches = HeterogeneousBatches(96)
         batches.load_state_dict({"sizes": [90, 6], "costs": [[0.0, 0.0], [15.0, 1.0]]})
@@ -600,5 +600,5 @@ def test_samplers_with_generators_of_their_own_that_differ_are_refused():
         batches.process_dataloader(DataLoader(range(20), sampler=sampler))
         batches.begin_epoch(0)
 
-    with pytest.raises(ValueError, match="Seed it alike on all ranks"):
+    with pytest.raises(ValueError, match="Give it the same seed on all ranks"):
         on_ranks([[0, 1]], work)

@@ -199,16 +199,6 @@ def test_a_sized_stream_tells_how_many_batches_there_are():
     assert len(loader) == len(list(loader)) == 3
 
 
-def test_a_stream_may_divide_itself():
-    class Own(Stream):
-        def iterate_share(self, rank, batch_sizes):
-            return iter(range(100 * rank, 100 * rank + 2 * batch_sizes[rank]))
-
-    first, second = divided(DataLoader(Own(0)), [1, 2])
-    assert batches(first) == [[0], [1]]
-    assert batches(second) == [[100, 101], [102, 103]]
-
-
 class Buckets(BatchSampler):
     pass
 
@@ -217,14 +207,20 @@ class Buckets(BatchSampler):
     ("loader", "reason"),
     [
         ([1, 2], "list: it is not a torch DataLoader"),
-        (DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8), 2, 0)), "divided the dataset equally already"),
+        (
+            DataLoader(Numbers(8), sampler=DistributedSampler(Numbers(8), 2, 0)),
+            "DistributedSampler divides the dataset equally",
+        ),
         (
             DataLoader(Numbers(8), batch_sampler=BatchSampler(DistributedSampler(Numbers(8), 2, 0), 2, False)),
-            "divided the dataset equally already",
+            "DistributedSampler divides the dataset equally",
         ),
-        (DataLoader(Numbers(8), batch_size=None), "batch_size=None means that the dataset makes the batches"),
-        (DataLoader(Numbers(8), batch_sampler=Buckets(SequentialSampler(range(8)), 2, False)), "Buckets, knows which"),
-        (DataLoader(Numbers(8), sampler=iter(range(8))), "range_iterator, is no torch Sampler"),
+        (DataLoader(Numbers(8), batch_size=None), "with batch_size=None the dataset makes the batches"),
+        (
+            DataLoader(Numbers(8), batch_sampler=Buckets(SequentialSampler(range(8)), 2, False)),
+            "batch sampler is a Buckets",
+        ),
+        (DataLoader(Numbers(8), sampler=iter(range(8))), "range_iterator, must be a torch Sampler"),
         (DataLoader(Numbers(3)), "global_batch_size=4 is more than the 3 samples"),
         (DataLoader(Stream(8), num_workers=1, persistent_workers=True), "persistent_workers=False"),
     ],
@@ -240,12 +236,12 @@ def test_a_sampler_that_promises_too_much_is_named():
             return 20
 
     (loader,) = divided(DataLoader(Numbers(8), sampler=Boastful(range(8))), [4])
-    with pytest.raises(ValueError, match="Boastful promised 20 indices by its length but gave 8"):
+    with pytest.raises(ValueError, match="Boastful has the length 20 but yields 8 indices"):
         list(loader)
 
 
 @pytest.mark.parametrize("where", ["sampler", "batch_sampler"])
-def test_a_sampler_that_wants_to_know_the_epoch_is_told(where):
+def test_a_sampler_with_set_epoch_gets_the_epoch(where):
     class Epochs(Sampler):
         epoch = 0
 

@@ -74,7 +74,7 @@ def test_stochastic_weight_averaging(follows_one_device):
 
 
 @pytest.mark.feature("StochasticWeightAveraging")
-def test_stochastic_weight_averaging_collects_batchnorm_statistics_anew(follows_one_device):
+def test_stochastic_weight_averaging_collects_batchnorm_statistics_again(follows_one_device):
     follows_one_device(
         Normalized,
         strategy={"broadcast_buffers": False},

@@ -356,7 +356,7 @@ def note_given(path: Path) -> None:
 def own_state(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     """What this node would give, made here in the same words. Collective over it."""
     strategy = trainer.strategy
-    with strategy._run.averaged_model.nobody_asked():
+    with strategy._run.averaged_model.own_as_averaged():
         whole = state_of(trainer, moment)
     strategy._checkpoints.add_to(whole["checkpoint"], strategy._run, None, together=False, is_own=True)
     if moment == "batch":  # or loaders have drawn since

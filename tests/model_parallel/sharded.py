@@ -106,7 +106,7 @@ class Searching(Net):
         return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
 
 
-class Thawing(Net):
+class Unfreezing(Net):
     """Trains its last layer later; of that, one row over two ranks, the second has nothing."""
 
     def build(self) -> nn.Module:
@@ -163,7 +163,7 @@ class FeedForward(nn.Module):
 
 
 class Watching(nn.Linear):
-    """Keeps statistics of its input, written to and assigned anew; torch makes DTensors of a parallel layer's."""
+    """Keeps statistics of its input, written to and assigned again; torch makes DTensors of a parallel layer's."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -110,8 +110,8 @@ def test_one_rank_trains_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "0")
 
     def train() -> None:
-        # torch makes a fork's pool of threads anew where it is first asked for: the threads of a backward pass, who all
-        # ask at once, may find none ("Invalid thread pool")
+        # torch creates a fork's thread pool on first use: threads of a backward pass that use it at once may find none
+        # ("Invalid thread pool")
         torch.set_num_threads(1)
         module = Net(replicas=1)
         trainer(HierarchicalModelParallelStrategy("diloco"), 1, default_root_dir=tmp_path).fit(module)

@@ -57,7 +57,7 @@ class Grouped(Dropped):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
-class Thawing:
+class Unfreezing:
     """Trains its last layer after four steps."""
 
     def build(self):
@@ -69,11 +69,11 @@ class Thawing:
         self.net[-1].requires_grad_(self.trainer.global_step >= 4)
 
 
-class Thawed(Thawing, Dropped):
+class Unfrozen(Unfreezing, Dropped):
     pass
 
 
-class GroupedThawed(Thawing, Grouped):
+class GroupedUnfrozen(Unfreezing, Grouped):
     pass
 
 
@@ -172,10 +172,10 @@ FILES = {
     "whole": ("whole", Dropped),
     "sharded, by groups": ("Grouped/diloco/file", Grouped),
     "whole, by groups": ("Grouped/whole", Grouped),
-    "sharded, unfrozen": ("Thawed/diloco/file", Thawed),
-    "whole, unfrozen": ("Thawed/whole", Thawed),
-    "sharded, by groups and unfrozen": ("GroupedThawed/diloco/file", GroupedThawed),
-    "whole, by groups and unfrozen": ("GroupedThawed/whole", GroupedThawed),
+    "sharded, unfrozen": ("Unfrozen/diloco/file", Unfrozen),
+    "whole, unfrozen": ("Unfrozen/whole", Unfrozen),
+    "sharded, by groups and unfrozen": ("GroupedUnfrozen/diloco/file", GroupedUnfrozen),
+    "whole, by groups and unfrozen": ("GroupedUnfrozen/whole", GroupedUnfrozen),
 }
 BY_NIGHT = ("by groups", "unfrozen")  # one by one
 

@@ -1,4 +1,4 @@
-"""Optimizers of sharded modules that step in halves, or with gradients that nobody averages."""
+"""Optimizers of sharded modules that step in halves, or with gradients that are not averaged."""
 
 from __future__ import annotations
 

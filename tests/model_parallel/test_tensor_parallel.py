@@ -137,7 +137,7 @@ def _begin_on_meta():
     module = Watch("adamw")
     trainer(HierarchicalModelParallelStrategy(PeriodicAveraging(5), ranks_per_node=2), max_epochs=1).fit(module)
     after = [local(parameter) for parameter in module.parameters()]
-    assert all(now is before for now, before in zip(after, held[0], strict=True))  # or agreements went elsewhere
+    assert all(now is before for now, before in zip(after, held[0], strict=True))  # or synchronizations went elsewhere
     return {"first": held[1], "last": after, "losses": module.report}
 
 
@@ -199,9 +199,9 @@ def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, o
         _same(results[of_both], on_four[0]["whole", of_both])
         assert results[of_both]["held_by"] == ["rank", "tensor_parallel"]
     model = 4 * (2 * 6 + 3 * 6 * 16 - 5 * 16)  # bytes: norm, w1, w3, w2
-    if of_both == "periodic":  # agreements of 6 steps, and the first values: no copy of a part travels twice
+    if of_both == "periodic":  # synchronizations of 6 steps, and the first values: no copy of a part travels twice
         sent = sum(results[of_both]["inter_bytes"] for results in on_eight)
-        preflights, padding = 3 * 24 * 8, 4 * 8  # of two agreements, and at the end
+        preflights, padding = 3 * 24 * 8, 4 * 8  # of two synchronizations, and at the end
         buffers = 8 * 4 * 2  # bytes: two on each of eight ranks
         assert sent <= (model + buffers) * (2 * 2 + 1) + preflights + padding
 

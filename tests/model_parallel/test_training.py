@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from model_parallel.conftest import trainer, whole_state
-from model_parallel.sharded import STEPS, Net, Searching, Thawing, Twice
+from model_parallel.sharded import STEPS, Net, Searching, Twice, Unfreezing
 from pairwise import requested, selected
 
 from lightning_hiercomm import (
@@ -52,8 +52,8 @@ OTHERS = {
     ("periodic", "accumulated"): {"accumulate_grad_batches": 2},
     ("periodic", "bf16-mixed"): {"precision": "bf16-mixed"},
     ("periodic", "bf16-true"): {"precision": "bf16-true"},
-    ("periodic", "validated between agreements"): {"val_check_interval": 3},
-    ("diloco", "int8"): {"max_epochs": 2},  # with one agreement each
+    ("periodic", "validated between synchronizations"): {"val_check_interval": 3},
+    ("diloco", "int8"): {"max_epochs": 2},  # with one synchronization each
     ("all_reduce", "int8"): {},
     ("all_reduce", "twice"): {},
     ("all_reduce", "searched"): {},
@@ -61,7 +61,7 @@ OTHERS = {
     ("periodic", "unfrozen"): {},
 }
 RUNS = {**BOTH, **{run: {"max_epochs": 1, **arguments} for run, arguments in OTHERS.items()}}
-BETWEEN_AGREEMENTS = "periodic", "validated between agreements"
+BETWEEN_SYNCHRONIZATIONS = "periodic", "validated between synchronizations"
 NIGHTLY = [
     ("periodic", "clipped"),
     ("periodic", "clipped by value"),
@@ -100,7 +100,7 @@ def _train_all(runs, folder):
             # with a rank's part in one bucket both strategies send as many blocks of codes, each with its scale
             small = {"transport": Transport(bucket_mb=1e-3)}
             wire = {"wire_dtype": "int8"} if how == "int8" else small
-            make = {"twice": Twice, "searched": Searching, "unfrozen": Thawing}.get(how, Net)
+            make = {"twice": Twice, "searched": Searching, "unfrozen": Unfreezing}.get(how, Net)
             module, counted = make("adamw" if how == "adamw" else "sgd"), BytesOfTraining()
             run = trainer(strategy(SCHEMES[name](), ranks_per_node=2, **wire), callbacks=[counted], **arguments)
             run.fit(module)
@@ -112,23 +112,23 @@ def _train_all(runs, folder):
                 "val_loss": run.callback_metrics["val_loss"].item(),
             }
     results["again"] = _fit_again()
-    results["sick"] = {name: _fall_sick(name) for name in ("periodic", "diloco", "gossip", "noloco")}
+    results["nonfinite"] = {name: _become_nonfinite(name) for name in ("periodic", "diloco", "gossip", "noloco")}
     results["taught"] = _fit_taught()
     results["logged"] = _fit_monitored(folder / "logged")
     return results
 
 
-class OneShardFallsSick(pl.Callback):
-    """Node 1 is sick, but only its second rank holds a value that says so when the nodes agree next."""
+class OneShardBecomesNonfinite(pl.Callback):
+    """Node 1 is non-finite, but only its second rank holds a value that says so when the nodes agree next."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_rank == 3 and trainer.global_step == 3:
             next(pl_module.parameters()).grad.to_local().view(-1)[0] = math.nan
 
 
-def _fall_sick(name):
+def _become_nonfinite(name):
     strategy = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=2, health=Health(on_nonfinite="skip"))
-    module, run = Net("adamw"), trainer(strategy, max_epochs=1, callbacks=[OneShardFallsSick()])
+    module, run = Net("adamw"), trainer(strategy, max_epochs=1, callbacks=[OneShardBecomesNonfinite()])
     run.fit(module)
     return {"state": whole_state(module), "left_out": run.strategy.communication()["nonfinite"]}
 
@@ -177,7 +177,7 @@ def _fit_again():
 
 @pytest.fixture(scope="module")
 def trained(launch, request):
-    wanted = {*requested(request, "name", "how"), BETWEEN_AGREEMENTS}
+    wanted = {*requested(request, "name", "how"), BETWEEN_SYNCHRONIZATIONS}
     return launch(partial(_train_all, [run for run in RUNS if run in wanted]))
 
 
@@ -198,7 +198,7 @@ def test_training_follows_the_strategy_whose_ranks_hold_all(trained, name, how):
 def test_as_many_bytes_travel_between_nodes(trained, name, how):
     ours, expected = trained[0][name, how, True], trained[0][name, how, False]
     assert ours["synchronizations"] == expected["synchronizations"]
-    # parts need no padding; whether all nodes took as many steps is asked in one number more, or less, per agreement
+    # shards need no padding, and a preflight check may have one number more, or less, per synchronization
     padding = 4 * 4 * 8 * max(ours["synchronizations"], 1)
     assert abs(ours["bytes"] - expected["bytes"]) <= padding
     assert ours["bytes"] > 1000
@@ -208,7 +208,7 @@ def test_the_monitor_logs_what_a_sharded_node_sends(trained):
     rows = [row for row in trained[0]["logged"] if row["hiercomm/inter_bytes"]]
     parameters = sum(parameter.numel() for parameter in Net().build().parameters())
     assert len(rows) == 2
-    for row in rows:  # an agreement every three steps, of which a node sends the model to the other
+    for row in rows:  # a synchronization every three steps, of which a node sends the model to the other
         assert float(row["hiercomm/inter_bytes"]) == pytest.approx(4 * parameters / 3, rel=0.05)
         assert float(row["hiercomm/disagreement"]) > 0
 
@@ -218,15 +218,15 @@ def test_late_frozen_shards_come_from_the_first_node(trained):
 
 
 @pytest.mark.parametrize("name", ["periodic", "diloco", "gossip", "noloco"])
-def test_a_node_with_one_sick_shard_is_left_out_and_gets_well(trained, name):
+def test_a_node_with_one_nonfinite_shard_is_excluded_and_recovers(trained, name):
     for results in trained:
-        assert all(value.isfinite().all() for value in results["sick"][name]["state"].values())
-    left_out = [results["sick"][name]["left_out"] for results in trained]
+        assert all(value.isfinite().all() for value in results["nonfinite"][name]["state"].values())
+    left_out = [results["nonfinite"][name]["left_out"] for results in trained]
     assert left_out[2] == left_out[3] >= 1  # and peers of gossip need not know
 
 
-def test_nodes_differ_between_agreements(trained):
-    losses = [results[(*BETWEEN_AGREEMENTS, True)]["losses"] for results in trained]
+def test_nodes_differ_between_synchronizations(trained):
+    losses = [results[(*BETWEEN_SYNCHRONIZATIONS, True)]["losses"] for results in trained]
     assert losses[0] != losses[2]
 
 

@@ -33,7 +33,7 @@ SCHEMES = {
     "noloco": partial(ParameterSync, schedule=4, reducer=RandomPermutation(), merge=OuterOptimizer()),
 }
 MEANS = [name for name in SCHEMES if name not in ("steps_delay", "gossip")]
-"""Whose agreed model is the mean of the nodes' present weights; the others' has a meaning of its own."""
+"""Whose averaged model is the mean of the nodes' present weights; the others' has a meaning of its own."""
 
 
 IN_TURNS = [

@@ -229,7 +229,7 @@ def test_each_bank_of_another_length_is_named_once_on_rank_0(ranks, devices, nam
 
 
 class Grows(Plain):
-    """Its banks grow in the first steps, and are trained by nobody."""
+    """Its banks grow in the first steps, and no optimizer trains them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ def test_tensors_of_unequal_shapes_or_types_are_found():
     assert on_ranks(work, [[0], [1]]) == [[expected, {}, {(0, 1), (1, 1)}]] * 2
 
 
-def _trained_beside_a_bank(topology: Topology, scheme: Any, **more: Any) -> list[Any]:
+def _trained_with_a_bank(topology: Topology, scheme: Any, **more: Any) -> list[Any]:
     """Rank 1 replaces its bank before the second of three steps, rank 0 writes to its own; statistics move, too."""
     module = nn.BatchNorm1d(1).to(place.device)
     module.register_buffer("bank", torch.zeros(2, device=place.device))
@@ -399,15 +399,13 @@ def test_a_synchronization_averages_no_bank_that_one_rank_has_replaced(scheme, o
     nodes = [[0, 1]] if scheme.gradients == "none" else [[0], [1]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one, other = on_ranks(
-            lambda topology: _trained_beside_a_bank(topology, scheme, on_nonfinite=on_nonfinite), nodes
-        )
+        one, other = on_ranks(lambda topology: _trained_with_a_bank(topology, scheme, on_nonfinite=on_nonfinite), nodes)
     assert one == [[1.0, [1.0, 0.0]], [2.0, [2.0, 0.0]], [3.0, [3.0, 0.0]], [3.0, 0.0]]
     assert other == [[1.0, [1.0, 0.0]], [2.0, [7.0, 7.0, 7.0]], [3.0, [3.0, 7.0, 7.0]], [3.0, 7.0, 7.0]]
 
 
 @pytest.mark.usefixtures("device")
-def test_nan_in_a_buffer_is_averaged_where_nobody_checks_values():
+def test_nan_in_a_buffer_is_averaged_without_checks():
     def work(topology: Topology) -> list[float]:
         module = nn.Linear(1, 1).to(place.device)
         module.register_buffer("mean", torch.zeros(2, device=place.device))
@@ -434,7 +432,7 @@ def test_nan_in_a_buffer_is_averaged_where_nobody_checks_values():
         assert second == 0.5
 
 
-class Thaws(Grows):
+class Unfreezes(Grows):
     """Trains its first layer from the second epoch on."""
 
     def __init__(self) -> None:
@@ -445,19 +443,19 @@ class Thaws(Grows):
         self.net[0].requires_grad_(self.current_epoch > 0)
 
 
-def _thawed(folder: Path) -> list[Any]:
+def _unfrozen(folder: Path) -> list[Any]:
     reports = []
     for name in ("all_reduce", "periodic"):
-        module = Thaws()
+        module = Unfreezes()
         strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=2)
         one_trainer(folder, devices=4, strategy=strategy, max_epochs=2).fit(module)
         reports.append(module.report[-1])
     return reports
 
 
-def test_parameters_are_unfrozen_beside_banks_of_other_lengths(borrow):
+def test_parameters_are_unfrozen_with_banks_of_other_lengths(borrow):
     """DDP is made again then, and broadcasts what the module holds."""
-    for rank, reports in enumerate(borrow(_thawed, 4)):
+    for rank, reports in enumerate(borrow(_unfrozen, 4)):
         for bank, frozen, *_ in reports:
             assert bank == (torch.arange(3.0 * (rank + 2)) + rank).tolist()
             assert len(frozen) == len(bank)
@@ -482,7 +480,7 @@ def _saved_with_averages(folder: Path) -> list[Any]:
     return [module.bank.tolist(), saved["state_dict"]["bank"].tolist(), saved["state_dict"]["net.0.weight"].tolist()]
 
 
-def test_averages_of_weights_are_saved_beside_banks_of_other_lengths(borrow):
+def test_averages_of_weights_are_saved_with_banks_of_other_lengths(borrow):
     (one, saved, weight), (other, _, same_weight) = borrow(_saved_with_averages, 2)
     assert one == saved == [0.0] * 2
     assert other == [1.0] * 3
@@ -503,10 +501,10 @@ def _averaged_where_named(folder: Path) -> list[list[str]]:
 def test_a_bank_is_named_only_where_it_would_be_averaged(borrow):
     first, other = borrow(_averaged_where_named, 2)
     assert other == [[]] * 4
-    by_default, by_nobody, by_others, by_name = (" ".join(each) for each in first)
+    by_default, by_none, by_others, by_name = (" ".join(each) for each in first)
     for text in (by_default, by_name):
         assert "bank (float32[6] on rank 0, float32[9] on rank 1)" in text
-    for text in (by_nobody, by_others):
+    for text in (by_none, by_others):
         assert "bank (" not in text
         assert "frozen (" in text
     assert "average_buffers names" not in by_default

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_hiercomm.comm.dtensor import DTensor
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
@@ -79,7 +80,7 @@ def test_every_optimizer_has_a_scheme_that_counts_its_own_steps():
     assert on_two_nodes(lambda: PeriodicAveraging(2), work) == [[3.0, 1.0], [3.0, 2.0]]
 
 
-def test_nested_visits_to_the_agreed_model_end_where_training_was():
+def test_nested_visits_to_the_averaged_model_end_where_training_was():
     def work(run: TrainingRun) -> list[float]:
         weight = run.module.first.weight
         add(run, 0, run.topology.rank + 1.0)
@@ -161,7 +162,7 @@ MASKS = {
 
 
 def _sent_with(mask: torch.Tensor | None, scheme: Scheme, wire: Wire) -> list[dict[str, float]]:
-    """Bytes of four steps on two nodes, with a buffer and a look at the agreed model."""
+    """Bytes of four steps on two nodes, with a buffer and a look at the averaged model."""
 
     def body(topology: Topology) -> dict[str, float]:
         module = nn.BatchNorm1d(50).to(place.device)
@@ -217,8 +218,8 @@ def test_averaging_between_forward_and_backward_keeps_gradients():
                 found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad]).tolist())
         return found
 
-    for without, beside_a_look in on_ranks(body, [[0], [1]]):
-        assert beside_a_look == without
+    for without, with_validation in on_ranks(body, [[0], [1]]):
+        assert with_validation == without
 
 
 def test_end_of_run_averages_float_buffers_and_keeps_counters():
@@ -267,7 +268,7 @@ def test_complex_parameters_train_as_their_real_and_imaginary_parts_do(scheme, d
         torch.testing.assert_close(torch.tensor(is_complex), torch.tensor(is_real))
 
 
-def test_leaving_the_agreed_model_without_having_entered_changes_nothing():
+def test_leaving_the_averaged_model_without_having_entered_changes_nothing():
     def work(run: TrainingRun) -> float:
         add(run, 0, run.topology.rank + 1.0)
         run.averaged_model.leave()
@@ -287,11 +288,11 @@ def test_nodes_restart_from_their_average_when_parameters_are_added(scheme):
         run.optimizers[0].add_param_group({"params": [extra]})
         add(run, 0, 0.0)
         with run.averaged_model():
-            agreed = run.module.first.weight.item()
-        return agreed, any(t is extra for t in own.replica.parameters), own.backgrounds == threads
+            averaged = run.module.first.weight.item()
+        return averaged, any(t is extra for t in own.replica.parameters), own.backgrounds == threads
 
     everyone = on_two_nodes(scheme, work)
-    assert [agreed for agreed, _, _ in everyone] == [1.5, 1.5]
+    assert [averaged for averaged, _, _ in everyone] == [1.5, 1.5]
     assert all(knows_new and keeps_threads for _, knows_new, keeps_threads in everyone)
 
 
@@ -299,7 +300,8 @@ def test_what_was_written_into_the_module_from_outside_is_averaged():
     def work(run: TrainingRun) -> list[float]:
         with torch.no_grad():
             run.module.second.weight.fill_(run.topology.rank)
-        run.restart_from_average()
+        run.averaged_model.average_module()
+        run.begin_from_module()
         return [run.module.second.weight.item(), run.schemes[1].state.unsynchronized_steps]
 
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [[0.5, 0], [0.5, 0]]
@@ -500,9 +502,9 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
                     run.step(optimizer, step_in_the_users_autocast)
                 own = module.weight.item()
                 run.averaged_model.enter()
-                agreed = module.weight.item()
+                averaged = module.weight.item()
                 run.averaged_model.leave()
-            return own, agreed
+            return own, averaged
 
     return on_ranks(body, [[0], [1]])
 
@@ -513,7 +515,7 @@ def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) 
     [AllReduce(), DASO(), DiLoCo(1, Product), Gossip(), PeriodicAveraging(1), PeriodicAveraging(4), StepsDelay()],
     ids=lambda scheme: type(scheme).__name__,
 )
-def test_agreements_inside_a_users_autocast_are_those_outside(scheme, wire):
+def test_synchronizations_inside_a_users_autocast_are_those_outside(scheme, wire):
     assert stepped_in_autocast(scheme, Wire.named(wire), True) == stepped_in_autocast(scheme, Wire.named(wire), False)
 
 
@@ -637,7 +639,7 @@ def test_averaged_model_has_buffers_registered_in_training(scheme):
     ids=repr,
 )
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_is_told(scheme, at):
+def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_warns(scheme, at):
     def trained(formats: bool) -> list[list[float]]:
         def body(topology: Topology) -> list[float]:
             module = nn.Conv2d(3, 4, 2).to(place.device)
@@ -690,10 +692,10 @@ def test_non_contiguous_parameters_train_and_are_saved(scheme):
                     run.step(optimizer, lambda: optimizer.step(), last=step == 3)  # which schemes replace
                 run.end_epoch()
                 with run.averaged_model():
-                    run.schedules()
+                    run.schedules.state()
                     run.averaged_model.own_values()
                 run.finish()
-                run.load_schedules(run.schedules())
+                run.schedules.load(run.schedules.state())
                 return [*module.images.flatten().tolist(), *module.matrix.flatten().tolist()]
             finally:
                 run.close(timeout=5.0)
@@ -736,10 +738,10 @@ def test_a_loss_that_ranks_of_a_node_hold_together_counts_like_any_other(process
     def work(run: TrainingRun) -> tuple[float, dict[str, float]]:
         loss = torch.tensor(1.0 + 2.0 * run.topology.rank, device=place.device)
         parallel = DTensor.from_local(loss, mesh, run_check=False)
-        run.watch_loss(parallel)
-        common = run.common_loss(parallel)
+        run.loss.add(parallel)
+        common = common_loss(parallel, run.topology, run.gradients_over)
         assert type(common) is torch.Tensor  # process groups take no other
-        return common.item(), {name: float(n) for name, n in run.mean_loss_so_far().items()}
+        return common.item(), {name: float(n) for name, n in run.loss.common_state_dict().items()}
 
     common, watched = zip(*on_two_nodes(scheme, work), strict=True)
     assert common == ((2.0, 2.0) if scheme is AllReduce else (1.0, 3.0))

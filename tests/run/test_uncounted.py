@@ -139,7 +139,7 @@ def test_writing_the_same_values_again_does_not_end_the_run():
     assert batches_until_the_error(batch, batches=40) == (None, "")
 
 
-def test_an_optimizer_beside_those_of_the_run_ends_it():
+def test_an_optimizer_outside_the_run_ends_it():
     def batch(loop, number):
         loop.backward()
         loop.step()

@@ -97,11 +97,11 @@ def test_nodes_that_evaluate_the_loss_unequally_often_agree(fit, scheme):
     assert (counts[0] == counts[2]) == (scheme.gradients == "world")
 
 
-class Told(torch.optim.SGD):
+class RecordsLosses(torch.optim.SGD):
     """Must have a closure, and remembers what it returns."""
 
     def step(self, closure):
-        self.told = [*getattr(self, "told", ()), closure().item()]
+        self.losses = [*getattr(self, "losses", ()), closure().item()]
         super().step()
 
 
@@ -112,17 +112,17 @@ class Telling(Quadratic):
         return loss
 
     def on_train_end(self):
-        self.report = self.report, self.trainer.optimizers[0].told
+        self.report = self.report, self.trainer.optimizers[0].losses
 
     def configure_optimizers(self):
-        return Told(self.parameters(), lr=1e-3)
+        return RecordsLosses(self.parameters(), lr=1e-3)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 def test_no_wire_rounds_the_loss_by_which_an_optimizer_decides(fit, wire):
     reports = [report["report"] for report in fit(Telling(), {"scheme": AllReduce(), "wire_dtype": wire})]
-    for own, told in zip(zip(*(own for own, _ in reports), strict=True), reports[0][1], strict=True):
-        assert told == pytest.approx(sum(own) / len(own), rel=1e-6)
+    for own, loss in zip(zip(*(own for own, _ in reports), strict=True), reports[0][1], strict=True):
+        assert loss == pytest.approx(sum(own) / len(own), rel=1e-6)
 
 
 class PartlyUsed(Quadratic):
@@ -131,12 +131,12 @@ class PartlyUsed(Quadratic):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=["all_reduce", "periodic"])
-def test_a_module_with_unused_parameters_is_told_which_argument_it_needs(fit, scheme):
+def test_a_module_with_unused_parameters_names_the_argument_it_needs(fit, scheme):
     remedy = r"has parameters that were not used.* `strategy=HierarchicalStrategy\(find_unused_parameters=True\)`"
-    with pytest.raises(ProcessException, match=remedy) as told:
+    with pytest.raises(ProcessException, match=remedy) as raised:
         fit(PartlyUsed(), {"scheme": scheme}, forked=True)
-    assert "training_step: backbone.weight, backbone.bias." in str(told.value)
-    assert "DDPStrategy" not in str(told.value)
+    assert "training_step: backbone.weight, backbone.bias." in str(raised.value)
+    assert "DDPStrategy" not in str(raised.value)
     same_bits(fit(PartlyUsed(), {"scheme": scheme, "find_unused_parameters": True}))
 
 
@@ -220,7 +220,7 @@ def test_infinite_masks_and_bounds_stay_and_end_no_run(masked, name, policy, wir
     assert math.isfinite(one["report"][1])
 
 
-class Sick(Quadratic):
+class Nonfinite(Quadratic):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("moving", torch.zeros(3))
@@ -230,12 +230,12 @@ class Sick(Quadratic):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_buffer_that_becomes_sick_is_named(fit):
+def test_a_buffer_that_becomes_nonfinite_is_named(fit):
     with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)"):
-        fit(Sick(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
+        fit(Nonfinite(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
 
 
-class SickOnOne(Quadratic):
+class NonfiniteOnOne(Quadratic):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("moving", torch.zeros(3))
@@ -246,9 +246,9 @@ class SickOnOne(Quadratic):
 
 
 @pytest.mark.parametrize(("scheme", "can_skip"), [(PeriodicAveraging(2), True), (AllReduce(), False)])
-def test_where_one_node_is_sick_nothing_is_advised_that_the_scheme_refuses(fit, scheme, can_skip):
+def test_where_one_node_is_nonfinite_nothing_is_advised_that_the_scheme_refuses(fit, scheme, can_skip):
     with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)") as raised:
-        fit(SickOnOne(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
+        fit(NonfiniteOnOne(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
     assert ("on_nonfinite='skip'" in str(raised.value)) == can_skip
 
 
@@ -341,18 +341,18 @@ def test_unit_vectors_of_spectral_norm_are_not_averaged(borrow):
             assert torch.stack(lengths).sub(1.0).abs().max() < (0.01 if by_callback else 1e-5)  # averages over steps
 
 
-class SickForAWhile(Quadratic):
+class NonfiniteForAWhile(Quadratic):
     """A rank's loss is NaN in the fourth step; a teacher follows the head, and ``seen`` is what validations log."""
 
-    def __init__(self, sick: int = 1) -> None:
+    def __init__(self, nonfinite: int = 1) -> None:
         super().__init__(steps=6)
-        self.sick = sick
+        self.nonfinite = nonfinite
         self.teacher = nn.Linear(2, 1).requires_grad_(False)
         self.seen: list[float] = []
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch[0], self.backbone, self.head)
-        return loss * math.nan if (self.global_rank, self.trainer.global_step) == (self.sick, 3) else loss
+        return loss * math.nan if (self.global_rank, self.trainer.global_step) == (self.nonfinite, 3) else loss
 
     def on_train_batch_end(self, *_):
         for own, other in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
@@ -366,7 +366,7 @@ class SickForAWhile(Quadratic):
         self.seen.append(float(self.trainer.callback_metrics["val_loss"]))
 
 
-SICK = {
+NONFINITE = {
     "periodic": (PeriodicAveraging, {"sync_every": 3}),
     "diloco": (DiLoCo, {"sync_every": 3}),
     "daso": (DASO, {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0}),
@@ -375,13 +375,13 @@ SICK = {
 }
 
 
-def _sick_with_averages(folder):
+def _nonfinite_with_averages(folder):
     reports = {}
-    for name, (scheme, arguments) in SICK.items():
+    for name, (scheme, arguments) in NONFINITE.items():
         both = EMAWeightAveraging(decay=0.5), KeepsSecond()
         for callback in {"periodic": both, "daso": both[1:]}.get(name, both[:1]):
             strategy = HierarchicalStrategy(scheme(**arguments), ranks_per_node=1, health=Health(on_nonfinite="skip"))
-            module = SickForAWhile()
+            module = NonfiniteForAWhile()
             saves = ModelCheckpoint(folder / f"{name} {type(callback).__name__}", save_last=True, every_n_train_steps=3)
             report = fitted(
                 folder,
@@ -401,8 +401,8 @@ def _sick_with_averages(folder):
 
 @pytest.mark.long("a fit for every kind of average, with checkpoints")
 def test_healed_node_validates_and_saves_finite_averages(borrow):
-    one, other = borrow(_sick_with_averages, ranks=2)
-    assert len(one) == len(SICK) + 1
+    one, other = borrow(_nonfinite_with_averages, ranks=2)
+    assert len(one) == len(NONFINITE) + 1
     for how, (report, seen, saved) in one.items():
         same_bits([report, other[how][0]])
         assert all(map(math.isfinite, seen)), (how, seen)
@@ -410,8 +410,8 @@ def test_healed_node_validates_and_saves_finite_averages(borrow):
             assert all(value.isfinite().all() for value in state.values()), how
 
 
-class SickAtLast(SickForAWhile):
-    """Rank 1 is sick from its fourth step to the end; ``averaged`` is half the weight now, half what it was."""
+class NonfiniteAtLast(NonfiniteForAWhile):
+    """Rank 1 is non-finite from its fourth step to the end; ``averaged`` is half the weight now, half what it was."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,10 +422,10 @@ class SickAtLast(SickForAWhile):
         self.averaged = weight.clone() if self.averaged is None else self.averaged.lerp(weight, 0.5)
 
 
-def _sick_to_the_end(folder):
+def _nonfinite_to_the_end(folder):
     reports = {}
     for validations in (0, 1):
-        module = SickAtLast()
+        module = NonfiniteAtLast()
         scheme = PeriodicAveraging(100, at_epoch_end=False)
         strategy = HierarchicalStrategy(scheme, ranks_per_node=[1, 2], health=Health(on_nonfinite="skip"))
         average, saves = EMAWeightAveraging(decay=0.5), ModelCheckpoint(folder / str(validations), save_last=True)
@@ -438,7 +438,7 @@ def _sick_to_the_end(folder):
 
 
 def test_node_healed_at_the_end_of_fit_gets_the_others_average(borrow):
-    ranks = borrow(_sick_to_the_end, ranks=3)
+    ranks = borrow(_nonfinite_to_the_end, ranks=3)
     for validations in (0, 1):
         expected = ranks[0][validations][0]
         for rank in ranks:
@@ -448,7 +448,7 @@ def test_node_healed_at_the_end_of_fit_gets_the_others_average(borrow):
             assert kept.isfinite().all()
             assert len(seen) == validations
             assert all(map(math.isfinite, seen))
-        assert ranks[1][validations][0].isnan().any(), "rank 1 was sick to the end"
+        assert ranks[1][validations][0].isnan().any(), "rank 1 was non-finite to the end"
 
 
 class SavesAtEnd(KeepsSecond):
@@ -461,7 +461,7 @@ class SavesAtEnd(KeepsSecond):
 
 
 def _saved_at_the_end(folder):
-    module = SickForAWhile(sick=0)
+    module = NonfiniteForAWhile(nonfinite=0)
     scheme = PeriodicAveraging(100, at_epoch_end=False)
     strategy = HierarchicalStrategy(scheme, ranks_per_node=1, health=Health(on_nonfinite="skip"))
     keeps = SavesAtEnd()
@@ -511,7 +511,7 @@ class Looks(pl.Callback):
 @pytest.mark.parametrize(
     "scheme", [AllReduce(), PeriodicAveraging(4), DiLoCo(3)], ids=lambda scheme: type(scheme).__name__
 )
-def test_what_a_module_saves_by_itself_is_the_agreed_model_too(fit, scheme):
+def test_what_a_module_saves_by_itself_is_the_averaged_model_too(fit, scheme):
     own = fit(Adapted(), {"scheme": scheme}, callbacks=[Looks()])
     for path in own[0]["report"]:
         saved = torch.load(path, weights_only=True)

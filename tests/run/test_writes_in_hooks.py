@@ -460,9 +460,9 @@ def test_training_goes_on_after_a_write_in_inference_mode(scheme):
                 run.step(optimizer, train)
                 if step == 5:
                     with torch.inference_mode():
-                        run.begin_validation()
+                        run.hook_writes.begin_validation()
                         module.weight.data.fill_(100.0)
-                        run.end_validation(lambda tensors: broadcast_values(tensors, topology.world))
+                        run.hook_writes.end_validation(lambda tensors: broadcast_values(tensors, topology.world))
                     assert module.weight.item() == 100.0
                     module.bank = torch.zeros(2 + topology.rank)
             run.finish()
@@ -484,10 +484,10 @@ def test_elastic_nodes_undo_what_is_written_and_warn():
         run = TrainingRun(PeriodicAveraging(2), Replicas(module, [optimizer]), topology)
         try:
             before = module.weight.item()
-            run.begin_validation()
+            run.hook_writes.begin_validation()
             module.weight.data.fill_(100.0)
             with pytest.warns(UserWarning, match=r"written to parameters in a validation hook \(weight\) is undone"):
-                run.end_validation(lambda tensors: None)
+                run.hook_writes.end_validation(lambda tensors: None)
             return module.weight.item() - before
         finally:
             run.close(timeout=5.0)

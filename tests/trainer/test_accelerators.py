@@ -1,4 +1,4 @@
-"""Accelerators whose order of work nobody here knows are refused when a Trainer or a Fabric is made."""
+"""Accelerators of unknown execution order are refused when a Trainer or a Fabric is made."""
 
 from __future__ import annotations
 

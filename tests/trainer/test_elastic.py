@@ -27,7 +27,7 @@ from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.trainer import elastic
-from lightning_hiercomm.trainer.elastic import BoundaryCallback, ElasticNode
+from lightning_hiercomm.trainer.elastic import ElasticNode
 from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
 
@@ -52,15 +52,15 @@ class Logging(Quadratic):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.plateau}}
 
 
-def node(trainer=None, leads: bool = True, nodes: int = 1, **membership) -> ElasticNode:
+def node(trainer=None, leads: bool = True, nodes: int = 1, kind=ElasticNode, **membership) -> ElasticNode:
     """A node without a lighthouse."""
     own = ElasticTopology(Topology([[0]], 0, ThreadWorld(1).connect(0, Meter()), Meter()))
     run = SimpleNamespace(topology=own, schemes=[])
     history = SimpleNamespace(nodes=nodes)
-    return ElasticNode(trainer, run, SimpleNamespace(leads=leads, history=history, **membership), Checkpoints())
+    return kind(trainer, run, SimpleNamespace(leads=leads, history=history, **membership), Checkpoints())
 
 
-class Checks(BoundaryCallback):
+class Checks(ElasticNode):
     def on_train_epoch_start(self, trainer, pl_module):
         pass
 
@@ -70,9 +70,12 @@ class Checks(BoundaryCallback):
     def on_train_end(self, trainer, pl_module):
         pass
 
+    def on_exception(self, trainer, pl_module, exception):
+        pass
+
 
 def fit(folder, *callbacks: pl.Callback, plateau: str | None = None) -> None:
-    checks = Checks(node())
+    checks = node(kind=Checks)
     run = one_trainer(folder, callbacks=[checks, *callbacks], enable_checkpointing=True, max_epochs=2)
     run.fit(Logging(plateau))
 
@@ -194,7 +197,7 @@ def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=
         (
             "own_address",
             socket.gaierror(-2, "Name or service not known"),
-            "no way .*lighthouse.*Name or service not known",
+            "no route .*lighthouse.*Name or service not known",
         ),
         ("TCPStore", DistNetworkError("timed out\nframe #0"), r"at 127.0.0.1 \(timed out\): set HIERCOMM_ADDRESS"),
     ],
@@ -251,12 +254,12 @@ def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, a
 def test_a_leaving_node_exits_with_an_unfinished_status(tmp_path, address):
     """It ended with 0, as after the last step, and the shell went on with what comes after a training."""
 
-    class IsTold(pl.Callback):
+    class Terminates(pl.Callback):
         def on_train_batch_end(self, trainer, *args):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(SystemExit) as ended:
-        fit_alone(tmp_path, Quadratic(), IsTold())
+        fit_alone(tmp_path, Quadratic(), Terminates())
     assert ended.value.code == 143
 
 
@@ -271,7 +274,7 @@ def test_a_leaving_node_stays_until_others_have_read_its_vote(error, at_once, is
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(), _data_connector=SimpleNamespace(), callbacks=[])
     own = node(trainer, leave=lambda **how: left.append(how))
     if error is not None:
-        BoundaryCallback(own).on_exception(None, None, error)
+        own.on_exception(None, None, error)
     own.leave(at_once=error is not None)
     assert left == [{"at_once": at_once, "is_over": is_over}]
 

@@ -45,7 +45,7 @@ SCHEMES = {
 
 
 class Net(pl.LightningModule):
-    """Without ``state``, a node's parameters are all that it has of its own between two agreements."""
+    """Without ``state``, a node's parameters are all that it has of its own between two synchronizations."""
 
     def __init__(self, state=True) -> None:
         super().__init__()
@@ -123,8 +123,8 @@ def loop(fabric, strategy):
     for _ in strategy.epochs(EPOCHS, steps=len(loader)):
         train_epoch(fabric, model, optimizer, loader)
         with strategy.averaged_model():
-            agreed = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
-            assert (agreed == agreed[0]).all()
+            averaged = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            assert (averaged == averaged[0]).all()
     return model.state_dict()
 
 
@@ -136,7 +136,7 @@ def test_a_loop_trains_what_a_trainer_trains_to_the_bit(borrow, scheme):
             assert torch.equal(value, expected[name]), name
 
 
-def test_a_strategy_that_nobody_needs_any_more_goes(borrow):
+def test_a_strategy_without_references_is_collected(borrow):
     def program(_):
         strategy = HierarchicalFabricStrategy(PeriodicAveraging(2), ranks_per_node=2)
         Fabric(accelerator="cpu", devices=4, strategy=strategy).launch(loop, strategy)
@@ -170,7 +170,7 @@ def second_half(fabric, strategy, path):
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(2), StepsDelay(2, STEPS), DiLoCo(2)], ids=repr)
-def test_a_loop_resumes_where_it_agreed(launched, scheme, tmp_path):
+def test_a_loop_resumes_where_it_synchronized(launched, scheme, tmp_path):
     # all of them agree with the last step of the first epoch, so nothing is lost in the checkpoint
     launched(scheme, first_half, tmp_path / "half.ckpt")
     launched(scheme, second_half, tmp_path / "half.ckpt")
@@ -186,7 +186,7 @@ def test_a_state_of_another_format_is_refused():
         strategy.load_state_dict({"schedules": []})
     assert str(raised.value) == (
         "the strategy's entry in the checkpoint has no format number, but this version of lightning-hiercomm reads only"
-        " format 2. Leave the strategy out of what fabric.load fills, to go on from the parameters alone."
+        " format 2. Leave the strategy out of the state of fabric.load to continue from the parameters alone."
     )
     state = strategy.state_dict()
     strategy.load_state_dict(state)
@@ -201,16 +201,16 @@ def half_without_epochs(fabric, strategy, path, resumes):
     if resumes:
         fabric.load(path, state)
     (scheme,) = strategy.schemes
-    agreed_at = []
+    synchronized_at = []
     for step in range(6 * resumes, 14):
         before = scheme.state.synchronizations
         fabric.backward(model(torch.ones(2, 3)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        agreed_at += [step + 1] * (scheme.state.synchronizations > before)
+        synchronized_at += [step + 1] * (scheme.state.synchronizations > before)
         if step == 5 and not resumes:
             fabric.save(path, state)
-    torch.save(agreed_at, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
+    torch.save(synchronized_at, path.with_name(f"{resumes}-{fabric.global_rank}.pt"))
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(4), DASO(4, 0, 0, 0), DiLoCo(4)], ids=type)
@@ -343,7 +343,7 @@ def by_closures(fabric, strategy, make, watched):
         optimizer.step(closure)
         node = fabric.all_gather(module.weight.detach())[fabric.global_rank // 2 * 2 :][:2]
         assert node[0] == node[1] != -1.0
-        assert strategy.runs[0].loss_so_far().get("count", 0) == watched
+        assert strategy.runs[0].loss.state_dict().get("count", 0) == watched
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_step_may_evaluate_the_loss_itself(launched, scheme, make, watched):
 
 
 def unfreezing(fabric, strategy, folder):
-    """The bias is unfrozen after three steps, and a parameter that nobody uses."""
+    """The bias is unfrozen after three steps, and an unused parameter."""
     module = nn.Linear(1, 1).double()
     with torch.no_grad():
         module.weight.fill_(1.0)
@@ -418,7 +418,7 @@ def test_unfrozen_or_added_parameters_get_equal_gradients(launched, scheme, prog
         torch.testing.assert_close(torch.tensor(seen), torch.tensor([*expected, expected[-1]]), rtol=1e-9, atol=1e-9)
 
 
-def thawing_sparse(fabric, strategy, folder):
+def unfreezing_sparse(fabric, strategy, folder):
     """A row for each of three ranks, and none for the fourth, is unfrozen after two steps."""
     module = nn.Sequential(nn.Embedding(4, 1, sparse=True).requires_grad_(False), nn.Linear(1, 1, bias=False)).double()
     nn.init.zeros_(module[0].weight)
@@ -437,7 +437,7 @@ def thawing_sparse(fabric, strategy, folder):
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
 def test_an_embedding_with_sparse_gradients_may_be_unfrozen_in_mid_run(launched, scheme, tmp_path):
-    launched(scheme, thawing_sparse, tmp_path)
+    launched(scheme, unfreezing_sparse, tmp_path)
     for rank in range(4):
         trained = torch.load(tmp_path / f"{rank}.pt").flatten()
         torch.testing.assert_close(trained, torch.tensor([-0.5, -0.5, -0.5, 0.0], dtype=torch.float64))
@@ -514,7 +514,7 @@ def turns(fabric, strategy):
     two, adam = fabric.setup(second, torch.optim.Adam(second.parameters(), 0.1))
     seen = []
     for run in strategy.runs:
-        run.watch_loss = lambda loss, run=run: seen.append((strategy.runs.index(run), float(loss)))
+        run.loss.add = lambda loss, run=run: seen.append((strategy.runs.index(run), float(loss)))
 
     def backward(model, value):
         fabric.backward(0.0 * model(torch.ones(1, 1)).sum() + value)
@@ -638,7 +638,7 @@ def test_bad_arguments_are_refused_by_name():
     with pytest.raises(TypeError, match="timeout=30 must be timedelta"):
         HierarchicalFabricStrategy(timeout=30)
     with pytest.raises(
-        ValueError, match=r"the loop is yours.* take a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)"
+        ValueError, match=r"in the middle of your own loop: use a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)"
     ):
         HierarchicalFabricStrategy(elastic="10.0.0.1:29510")
     with pytest.raises(ValueError, match="ranks_per_node=3 does not divide the world of 4 ranks"):
@@ -662,11 +662,11 @@ def test_arguments_that_need_a_trainer_are_refused(arguments, message):
 
 
 def with_friends(fabric, strategy):
-    """A module whose teacher is a part of it, and one with a teacher, and averages, beside it."""
-    module, beside = nn.Linear(2, 1), nn.Linear(2, 1)
+    """A module whose teacher is a part of it, and one with a teacher, and averages, outside it."""
+    module, outside = nn.Linear(2, 1), nn.Linear(2, 1)
     module.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
     model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    teacher = fabric.setup_module(beside.requires_grad_(False))
+    teacher = fabric.setup_module(outside.requires_grad_(False))
     normal = fabric.setup_module(nn.SyncBatchNorm(2, affine=False))  # DDP takes none with parameters on a CPU
     assert dist.get_process_group_ranks(normal.process_group) == [*strategy.topology.intra.ranks]
     average, copied = AveragedModel(model), copy.deepcopy(model)
@@ -676,22 +676,22 @@ def with_friends(fabric, strategy):
         optimizer.step()
         optimizer.zero_grad()
         average.update_parameters(model)
-        beside.bias.fill_(fabric.global_rank)
+        outside.bias.fill_(fabric.global_rank)
         module.teacher.fill_(2.0 * fabric.global_rank)
     fabric.backward(copied(torch.ones(1, 2)).sum() * 0.0)
     with strategy.averaged_model():
         assert [teacher.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
-    assert [beside.bias.item(), module.teacher[0].item()] == [fabric.global_rank, 2.0 * fabric.global_rank]
+    assert [outside.bias.item(), module.teacher[0].item()] == [fabric.global_rank, 2.0 * fabric.global_rank]
     strategy.finish()
-    assert [beside.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
+    assert [outside.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)
-def test_teachers_are_part_of_the_agreed_model_and_averages_are_copied(launched, scheme):
+def test_teachers_are_part_of_the_averaged_model_and_averages_are_copied(launched, scheme):
     launched(scheme, with_friends)
 
 
-def thawing_between_agreements(fabric, strategy):
+def unfreezing_between_synchronizations(fabric, strategy):
     module = nn.Linear(1, 1).double()
     with torch.no_grad():
         module.weight.fill_(0.0)
@@ -711,7 +711,7 @@ def thawing_between_agreements(fabric, strategy):
 
 
 def test_nodes_synchronize_before_the_first_forward_after_an_unfreeze(launched):
-    launched(PeriodicAveraging(5), thawing_between_agreements)
+    launched(PeriodicAveraging(5), unfreezing_between_synchronizations)
 
 
 def late_and_back(fabric, strategy, folder):

@@ -69,7 +69,7 @@ def test_ranks_follow_the_table_to_the_digit(borrow):
         alone = (3.5 + TARGETS[rank]) / 2
         assert of_one[3][0] == alone
         assert [x for x, _ in accumulated][1::2][:4] == expected[:4]
-        # three synchronous steps (2, 3, 3.5), then three of the node: DDP is made anew with the third batch
+        # three synchronous steps (2, 3, 3.5), then three of the node: DDP is made again with the third batch
         assert two_steps == [(3.0, 4), ((3.5 + target) / 2, 4), (3.9375, 2)]
 
 
@@ -146,7 +146,7 @@ def test_resume_in_the_phase_and_at_its_end_changes_nothing(borrow, scheme, repl
 
 
 class Unsized(Quadratic):
-    """Nobody knows how long its epochs are."""
+    """Its epochs have an unknown length."""
 
     def train_dataloader(self):
         class Stream(torch.utils.data.IterableDataset):

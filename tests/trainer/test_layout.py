@@ -61,8 +61,8 @@ def _found(folder: Any, kind: str, sizes: int | None, names: list[str], kind_of_
                 trainer = one_trainer(folder, strategy=strategy, max_epochs=1, **arguments)
                 trainer.fit(Oracle(2))
                 trainer.validate(Validated(), verbose=False)  # connects the ranks again
-        told = [str(each.message) for each in caught if "ranks_per_node=" in str(each.message)]
-        return [list(ranks) for ranks in strategy.topology.nodes], told, str(strategy.root_device)
+        messages = [str(each.message) for each in caught if "ranks_per_node=" in str(each.message)]
+        return [list(ranks) for ranks in strategy.topology.nodes], messages, str(strategy.root_device)
     finally:
         socket.gethostname = gethostname
 
@@ -84,11 +84,11 @@ def _on_ranks(borrow: Any, *arguments: Any) -> Any:
     [("kubeflow", "trainer"), ("kubeflow", "fabric"), ("slurm", "trainer"), ("lightning", "trainer")],
 )
 def test_ranks_of_one_host_form_one_node_with_a_warning(borrow, kind, trainer):
-    (nodes, told, device), other = _on_ranks(borrow, kind, None, ["a", "a"], trainer)
+    (nodes, messages, device), other = _on_ranks(borrow, kind, None, ["a", "a"], trainer)
     assert nodes == other[0] == [[0, 1]]
     assert device == other[2] == "cpu"
     assert other[1] == []
-    (message,) = told
+    (message,) = messages
     assert message == (
         f"{ENVIRONMENTS[kind].__name__} reports the nodes [0] [1], but by host name they are [0, 1] (on a). The host"
         " names are used. Set ranks_per_node to choose the nodes, such as ranks_per_node=1 for those of the"
@@ -106,7 +106,7 @@ def test_ranks_of_one_host_form_one_node_with_a_warning(borrow, kind, trainer):
     ],
 )
 def test_nodes_of_one_rank_are_kept_without_a_contradiction(borrow, kind, sizes, names):
-    for nodes, told, device in _on_ranks(borrow, kind, sizes, names):
+    for nodes, messages, device in _on_ranks(borrow, kind, sizes, names):
         assert nodes == [[0], [1]]
-        assert told == []
+        assert messages == []
         assert device == "cpu"

@@ -24,7 +24,7 @@ from lightning_hiercomm.trainer.monitor import _compared
 MODEL_BYTES = (32 * 2 + 2) * 4  # BoringModel is one Linear(32, 2) in float32
 
 
-# Contention the model, an agreement checks that all nodes took the same number of steps: 16 bytes per rank.
+# Contention the model, a synchronization checks that all nodes took the same number of steps: 16 bytes per rank.
 def model_sized(factor, ranks_per_node=1):
     preflight = 24 * ranks_per_node  # of two nodes
     return pytest.approx(factor * (MODEL_BYTES + preflight), abs=8 * factor)
@@ -88,8 +88,8 @@ def test_changing_the_strategy_on_resume_warns_once(tmp_path, capsys):
         fitter.fit(BoringModel())
     about = [str(warning.message) for warning in warned if "CommunicationMonitor" in str(warning.message)]
     assert about == [
-        "CommunicationMonitor reports on a HierarchicalStrategy, but the trainer's strategy is SingleDeviceStrategy: it"
-        " logs nothing in this run."
+        "CommunicationMonitor logs nothing in this run: it needs a HierarchicalStrategy, but the strategy is"
+        " SingleDeviceStrategy"
     ]
     assert fitter.global_step == 8
     assert "Communication of" not in capsys.readouterr().out
@@ -169,7 +169,7 @@ def test_progress_bar_shows_phase_and_megabytes(tmp_path):
 
 
 def test_bar_and_table_agree_whatever_the_last_steps_sent(tmp_path, capfd):
-    # an agreement in one step of 4, a log in every second: half of the windows are silent, the run so far is not
+    # a synchronization in one step of 4, a log in every second: half of the windows are silent, the run so far is not
     shown = tmp_path / "shown.jsonl"
     arguments = {"callbacks": [RecordingBar(shown)], "enable_progress_bar": True, "log_every_n_steps": 2}
     trainer(tmp_path, PeriodicAveraging(4), devices=4, ranks_per_node=2, max_steps=12, **arguments).fit(BoringModel())

@@ -1,4 +1,4 @@
-"""Optimizers that communicate or step in halves, and steps that nobody counts."""
+"""Optimizers that communicate or step in halves, and uncounted steps."""
 
 from __future__ import annotations
 
@@ -697,13 +697,13 @@ class HalfCounted(Quadratic):
         self.own.step()
 
 
-def test_an_optimizer_beside_those_of_the_run_is_named(borrow):
+def test_an_optimizer_outside_the_run_is_named(borrow):
     for error, _, _ in borrow(lambda folder: outcome(folder, HalfCounted(), PeriodicAveraging(2)), ranks=2):
         assert "head.weight, head.bias changed in several batches, but Adam trains them" in error
         assert "Return their optimizer from configure_optimizers" in error
 
 
-# ---- gradients that nobody averages ------------------------------------------------------------------------------
+# ---- gradients that are not averaged ------------------------------------------------------------------------------
 
 
 class Plain(Quadratic):

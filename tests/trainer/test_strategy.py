@@ -215,7 +215,7 @@ class Validated(Oracle):
         self.report = [self.report, self.seen]
 
 
-def test_validation_sees_the_agreed_model_and_leaves_the_trajectory_alone(fit):
+def test_validation_sees_the_averaged_model_and_leaves_the_trajectory_alone(fit):
     arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
     plain = fit(Oracle(5), {"scheme": PeriodicAveraging(4)})
     validated = fit(Validated(), {"scheme": PeriodicAveraging(4)}, **arguments)
@@ -233,7 +233,7 @@ def test_each_rank_validates_its_own_replica_when_asked_to(fit):
         assert seen[:2] == trace[:2]
 
 
-def test_a_checkpoint_between_agreements_holds_the_averaged_model(fit, tmp_path):
+def test_a_checkpoint_between_synchronizations_holds_the_averaged_model(fit, tmp_path):
     path = tmp_path / "mid.ckpt"
 
     class Save(pl.Callback):
@@ -247,7 +247,7 @@ def test_a_checkpoint_between_agreements_holds_the_averaged_model(fit, tmp_path)
     assert [report["report"][3] for report in reports] == [3.75] * 4
 
 
-class FallsSick(Oracle):
+class BecomesNonfinite(Oracle):
     """Rank 3's gradient is no number in the third batch; or its parameter is not its node's."""
 
     def __init__(self, diverges: bool = False) -> None:
@@ -264,9 +264,9 @@ class FallsSick(Oracle):
             self.x.grad.fill_(torch.nan)  # as it is with gradients that are shared
 
 
-def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
+def test_a_node_that_is_not_finite_is_left_out_of_one_synchronization(fit):
     strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=2, health=Health(on_nonfinite="skip"))
-    reports = fit(FallsSick(), strategy)
+    reports = fit(BecomesNonfinite(), strategy)
     for report in reports:
         trace = report["report"]
         assert trace[3] == 1 - 2**-4  # node 0's alone
@@ -287,7 +287,7 @@ def test_a_node_that_is_not_finite_is_left_out_of_one_agreement(fit):
 )
 def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
     with pytest.raises(Exception, match=message):
-        fit(FallsSick(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
+        fit(BecomesNonfinite(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
 
 
 RAW = Transport(wire_raw=True)
@@ -309,7 +309,7 @@ RAW = Transport(wire_raw=True)
         ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"transport": RAW}, "wire_raw=True needs a wire_dtype"),
-        ({"transport": RAW, "wire_dtype": "top4"}, "parameters themselves, of which wire_dtype='top4' would drop most"),
+        ({"transport": RAW, "wire_dtype": "top4"}, "parameters themselves; wire_dtype='top4' would drop most of them"),
         ({"health": Health(on_nonfinite="skip")}, "AllReduce averages every gradient over all nodes"),
         (
             {"scheme": Gossip(hierarchical=False), "health": Health(verify_replicas="warn")},
@@ -353,7 +353,7 @@ def test_bad_options_are_refused_with_the_remedy(options, arguments, message):
         ("delay", r"write HierarchicalStrategy\(StepsDelay\(delay="),
     ],
 )
-def test_a_keyword_that_nobody_knows_is_refused_with_the_nearest_one(name, message):
+def test_a_keyword_that_is_unknown_is_refused_with_the_nearest_one(name, message):
     with pytest.raises(TypeError, match=message):
         HierarchicalStrategy(**{name: 3})
 
@@ -408,7 +408,7 @@ def test_dataloaders_of_unequal_length_are_refused(fit):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Ones, of which nobody knows before how many there are."""
+    """Yields ones, an unknown number of them."""
 
     def __init__(self, length):
         self.length = length
@@ -446,7 +446,7 @@ def test_unequal_numbers_of_batches_end_the_run_and_name_the_ranks(fit, capfd, s
     assert re.search(rf"{by_batches}|rank 0 \(node 0\) has taken 5 optimizer steps and rank 1 \(node 1\) 8", said)
 
 
-@pytest.mark.long("whoever waits for the rank that has stopped is ended after a while")
+@pytest.mark.long("ranks that wait for a stopped one end after a while")
 def test_a_rank_that_stops_alone_and_validates_is_named(fit, capfd):
     class Stopping(Oracle):
         def training_step(self, batch, batch_idx):
@@ -480,7 +480,7 @@ def test_ranks_reduce_with_their_own_reduce_op_objects(fit):
     assert [report["report"] for report in reports] == [2.0, 2.0]
 
 
-def test_a_number_reduced_on_one_rank_waits_for_nobody(fit):
+def test_a_number_reduced_on_one_rank_does_not_wait(fit):
     """DDPStrategy returns what is no tensor as it is, without a collective."""
 
     class Reducing(Oracle):
@@ -510,13 +510,13 @@ def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
 
 
 @pytest.mark.parametrize("view", [None, False])
-def test_gradients_lie_in_ddps_buckets_unless_told_otherwise(fit, view):
+def test_gradients_lie_in_ddps_buckets_by_default(fit, view):
     class Looking(Oracle):
         def on_train_batch_end(self, *_):
             self.report.append(self.trainer.strategy.model.gradient_as_bucket_view)
 
-    told = {} if view is None else {"gradient_as_bucket_view": view}
-    reports = fit(Looking(), {"scheme": PeriodicAveraging(4), **told}, devices=2)
+    given = {} if view is None else {"gradient_as_bucket_view": view}
+    reports = fit(Looking(), {"scheme": PeriodicAveraging(4), **given}, devices=2)
     assert all(set(report["report"]) == {view is None} for report in reports)
 
 
@@ -537,7 +537,7 @@ def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
 
 
 def test_parameters_unfrozen_in_mid_run_agree_too(fit):
-    class Thawing(Net):
+    class Unfreezing(Net):
         def on_train_epoch_start(self):
             if self.current_epoch == 1:
                 for parameter in self.frozen.parameters():
@@ -547,7 +547,7 @@ def test_parameters_unfrozen_in_mid_run_agree_too(fit):
         def configure_optimizers(self):
             return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
-    reports = fit(Thawing(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, max_epochs=2)
+    reports = fit(Unfreezing(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, max_epochs=2)
     before = Net().frozen.weight
     for report in reports:
         assert not torch.equal(report["state_dict"]["frozen.weight"], before)
@@ -616,7 +616,7 @@ def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
 
 
 class Teaching(Net):
-    """A frozen teacher, which somebody fills when training starts; again when it is resumed."""
+    """A frozen teacher, which a hook fills when training starts; again when it is resumed."""
 
     def on_train_start(self):
         with torch.no_grad():
@@ -729,7 +729,7 @@ def _wrapped_while_growing(folder):
     return len(wrapped), module.report
 
 
-def test_ddp_is_made_anew_when_parameters_come_and_not_before_every_batch(borrow):
+def test_ddp_is_made_again_when_parameters_come_and_not_before_every_batch(borrow):
     (times, report), (_, other) = borrow(_wrapped_while_growing, ranks=2)
     assert len(report) == 6
     assert times == 3  # at first, for the one that is apart, and for the late one
@@ -763,7 +763,7 @@ class GivesUp(pl.Callback):
     is_content = False
 
     def on_train_batch_end(self, trainer, *_):
-        trainer.strategy._control.plane.grace = 60.0  # whoever is late, on a busy machine, is not ended  # noqa: SLF001
+        trainer.strategy._control.plane.grace = 60.0  # do not end a late rank on a busy machine  # noqa: SLF001
         if not self.is_content:
             raise GivenUp
 
@@ -880,7 +880,7 @@ def test_the_last_file_holds_the_mean_of_what_callbacks_average_apart(fit, tmp_p
 
 
 def test_timed_validation_is_refused_with_synchronous_schemes(fit):
-    with pytest.raises(ProcessException, match="every rank looks at its own clock"):
+    with pytest.raises(ProcessException, match="every rank measures by its own clock"):
         fit(Net(), {"ranks_per_node": 1}, devices=2, val_check_interval="00:00:10:00", forked=True)
 
 

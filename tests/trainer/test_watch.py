@@ -63,13 +63,13 @@ def test_ranks_that_stop_together_exit_with_0(control):
 @pytest.mark.parametrize("heard", [None, "rank 3 (node 1) was interrupted"])
 def test_ctrl_c_is_an_interruption_and_one_rank_says_so_in_one_line(control, caplog, monkeypatch, rank, heard):
     control.plane = ControlPlane(rank, 4, f"rank {rank} (node 0)")
-    told = []
+    reported = []
     monkeypatch.setattr(control.plane, "wait_for_failure", lambda timeout: heard)
-    monkeypatch.setattr(control.plane, "report_failure", told.append)
+    monkeypatch.setattr(control.plane, "report_failure", reported.append)
     error = KeyboardInterrupt()
     control.note_exception(error)
     control.note_exception(error)  # callbacks hear of it, and then the strategy
-    assert told == ([] if heard else [error])
+    assert reported == ([] if heard else [error])
     assert caplog.messages == ([] if heard else [f"rank {rank} (node 0) was interrupted"])
     assert all(record.levelname == "WARNING" for record in caplog.records)
     assert not getattr(error, "__notes__", [])
@@ -99,29 +99,29 @@ def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
     monkeypatch.setattr("lightning_hiercomm.trainer.watch.start_control_plane", lambda *_: plane)
     control.start(1, 2, 1, ("localhost", 0), None, broadcast=lambda said: said, gather=lambda said: [said])
     assert not control.is_interrupted(None)
-    told = []
-    monkeypatch.setattr(plane, "report_failure", told.append)
+    reported = []
+    monkeypatch.setattr(plane, "report_failure", reported.append)
     error = ValueError("in this one")
     control.note_exception(error)
-    assert told == [error]
+    assert reported == [error]
 
 
 def test_ranks_that_leave_together_exit_with_0(control):
     """While the node waits for other nodes: there all its ranks are together."""
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     control.watch_over(trainer, leave=lambda: None)
-    assert control.told_to_leave() is None
+    assert control.exception_to_leave() is None
     control.plane.stop_requested = True
-    error = pickle.loads(pickle.dumps(control.told_to_leave()))
-    told = []
-    control.plane.report_failure = told.append
+    error = pickle.loads(pickle.dumps(control.exception_to_leave()))
+    reported = []
+    control.plane.report_failure = reported.append
     control.note_exception(error)
     assert not error.code
-    assert not told
+    assert not reported
 
 
 def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatch, tmp_path):
-    """Lightning would save inside the signal's handler: an agreement to which no other node comes."""
+    """Lightning would save inside the signal's handler: a synchronization to which no other node comes."""
     done = []
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", done.append)
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: done.append("saves"))
@@ -136,16 +136,16 @@ def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatc
         control.before_batch()
         signal.raise_signal(signal.SIGUSR2)
         assert not done
-        assert control.told_to_leave() is None, "it could not be queued again there"
+        assert control.exception_to_leave() is None, "it could not be queued again there"
         with pytest.raises(SIGTERMException):
             control.before_batch()
         assert done == ["leaves", "saves", ["scontrol", "requeue", "7"]]
         assert trainer.received_sigterm
-        assert isinstance(control.told_to_leave(), SIGTERMException)
+        assert isinstance(control.exception_to_leave(), SIGTERMException)
     finally:
         trainer._signal_connector.teardown()
     control.stop(trainer)
-    assert control.told_to_leave() is None
+    assert control.exception_to_leave() is None
     control.before_batch()
 
 

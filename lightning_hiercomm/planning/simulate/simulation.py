@@ -310,7 +310,7 @@ class _Replica:
         optimizer.zero_grad()
         loss = turn.loss(self.module, batch)
         (loss * self._experiment.gradient_scale).backward()
-        run.watch_loss(loss)
+        run.loss.add(loss)
         gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
         if run.gradients_over != "none" and self._topology.world_size > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -1,0 +1,106 @@
+"""Means over all ranks of tensors that no scheme exchanges, such as a teacher's parameters or callbacks' averages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hiercomm.comm.autocast import outside_autocast
+from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
+from lightning_hiercomm.schemes import RunningScheme, Scheme
+from lightning_hiercomm.schemes.health.verification import print_of
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+
+
+class RankMeans:
+    """Averages tensors over all ranks, over finite ones only with ``on_nonfinite="skip"``."""
+
+    def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
+        self._schemes = schemes
+        self._replicas = replicas
+        self._topology = topology
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """Whether ranks with non-finite values are left out of a mean."""
+        return any(scheme.guard.policy.on_nonfinite == "skip" for scheme in self._schemes)
+
+    @outside_autocast()
+    def average_differing(self, tensors: Sequence[Tensor]) -> None:
+        """Average the tensors that differ between ranks, except elastic nodes. Collective."""
+        if not self._topology.may_grow:
+            self.average(self.differing(tensors))
+
+    def differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that differ between ranks. Collective, if any are given."""
+        if self._topology.world_size == 1 or not tensors:
+            return []
+        # by their values: most programs update a teacher by `parameter.data = ...`, which no version counter counts
+        prints = torch.stack([print_of(tensor).to(self._replicas.device) for tensor in tensors])
+        bounds = torch.cat([prints, ~prints])
+        self._topology.world.all_reduce(bounds, op="max").wait()
+        most, least = bounds.chunk(2)
+        return [t for t, is_equal in zip(tensors, (most == ~least).tolist(), strict=True) if not is_equal]
+
+    def differing_others(self, written: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return tensors that no scheme averages, differ between ranks and have a mean. Collective, if there are any.
+
+        Args:
+            written: Buffers that schemes have averaged, and that the module may have written to since.
+        """
+        # where schemes have nothing to do, DDP handles buffers
+        is_alone = bool(self._schemes) and all(scheme.is_alone for scheme in self._schemes)
+        held = [scheme.replica for scheme in self._schemes]
+        others = self._replicas.of_no_scheme(held, with_buffers=not is_alone)
+        differing = self.differing(others if is_alone else [*others, *written])
+        if not differing:
+            return []
+        lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
+        self._topology.world.all_reduce(lack, op="max").wait()
+        left_out = [bool(lacks) for lacks in lack.tolist()]
+        if self.skips_nonfinite:  # the mean of parameters is that of the finite ones
+            left_out = [out and not isinstance(t, nn.Parameter) for out, t in zip(left_out, differing, strict=True)]
+        return [tensor for tensor, out in zip(differing, left_out, strict=True) if not out]
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors that are the same on all ranks; unit vectors get the first rank's values. Collective."""
+        with_mean, directions = self._replicas.parted(tensors)
+        self.average_without(with_mean)
+        broadcast_values(directions, self._topology.world)
+
+    @outside_autocast()
+    def average_without(
+        self, tensors: Sequence[Tensor], equal_in_node: bool = False, is_nonfinite: bool = False
+    ) -> None:
+        """Average tensors without the non-finite ranks. Collective.
+
+        Args:
+            tensors: The same on all ranks.
+            equal_in_node: Whether the ranks of a node are known to hold equal values.
+            is_nonfinite: Whether to leave this rank out, even if its tensors are finite now.
+        """
+        if not tensors:
+            return
+        weights = self._weights_of_finite(tensors, is_nonfinite)
+        replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
+        ShardedAllReduce(replica, self._topology, weights=None if weights is None else lambda _: weights)()
+
+    @torch.no_grad()
+    def _weights_of_finite(self, tensors: Sequence[Tensor], is_nonfinite: bool) -> list[float] | None:
+        """Return the weights of ranks, where some are non-finite: 0 for these, whose tensors are zeroed. Collective."""
+        topology = self._topology
+        if not self.skips_nonfinite:
+            return None
+        is_finite = not is_nonfinite and all(bool(tensor.isfinite().all()) for tensor in tensors)
+        finite = topology.world.all_gather_object(is_finite)
+        if all(finite) or not any(finite):
+            return None
+        if not is_finite:
+            for tensor in tensors:
+                tensor.zero_()
+        weights = [weight * is_one for weight, is_one in zip(topology.weights, finite, strict=True)]
+        return [weight / sum(weights) for weight in weights]

@@ -1,0 +1,152 @@
+"""Checkpoints of a Trainer: they hold the averaged model, and the state of the schemes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_hiercomm._lightning.saves import copied_where, entries_of_rank, taking_shapes, with_base_io
+from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tuner, raw_optimizer
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.plain import per_rank_names
+from lightning_hiercomm.trainer.elastic_refusals import check_first_values
+from lightning_hiercomm.trainer.state import StrategyState
+
+
+class CheckpointHooks(StrategyState):
+    """Lightning's hooks for checkpoints, in the order in which it calls them: saving, then loading."""
+
+    @contextmanager
+    def averaged_model(self) -> Iterator[None]:
+        """Inside, every rank's module holds the averaged parameters; afterwards training continues from its own."""
+        if not self._may_communicate:
+            yield
+            return
+        with self._run.averaged_model():
+            yield
+
+    # ---- saving --------------------------------------------------------------------------------------------------
+
+    def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return a checkpoint that is made of the averaged model."""
+        if not self._may_communicate:
+            return dump()
+        run, model = self._run, self._run.averaged_model
+        if run.has_finished:
+            self._control.barrier()
+            model.average_module()  # callbacks that average may have written to it
+        elif model.is_asked_for:
+            self._control.barrier()
+        if model.is_asked_for or (run.has_finished and model.is_in_module):
+            return dump()
+        with model() if run.has_finished else run.hook_writes.saving(self._broadcast_tensors):
+            checkpoint = dump()
+            if not model.holds_own_values:
+                return checkpoint
+            return copied_where(checkpoint, run.replicas.sees_memory())
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if not self._may_communicate or self._run.averaged_model.is_in_module:
+            return super().lightning_module_state_dict()
+        with self.averaged_model():
+            state = super().lightning_module_state_dict()
+            if not self._run.averaged_model.holds_own_values:
+                return state
+            return {
+                name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()
+            }
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not self._may_communicate:
+            return super().optimizer_state(optimizer)
+        raw = raw_optimizer(optimizer)
+        if hasattr(raw, "consolidate_state_dict"):  # torch's ZeroRedundancyOptimizer, whose state Lightning gathers
+            return super().optimizer_state(raw)
+        return self._run.scheme_of(raw).optimizer_state(only_on=0)  # which writes
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        self._checkpoint_io = with_base_io(self._checkpoint_io, DurableCheckpointIO())
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        self._control.note_progress("saving a checkpoint", self._trainer_or_none)
+        if self._run_or_none is None:
+            return super().save_checkpoint(checkpoint, filepath, storage_options)
+        together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
+        of_tuner = is_of_tuner(filepath) and self._elastic_node is None
+        has_sidecars = (checkpoints.with_replicas or of_tuner) and together
+        entries = entries_of_rank(checkpoint) if has_sidecars else {}  # before they hold the mean
+        if together or run.is_closed:
+            checkpoints.average_foreign_weights(checkpoint, run)
+        checkpoints.add_to(checkpoint, run, self.batches, together)
+        if self._elastic_node is not None and not self._elastic_node.writes:
+            return  # another node writes
+        io = self.checkpoint_io
+        with contextlib.ExitStack() as stack:
+            if has_sidecars:
+                # a tuner restores its file before the epoch's dataloader draws a seed
+                mid_epoch = not self._module.trainer.is_last_batch and not of_tuner
+                stack.enter_context(
+                    checkpoints.sidecars(
+                        checkpoint,
+                        run,
+                        mid_epoch,
+                        lambda own: self.broadcast(own),
+                        io,
+                        filepath,
+                        storage_options,
+                        self.precision_plugin.state_dict(),
+                        entries,
+                    )
+                )
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self.is_global_zero:
+            checkpoints.remove_stale_sidecars(io, filepath, checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._elastic_node is None or self._elastic_node.writes:
+            self._checkpoints.remove(self.checkpoint_io, filepath, self.global_rank)
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        exception = exception_of_tuner()
+        if exception is not None:
+            self._control.note_exception(exception, self._module)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._is_fitting:
+            io, topology = self.checkpoint_io, self._topology
+            self._checkpoints.take(checkpoint, checkpoint_path, self.batches, io, topology, weights_only)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        with taking_shapes(self._module, per_rank_names(checkpoint)):
+            super().load_model_state_dict(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if self._topology.may_grow:
+            check_first_values(self._run)  # before restored values hide what was written in `on_fit_start`
+        self._checkpoints.restore(self._run, self.precision_plugin)
+        if self._elastic_node is not None:
+            self._elastic_node.prepare_loops()
