@@ -242,12 +242,12 @@ class RunningDASO(RunningParameterSync[DASO]):
             return
         if last or self.is_alone:
             return  # the epoch's end averages
-        arrived = self.state.pending.take(self.state.steps)
+        due = self.state.pending.take(self.state.steps)
         starts = (self.state.step_in_epoch - 1) % self._period == 0  # after batch 0, B, 2B, ... of the epoch
         if starts and self.staleness == 0:
             self.average()
-        elif starts or arrived is not None:
-            self._overlap(arrived, self.exchanger.all_fragments if starts else ())
+        elif starts or due is not None:
+            self._overlap(due, self.exchanger.all_fragments if starts else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
         adapts, sums = self.phase == "cycling" and self.config.adapt, list[tuple[float, float]]()

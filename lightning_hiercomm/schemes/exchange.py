@@ -181,42 +181,42 @@ class Exchanger:
 
     # ---- overlapped with training --------------------------------------------------------------------------------
 
-    def overlap(self, arrived: PendingExchange | None, leaving: Sequence[int], staleness: int) -> None:
+    def overlap(self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int) -> None:
         """Merge an exchange that is due, and start the next.
 
         Its first buckets are sent while the last ones that are due are still on the link. Sent earlier, they would
         delay those for which training waits.
 
         Args:
-            arrived: The exchange that is due now, if any.
-            leaving: The fragments of the next exchange.
+            due: The exchange that is due now, if any.
+            outgoing: The fragments of the next exchange.
             staleness: Steps until the next exchange is due.
         """
         state = self._state
         self._guard.verify()
-        if arrived is not None and arrived.verdict.is_nonfinite:  # repaired values are sent, so they are merged first
-            self._merge_up_to(None, arrived)
-        sent = self._begin(leaving, staleness) if leaving else None
-        indexes = [] if arrived is None else [each.index for each in arrived.buckets]
-        if arrived is not None:
-            arrived.verdict.wait()
-            self._end_round(arrived.fragments, arrived)  # before what leaves now arrives, and is stepped
+        if due is not None and due.verdict.is_nonfinite:  # repaired values are sent, so they are merged first
+            self._merge_up_to(None, due)
+        sent = self._begin(outgoing, staleness) if outgoing else None
+        indexes = [] if due is None else [each.index for each in due.buckets]
+        if due is not None:
+            due.verdict.wait()
+            self._end_round(due.fragments, due)  # before the next exchange updates the reference parameters
         waiting: deque[int] = deque()
-        for index in self._buckets_of(leaving):
-            if arrived is not None and arrived.holds(index):
-                self._merge_up_to(index, arrived)
+        for index in self._buckets_of(outgoing):
+            if due is not None and due.holds(index):
+                self._merge_up_to(index, due)
             waiting.append(index)
-            if arrived is None or arrived.is_nearly_done():
+            if due is None or due.is_nearly_done():
                 self._send(waiting, sent)
-        if arrived is not None:
-            self._merge_up_to(None, arrived)
+        if due is not None:
+            self._merge_up_to(None, due)
             state.synchronizations += 1
         self._send(waiting, sent)
-        if arrived is not None:
-            self._recover(self._overlapped, arrived.verdict, indexes)
+        if due is not None:
+            self._recover(self._overlapped, due.verdict, indexes)
 
     def overlap_elastic(
-        self, arrived: PendingExchange | None, leaving: Sequence[int], staleness: int, admits: bool
+        self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int, admits: bool
     ) -> None:
         """Do as :meth:`overlap` where nodes leave and join: merge in one quorum, and send in another.
 
@@ -226,27 +226,27 @@ class Exchanger:
         A node may join during the merge if ``admits``, because no exchange is pending then.
         """
         pending = self._state.pending
-        if arrived is not None:
-            pending.keep(arrived)
+        if due is not None:
+            pending.keep(due)
 
             def merge() -> None:
-                if arrived.is_lost:
-                    self.run(arrived.fragments)
+                if due.is_lost:
+                    self.run(due.fragments)
                 else:
-                    self.overlap(arrived, (), staleness)
+                    self.overlap(due, (), staleness)
 
             self._topology.synchronize(merge, admits=admits)
-            pending.forget(arrived)
-        if leaving:
-            self._topology.synchronize(lambda: self.overlap(None, leaving, staleness), brings=False)
+            pending.forget(due)
+        if outgoing:
+            self._topology.synchronize(lambda: self.overlap(None, outgoing, staleness), brings=False)
 
-    def _begin(self, leaving: Sequence[int], staleness: int) -> PendingExchange:
+    def _begin(self, outgoing: Sequence[int], staleness: int) -> PendingExchange:
         """Launch the preflight of an exchange."""
         state = self._state
-        indexes = self._buckets_of(leaving)
+        indexes = self._buckets_of(outgoing)
         verdict = self._overlapped.begin(state.steps, self._next_turn(), indexes, self._inbound, self._outbound)
-        state.fragments_sent += len(leaving)
-        exchange = state.pending.start(state.steps, state.steps + staleness, leaving, verdict)
+        state.fragments_sent += len(outgoing)
+        exchange = state.pending.start(state.steps, state.steps + staleness, outgoing, verdict)
         if self._topology.may_grow:
             exchange.undo = self._reference.undo_point()
         return exchange
@@ -257,17 +257,17 @@ class Exchanger:
             index = waiting.popleft()
             exchange.buckets.append(self._overlapped.start(index, self._inbound, needs_sent, self._outbound))
 
-    def _merge_up_to(self, last: int | None, arrived: PendingExchange) -> None:
+    def _merge_up_to(self, last: int | None, due: PendingExchange) -> None:
         """Merge the remaining buckets of an exchange in their order, up to and including bucket ``last``, or all."""
-        while arrived.buckets:
-            pending = arrived.buckets.popleft()
+        while due.buckets:
+            pending = due.buckets.popleft()
             pending.arrived.wait()
             self._inbound.hands_out(pending.flat)
             bucket = self.reducer.buckets[pending.index]
-            if arrived.verdict.is_nonfinite:
+            if due.verdict.is_nonfinite:
                 bucket.unpack(pending.flat)
-            elif not arrived.verdict.is_flagged():
-                self._reference.merge(bucket, pending, arrived.staleness, pending.nodes)
+            elif not due.verdict.is_flagged():
+                self._reference.merge(bucket, pending, due.staleness, pending.nodes)
             if pending.index == last:
                 return
 
@@ -299,7 +299,7 @@ class Exchanger:
         return was_excluded
 
     def _end_round(self, fragments: Sequence[int], arriving: PendingExchange | None = None) -> None:
-        """Step the outer scheduler when all fragments have arrived again."""
+        """Step the outer scheduler when all fragments have been received again."""
         if self._reference.outer is not None and self._ends_round(fragments):
             if arriving is not None:
                 arriving.wait()

@@ -378,17 +378,17 @@ class RunningParameterSync(RunningScheme[A]):
     def after_step(self, last: bool) -> None:
         if self.is_alone:
             return
-        leaving = self._due_after(self.staleness)
+        outgoing = self._due_after(self.staleness)
         if not self.staleness:
-            if leaving:
-                self._synchronize_now(leaving)
+            if outgoing:
+                self._synchronize_now(outgoing)
             return
         steps, pending = self.state.steps, self.state.pending
-        arrived = pending.take(steps)
-        if leaving and arrived is None:  # the last epoch ended with a pending exchange, and there is one at a time
-            arrived = pending.take_first(steps)
-        if arrived is not None or leaving:
-            self._overlap(arrived, leaving)
+        due = pending.take(steps)
+        if outgoing and due is None:  # the last epoch ended with a pending exchange, and there is one at a time
+            due = pending.take_first(steps)
+        if due is not None or outgoing:
+            self._overlap(due, outgoing)
 
     def _due_after(self, staleness: int) -> Sequence[int]:
         """Return the fragments that are due ``staleness`` steps after the present one."""
@@ -442,14 +442,14 @@ class RunningParameterSync(RunningScheme[A]):
             self.topology.synchronize(exchange, admits)
         return was_excluded
 
-    def _overlap(self, arrived: PendingExchange | None, leaving: Sequence[int]) -> None:
+    def _overlap(self, due: PendingExchange | None, outgoing: Sequence[int]) -> None:
         """Merge an exchange that is due, and start the next, which overlaps with training."""
-        with _timed(self.tuner, starts=bool(leaving), ends=arrived is not None):
+        with _timed(self.tuner, starts=bool(outgoing), ends=due is not None):
             if self.topology.may_grow:
                 is_last_to_leave = self.staleness < (self.period or math.inf)
-                self.exchanger.overlap_elastic(arrived, leaving, self.staleness, is_last_to_leave)
+                self.exchanger.overlap_elastic(due, outgoing, self.staleness, is_last_to_leave)
             else:
-                self.exchanger.overlap(arrived, leaving, self.staleness)
+                self.exchanger.overlap(due, outgoing, self.staleness)
 
     # ---- the first phase, and sync_every="auto" ------------------------------------------------------------------
 
