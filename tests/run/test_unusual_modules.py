@@ -246,7 +246,7 @@ class NonfiniteOnOne(Quadratic):
 
 
 @pytest.mark.parametrize(("scheme", "can_skip"), [(PeriodicAveraging(2), True), (AllReduce(), False)])
-def test_where_one_node_is_nonfinite_nothing_is_advised_that_the_scheme_refuses(fit, scheme, can_skip):
+def test_advice_for_a_nonfinite_node_is_possible_with_the_scheme(fit, scheme, can_skip):
     with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)") as raised:
         fit(NonfiniteOnOne(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
     assert ("on_nonfinite='skip'" in str(raised.value)) == can_skip

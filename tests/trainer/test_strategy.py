@@ -215,7 +215,7 @@ class Validated(Oracle):
         self.report = [self.report, self.seen]
 
 
-def test_validation_sees_the_averaged_model_and_leaves_the_trajectory_alone(fit):
+def test_validation_sees_the_averaged_model_and_leaves_training_unchanged(fit):
     arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
     plain = fit(Oracle(5), {"scheme": PeriodicAveraging(4)})
     validated = fit(Validated(), {"scheme": PeriodicAveraging(4)}, **arguments)
