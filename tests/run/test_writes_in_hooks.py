@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pairwise import requested
 from problems import one_trainer
 from torch import nn
 from torch.utils.data import DataLoader
@@ -152,10 +153,10 @@ WRITES = {
 ALIKE = [number for number, how in WRITES.items() if how not in ("rank 0 alone", "by rank", "statistics", "teacher")]
 
 
-def _program(ranks_per_node: int, folder: Path) -> dict[str, Any]:
+def _program(ranks_per_node: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
     said = {}
-    for name, scheme in SCHEMES.items():
-        strategy = HierarchicalStrategy(scheme(), ranks_per_node=ranks_per_node)
+    for name in names:
+        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=ranks_per_node)
         module = Written(WRITES)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -167,11 +168,18 @@ def _program(ranks_per_node: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(borrow: Any) -> list[dict[str, Any]]:
-    return borrow(partial(_program, 1), 2)
+def ranks(borrow: Any, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return borrow(partial(_program, 1, _requested(request)), 2)
 
 
-@pytest.fixture(params=SCHEMES)
+def _requested(request: pytest.FixtureRequest) -> list[str]:
+    return [name for name in SCHEMES if (name,) in requested(request, "name")]
+
+
+VARIANTS = {"every step", "eq1", "overlapped gossip", "streaming"}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIANTS)) for name in SCHEMES])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -382,8 +390,8 @@ def _saving_program(ranks_per_node: int, names: Sequence[str], folder: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def saving_ranks(borrow: Any) -> list[dict[str, Any]]:
-    return borrow(partial(_saving_program, 1, [*SCHEMES]), 2)
+def saving_ranks(borrow: Any, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return borrow(partial(_saving_program, 1, _requested(request)), 2)
 
 
 def test_what_is_written_alike_in_on_save_checkpoint_is_kept(saving_ranks, name):
