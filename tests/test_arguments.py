@@ -146,7 +146,7 @@ def test_any_value_in_a_configuration_file_is_taken_or_refused_by_name(which, va
         ({"numbr": 3}, r"make has no argument 'numbr'\. Did you mean 'number'\?"),
     ],
 )
-def test_what_is_wrong_with_a_type_is_said_in_words(given, message):
+def test_type_errors_are_explained_in_words(given, message):
     @checked_arguments
     def make(number: int = 1, weights: list[float] | None = None, share: float = 0.5) -> None:
         pass
@@ -180,13 +180,13 @@ def test_too_many_arguments_are_refused_by_the_name_of_the_class(make, message):
         make()
 
 
-def test_what_is_of_a_wrong_type_is_the_error_that_python_raises_for_it():
+def test_wrong_types_raise_type_error():
     with pytest.raises(TypeError) as refused:
         hiercomm.PeriodicAveraging(4.5)
     assert refused.type is TypeError  # in a traceback argparse's ArgumentTypeError means a command line
 
 
-def test_what_is_right_in_a_configuration_file_is_taken():
+def test_valid_configuration_files_are_accepted():
     config = {"class_path": "lightning_hiercomm.StepsDelay", "init_args": {"delay": 5, "alpha": 0.5}}
     scheme = PARSER.instantiate_classes(PARSER.parse_object(Namespace(scheme=config))).scheme
     assert (scheme.delay, scheme.alpha) == (5, 0.5)

@@ -161,7 +161,7 @@ def test_second_yaml_replaces_the_scheme(strategy):
     assert isinstance(strategy(PERIODIC, ALL_REDUCE).scheme, AllReduce)
 
 
-def test_a_name_given_over_a_config_stands_for_the_defaults_of_its_scheme(strategy):
+def test_a_scheme_name_on_the_command_line_means_its_defaults(strategy):
     assert described(strategy(PERIODIC, args=[f"{SCHEME}=daso"]).scheme) == described(DASO())
 
 
@@ -172,7 +172,7 @@ SCHEMES_OF_DIGITS = sorted(path.name for path in DIGITS.glob("*.yaml") if "schem
 @pytest.mark.pairwise
 @pytest.mark.parametrize("other", SCHEMES_OF_DIGITS)
 @pytest.mark.parametrize("name", [name for name in SCHEMES_OF_DIGITS if name != "config.yaml"])
-def test_an_example_laid_over_another_means_what_it_says(strategy, name, other):
+def test_an_example_config_overrides_another(strategy, name, other):
     config, last = (DIGITS / "config.yaml").read_text(), (DIGITS / name).read_text()
     alone = described(strategy(config, (DIGITS / "all_reduce.yaml").read_text(), last).scheme)
     assert described(strategy(config, (DIGITS / other).read_text(), last).scheme) == alone
@@ -225,7 +225,7 @@ def test_a_composition_from_yaml(strategy):
     assert copy.deepcopy(scheme).merging.keep_local == 0.0
 
 
-def test_a_copy_does_not_copy_what_makes_the_outer_optimizer(strategy):
+def test_a_copy_shares_the_factory_of_the_outer_optimizer(strategy):
     """LightningCLI's factory refers to the whole program, parts of which cannot be copied in training."""
 
     class Unique:
@@ -275,7 +275,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "in_python"), REFUSED, ids=[change[1] for change, _ in REFUSED])
-def test_what_a_constructor_refuses_in_a_file_is_said_in_its_own_line(strategy, change, in_python):
+def test_a_constructor_error_in_yaml_has_its_own_line(strategy, change, in_python):
     with pytest.raises(ValueError, match=r"must|needs") as refused:
         in_python()
     with pytest.raises(ValueError, match=r"must|needs") as left:
@@ -312,7 +312,7 @@ def test_help_documents_the_fields(capsys):
 
 
 @pytest.mark.parametrize("name", ["ddp_comm_hook", "model_averaging_period", "process_group", "device_mesh", "dim"])
-def test_help_leaves_out_what_is_refused(capsys, name):
+def test_help_omits_refused_arguments(capsys, name):
     with pytest.raises(SystemExit):
         LightningCLI(BoringModel, run=False, args=["--trainer.strategy.help=lightning_hiercomm.HierarchicalStrategy"])
     assert f"--trainer.strategy.{name} " not in capsys.readouterr().out

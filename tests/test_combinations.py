@@ -13,7 +13,7 @@ ON_PUSH = 60
 @pytest.mark.parametrize(
     "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 200, BATCH)]
 )
-def test_random_combinations_are_what_an_independent_calculation_gives(first):
+def test_random_combinations_equal_an_independent_calculation(first):
     for number in range(first, first + BATCH):
         try:
             check(drawn(number))
@@ -39,7 +39,7 @@ def test_an_exchange_in_flight_at_an_epochs_end_is_merged_before_the_next(merge,
     check(Combination("parameter_sync", _parameter_sync(3, 2, merge), wire=wire, resume=7, looks=(7,)))
 
 
-def test_healing_a_node_does_not_meet_what_has_just_left():
+def test_repairing_a_node_does_not_mix_with_a_pending_exchange():
     diloco = (("sync_every", 5), ("outer_optimizer", "adam"), ("fragments", 3), ("staleness", 1), ("gradients", "node"))
     for _ in range(10):
         check(

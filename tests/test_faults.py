@@ -42,7 +42,7 @@ def test_the_list_has_all_faults_moments_schemes_and_launchers():
     assert all(case.victim < 2 * case.ranks for case in cases)
 
 
-def test_what_is_left_behind_is_seen(tmp_path, monkeypatch):
+def test_leftover_processes_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "_GRACE", 1.0)
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     with subprocess.Popen(sleeper, cwd=tmp_path, start_new_session=True) as process:

@@ -572,7 +572,7 @@ def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(silent, accident)
 
 
 @pytest.mark.long("a step lasts longer than the four seconds of silence that are asked about")
-def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(silent):
+def test_a_long_step_goes_on_and_all_ranks_report_where_they_are(silent):
     launch, _, output = silent("sleep")
     _check_trained(launch, 40, output)
     assert output.count(f"lightning_hiercomm: no rank made progress for {HANG} s (hang_timeout), and") == 1, output
@@ -580,7 +580,7 @@ def test_a_long_step_is_not_frozen_but_all_ranks_say_where_they_are(silent):
 
 
 @pytest.mark.long("four seconds of silence are what makes a rank frozen")
-def test_a_forked_rank_that_is_stopped_leaves_nothing_behind(launch):
+def test_a_stopped_forked_rank_leaves_no_process_or_file(launch):
     _with_fork(
         launch,
         1,

@@ -17,7 +17,7 @@ def pairs(cells):
 
 
 @pytest.mark.parametrize("cells", [CELLS, INCOMPLETE], ids=["complete", "incomplete"])
-def test_all_pairs_of_values_meet_in_few_cells(cells):
+def test_few_cells_cover_all_pairs_of_values(cells):
     chosen = select(cells)
     assert pairs(cells[number] for number in chosen) == pairs(cells)
     assert 34 <= len(chosen) <= 42  # seven by five, or one less

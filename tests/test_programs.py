@@ -80,7 +80,7 @@ WRITES_IN_SAVES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", WRITES_IN_SAVES, ids=lambda program: program.scheme)
-def test_schemes_take_over_what_is_clamped_in_saves(program):
+def test_schemes_keep_values_clamped_while_saving(program):
     error = _trouble(program)
     assert error is None, error
 

@@ -66,7 +66,7 @@ def trained(tree, ours, folder, fit_arguments=None, **arguments):
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(4)]
 
 
-def test_both_offer_the_same_names_and_share_what_does_not_touch_lightning():
+def test_both_trees_have_equal_names_and_share_lightning_free_modules():
     assert second.__all__ == first.__all__
     for name in first.__all__:
         mine, theirs = getattr(first, name), getattr(second, name)
@@ -76,7 +76,7 @@ def test_both_offer_the_same_names_and_share_what_does_not_touch_lightning():
             assert theirs is mine
 
 
-def test_only_what_meets_the_trainer_exists_twice():
+def test_only_modules_that_use_lightning_exist_twice():
     rooms = {name.split(".")[1] for name in _second_tree.touching_lightning()}
     assert rooms == {"__main__", "_lightning", "checkpoints", "planning", "trainer"}
     assert first.HeterogeneousBatches is second.HeterogeneousBatches
@@ -175,7 +175,7 @@ def test_tracebacks_and_inspect_show_the_one_source_file():
         ),
     ],
 )
-def test_who_mixes_the_trees_is_told_what_to_import(tree, wrong, shown, right):
+def test_mixing_the_trees_raises_with_the_right_import(tree, wrong, shown, right):
     with pytest.raises(ValueError, match=shown):
         tree.Trainer(**QUIET, strategy=wrong.HierarchicalStrategy())
     trainer = tree.Trainer(**QUIET, callbacks=[wrong.CommunicationMonitor()])

@@ -40,7 +40,7 @@ def soak(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.long("at least 22 fits, one after the other, in one process")
 @pytest.mark.parametrize("fits", [22, pytest.param(50, marks=pytest.mark.nightly)])
-def test_many_fits_leave_no_handle_thread_or_process_group_behind(tmp_path, fits):
+def test_many_fits_leak_no_handle_thread_or_process_group(tmp_path, fits):
     for said in soak(tmp_path, 2, "--fits", str(fits)):
         seen = said["fits"]
         after_every_scheme, at_the_end = seen[11], seen[-1]

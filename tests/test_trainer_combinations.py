@@ -19,7 +19,7 @@ def ranks_that_stay_for_the_next_fit():
 @pytest.mark.parametrize(
     "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 100, BATCH)]
 )
-def test_random_fits_are_what_an_independent_calculation_gives(first):
+def test_random_fits_equal_an_independent_calculation(first):
     for number in range(first, first + BATCH):
         try:
             check(drawn(number))

@@ -214,7 +214,7 @@ def test_a_trainer_that_joins_a_finished_run_gets_its_parameters(tmp_path):
     assert healed["steps"][0] == 24
 
 
-def test_what_other_nodes_would_have_to_unpickle_is_left_out_and_named(tmp_path):
+def test_state_that_needs_unpickling_is_excluded_and_named(tmp_path):
     class Odd(pl.Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"odd": Net()}

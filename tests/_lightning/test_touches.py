@@ -140,7 +140,7 @@ def test_the_replaced_broadcast_stops_the_run_and_can_be_put_back():
     assert {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}.isdisjoint(vars(run._signal_connector))
 
 
-def test_slurms_signal_saves_where_all_ranks_are_and_not_where_it_comes(monkeypatch, tmp_path):
+def test_slurms_signal_saves_at_a_batch_common_to_all_ranks(monkeypatch, tmp_path):
     saved = []
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", saved.append)
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: saved.append(path))
@@ -178,7 +178,7 @@ def test_a_sigterm_reaches_the_replaced_handler_only():
     assert not run.received_sigterm
 
 
-def test_the_launcher_of_forked_ranks_does_what_the_watchful_one_builds_on():
+def test_lightnings_fork_launcher_has_the_members_we_override():
     launch = inspect.getsource(_MultiProcessingLauncher.launch)
     assert launch.index("self._wrapping_function,") < launch.index("self.procs = ") < launch.index(".join()")
     assert issubclass(SIGTERMException, SystemExit)  # which leaves a rank with exit code 0
@@ -190,7 +190,7 @@ def test_a_version_without_the_touched_method_is_refused(monkeypatch):
         replace_sigterm_broadcast(trainer(), Together())
 
 
-def test_a_marked_sigterm_is_what_lightning_sees():
+def test_lightning_sees_a_marked_sigterm():
     run = trainer()
     assert not run.received_sigterm
     mark_sigterm_received(run)
@@ -211,7 +211,7 @@ def test_the_raw_optimizer_is_the_users_own():
     assert type(raw) is torch.optim.SGD
 
 
-def test_an_exception_marks_the_trainer_before_callbacks_hear_of_it():
+def test_an_exception_sets_the_trainer_state_before_callbacks_run():
     seen = []
 
     class Listener(pl.Callback):
@@ -319,7 +319,7 @@ def test_the_first_callback_comes_before_the_users_and_can_leave():
     assert first not in run.callbacks
 
 
-def test_the_epoch_ends_are_where_the_strategy_looks_for_them():
+def test_touched_epoch_ends_exist_in_lightning():
     """Order of calls: the last batch's end, then validation, then the epoch's end."""
     heard = []
 
@@ -354,7 +354,7 @@ def test_batches_that_stepped_are_the_loggers_steps():
     assert batches_that_stepped(run) == 3
 
 
-def test_a_checkpoint_says_whether_it_holds_averaged_weights(tmp_path):
+def test_a_checkpoint_records_whether_it_holds_averaged_weights(tmp_path):
     averaging = pl.callbacks.WeightAveraging()
     for name, callbacks in (("averaged", [averaging]), ("plain", [])):
         run = trainer(max_steps=2, limit_val_batches=0, callbacks=callbacks, default_root_dir=tmp_path)
@@ -652,7 +652,7 @@ def test_shard_directories_keep_the_rest_in_lightnings_file(tmp_path):
     assert _is_sharded_checkpoint(tmp_path)
 
 
-def test_a_process_group_meets_at_the_store_that_it_is_given():
+def test_a_process_group_uses_the_given_store():
     store = dist.HashStore()
     with process_group_meets_at(store, rank=0, size=1):
         dist.init_process_group("gloo", rank=0, world_size=1)  # there is no MASTER_ADDR for env://
@@ -730,7 +730,7 @@ def test_buckets_that_ddp_cuts_by_rules_of_their_own_are_ddps(process_group, arg
 
 
 @pytest.mark.parametrize("given", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_a_ddp_that_reduces_nothing_shows_what_ddp_shows(process_group, given):
+def test_pass_through_ddp_has_the_attributes_of_ddp(process_group, given):
     module = nn.Linear(2, 1)
     arguments = {"process_group": dist.group.WORLD, **given}
     ddp, ours = DistributedDataParallel(module, **arguments), PassThroughDDP(module, None, arguments)
@@ -882,7 +882,7 @@ def test_a_group_that_is_destroyed_meanwhile_ends_no_count(process_group, monkey
     assert collectives_begun() == before
 
 
-def test_torch_tells_which_gpus_a_process_uses():
+def test_torch_reports_the_gpus_of_a_process():
     assert callable(torch._C._cuda_hasPrimaryContext) or not torch.backends.cuda.is_built()
     assert not gpu_is_busy() or torch.cuda.is_initialized()
 

@@ -112,7 +112,7 @@ def test_a_division_within_an_epoch_uses_every_sample_once(clock):
     assert [a + b for a, b in zip(first, second, strict=True)] == [[*range(32 * k, 32 * k + 32)] for k in range(400)]
 
 
-def test_two_sizes_show_what_a_step_costs_whatever_its_size(clock):
+def test_two_batch_sizes_give_the_fixed_cost_of_a_step(clock):
     """With equal batches of 16 rank 1 is half as fast; what rank 0 loses at every step cannot be shared."""
 
     def work(rank, topology):
@@ -178,7 +178,7 @@ class Numbers(IterableDataset):
     [([Numbers()], True), ([range(32 * 400)] * 2, True), ([range(32 * 400)], False)],
     ids=["stream", "two loaders", "manual optimization"],
 )
-def test_what_cannot_change_within_an_epoch_changes_at_the_next_one(clock, datasets, may_change):
+def test_changes_are_deferred_to_the_next_epoch(clock, datasets, may_change):
     def work(rank, topology):
         batches = bound(topology, 32)
         loaders = [batches.process_dataloader(DataLoader(dataset)) for dataset in datasets]
@@ -555,7 +555,7 @@ def test_bad_arguments_are_named(arguments, message):
         ({"global_batch_size": 1}, "less than one sample for each of the 2 ranks"),
     ],
 )
-def test_what_does_not_suit_the_ranks_is_named(arguments, message):
+def test_arguments_that_do_not_fit_the_ranks_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         on_ranks([[0, 1]], lambda rank, topology: bound(topology, **{"global_batch_size": 8, **arguments}))
 

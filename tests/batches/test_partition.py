@@ -38,7 +38,7 @@ def test_step_times_of_1_2_and_4_seconds_are_speeds_4_2_and_1():
     ("weighting", "expected"),
     [("samples", 1.7109375), ("speed", 12 / 7), ("none", 7 / 3), ("speed_unnormalized", 4 * 1 + 2 * 2 + 1 * 4)],
 )
-def test_gradients_1_2_and_4_combine_as_the_table_says(weighting, expected):
+def test_gradients_1_2_and_4_combine_as_in_the_table(weighting, expected):
     weights, scale = rank_weights(weighting, [73, 37, 18], [4, 2, 1]), gradient_scale(weighting, [4, 2, 1])
     combined = scale * sum(weight * gradient for weight, gradient in zip(weights, (1, 2, 4), strict=True))
     assert combined == pytest.approx(expected, abs=1e-15)

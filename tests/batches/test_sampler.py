@@ -194,7 +194,7 @@ def test_a_stream_is_read_by_all_and_divided(workers):
         assert sorted(seen) == list(range(49))
 
 
-def test_a_sized_stream_tells_how_many_batches_there_are():
+def test_a_sized_iterable_dataset_gives_the_number_of_batches():
     (loader,) = divided(DataLoader(SizedStream(10), 2), [3])
     assert len(loader) == len(list(loader)) == 3
 
@@ -225,7 +225,7 @@ class Buckets(BatchSampler):
         (DataLoader(Stream(8), num_workers=1, persistent_workers=True), "persistent_workers=False"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_the_reason(loader, reason):
+def test_indivisible_loaders_are_refused_with_the_reason(loader, reason):
     with pytest.raises(ValueError, match=reason):
         divide_dataloader(loader, Division(0, [3, 1]), seed=0, sizes_may_change=True)
 

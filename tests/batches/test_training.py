@@ -102,7 +102,7 @@ def test_periodic_averaging_every_step_does_so_too_with_plain_sgd(fit):
 
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "steps_delay"])
-def test_every_scheme_trains_on_unequal_batches_and_agrees(fit, scheme):
+def test_every_scheme_trains_on_unequal_batches(fit, scheme):
     reports = fit(Net(), {"scheme": scheme, "batches": HeterogeneousBatches(12, [3, 1, 1, 1])}, max_epochs=2)
     for rank, report in enumerate(reports):
         assert report["report"] == [[6, 2, 2, 2][rank]] * 8
@@ -307,7 +307,7 @@ def test_logged_means_are_means_over_samples(fit):
         assert report["metrics"]["sum"] == 48
 
 
-def test_validation_is_divided_by_lightning_as_ever(fit):
+def test_validation_data_are_divided_by_lightning(fit):
     class Validated(Net):
         def validation_step(self, batch, batch_idx):
             self.report.append(-len(batch[0]))

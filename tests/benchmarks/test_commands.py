@@ -17,7 +17,7 @@ CHECKOUT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "command", ["speed", "latency", "one-node", "scaling", "accuracy", "timeline", "papers", "report"]
 )
-def test_results_go_where_git_does_not_look_unless_asked(command):
+def test_results_are_written_to_an_ignored_folder_by_default(command):
     parser = make_parser()
     out = parser.parse_args([command]).out
     ignored = subprocess.run(["git", "check-ignore", "--quiet", "--no-index", out / "speed.json"], cwd=CHECKOUT)

@@ -11,11 +11,11 @@ from benchmarks.documents import CHECKOUT, PAGES, SUBSTITUTIONS, without_marked,
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-def test_a_page_says_what_is_stored(page):
+def test_a_page_shows_the_stored_results(page):
     assert page.read_text() == written(page.read_text()), "python -m benchmarks documents"
 
 
-def test_substitutions_are_what_is_stored():
+def test_substitutions_equal_the_stored_results():
     assert SUBSTITUTIONS.read_text() == documents.substitutions(), "python -m benchmarks documents"
 
 

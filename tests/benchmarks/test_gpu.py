@@ -42,7 +42,7 @@ def run(*arguments: str) -> None:
     parsed.command(parsed)
 
 
-def test_a_stand_in_measures_rows_and_says_that_it_is_one(tmp_path, monkeypatch):
+def test_a_fake_device_measures_rows_and_is_marked_as_fake(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.sys, "executable", stand_in_for_python())
     run("--stand-in", "--no-fits", "--tests", "--rows", "periodic, staged", "--out", str(tmp_path))
     found = json.loads((tmp_path / "the-cpu.json").read_text())
@@ -89,7 +89,7 @@ def test_tests_are_counted_by_room_and_failures_named(report):
     assert "- apart: gossip, torch by 0.5" in page
 
 
-def test_what_there_is_no_time_for_is_named(tmp_path):
+def test_runs_without_time_left_are_named(tmp_path):
     run("--stand-in", "--no-fits", "--seconds", "0", "--rows", "ddp", "--out", str(tmp_path))
     page = (tmp_path / "the-cpu.md").read_text()
     assert "| ddp | left out: the time was up |" in page
@@ -145,7 +145,7 @@ def test_tests_that_have_run_when_the_time_is_up_are_counted(tmp_path, monkeypat
     assert "Stopped after 77 s: others have not run." in page
 
 
-def test_ranks_find_what_a_module_of_the_cluster_has_put_on_the_path(tmp_path, monkeypatch):
+def test_ranks_find_programs_on_the_path_of_the_parent(tmp_path, monkeypatch):
     (tmp_path / "module").mkdir()
     (tmp_path / "module" / "lightning_of_the_cluster.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "module"))
@@ -172,7 +172,7 @@ def test_gpu_benchmark_needs_only_torch_and_lightning(tmp_path):
     assert "two processes" in said.lower(), said[-2000:]
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch):
+def test_a_missing_gpu_is_reported(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="no GPU"):
         run("--out", str(tmp_path))

@@ -76,7 +76,7 @@ def test_every_repetition_is_kept_so_that_the_spread_is_known() -> None:
     assert report.measured(cell) == "1200 ± 250"
 
 
-def test_a_row_that_fails_says_why_and_the_table_does_too(tmp_path: Path) -> None:
+def test_a_failed_row_gives_the_reason_in_the_table(tmp_path: Path) -> None:
     jobs = [Job("ddp.0", "ddp", "mlp1m", 1, 1), Job("accelerate.0", "accelerate", "mlp1m", 1, 1)]
     results = {"ddp.0": [record("ddp", 0, [1, 1])], "accelerate.0": [Record("accelerate.0", 0, 0, error="no | wheel")]}
     cells = measure.cells(jobs, results, 2, 2, None)

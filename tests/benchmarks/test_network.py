@@ -15,7 +15,7 @@ from benchmarks import launch, network
 from benchmarks.job import Job
 
 
-def test_without_root_it_says_so_and_falls_back_to_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_it_warns_and_uses_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with network.open_network(2) as fallback:
         assert isinstance(fallback, network.LoopbackNetwork)
@@ -24,7 +24,7 @@ def test_without_root_it_says_so_and_falls_back_to_loopback(monkeypatch: pytest.
         assert [node.interface for node in fallback.nodes] == ["lo", "lo"]
 
 
-def test_without_iproute2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_iproute2_is_reported_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr("shutil.which", lambda tool: None)
     assert "apt-get install iproute2" in str(network.why_no_namespaces())
@@ -73,14 +73,16 @@ def test_eight_nodes_have_a_link_each_and_reach_each_other() -> None:
     assert first.namespace not in network.command("ip", "netns", "list")
 
 
-def test_leaving_ends_what_was_started(tmp_path: Path) -> None:
+def test_leaving_ends_started_exchanges(tmp_path: Path) -> None:
     with network.LoopbackNetwork(1) as loopback, open(tmp_path / "log", "wb") as log:
         sleeper = loopback.start(loopback.nodes[0], [sys.executable, "-c", "import time; time.sleep(60)"], {}, log)
         assert sleeper.poll() is None
     assert sleeper.poll() is not None
 
 
-def test_a_peer_that_does_not_install_is_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_peer_package_that_does_not_install_is_reported_in_its_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fail(venv: str) -> str:
         raise launch.PeerMissing("no such version")
 

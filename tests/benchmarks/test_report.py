@@ -13,7 +13,7 @@ from benchmarks.documents import CHECKOUT
 RESULTS = CHECKOUT / "benchmarks" / "results"
 
 
-def test_stored_pages_are_what_the_report_writes():
+def test_stored_pages_equal_the_reports_output():
     assert (RESULTS / "README.md").read_text() == report.full_report(RESULTS)
     assert (RESULTS / "scaling.md").read_text() == scaling.page(report.load(RESULTS, "scaling-"))
     assert (RESULTS / "startup.md").read_text() == startup.page(*startup.load(RESULTS / "startup.json"))

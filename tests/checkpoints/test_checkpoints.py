@@ -194,7 +194,7 @@ def test_a_scheme_finds_its_own_schedule_again():
     assert on_two_nodes(scheme("daso"), work) == [schedule] * 2
 
 
-def test_what_was_restored_is_not_kept_in_memory():
+def test_restored_state_is_freed():
     checkpoint = saved_by("diloco")
 
     def work(run):

@@ -93,7 +93,7 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
     assert [*place.iterdir()] == [place / "notes"]
 
 
-def test_what_a_write_that_died_has_left_behind_is_in_nobodys_way(path):
+def test_leftovers_of_a_failed_write_do_not_block_the_next(path):
     for ending in ("part", "old"):
         beside = path.with_name(f"last.ckpt.{ending}")
         beside.mkdir()

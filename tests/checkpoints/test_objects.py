@@ -229,16 +229,16 @@ def lost(folder: Path, state_of: Any, **fit_arguments: Any) -> list[str]:
     return [name for name, value in restored.items() if not equal(value, expected[name])]
 
 
-def test_unsafe_state_comes_back_as_each_ranks_own_if_trusted(borrow):
+def test_trusted_unsafe_state_is_restored_per_rank(borrow):
     assert borrow(lambda folder: lost(folder, unsafe_state, weights_only=False), ranks=2) == [[], []]
 
 
 @pytest.mark.parametrize("weights_only", [None, True])
-def test_safe_state_comes_back_as_each_ranks_own(borrow, weights_only):
+def test_safe_state_is_restored_per_rank(borrow, weights_only):
     assert borrow(lambda folder: lost(folder, safe_state, weights_only=weights_only), ranks=2) == [[], []]
 
 
-def test_classes_that_the_user_allows_come_back_unless_told_otherwise(borrow):
+def test_classes_in_safe_globals_are_restored(borrow):
     def main(folder):
         with torch.serialization.safe_globals([Best]):
             return lost(folder, lambda rank: {"best": Best(float(rank), torch.ones(2) * rank)})
@@ -287,7 +287,7 @@ class RankZeroOnly(pl.Callback):
 
 
 @pytest.mark.parametrize("with_state", [0, 1])
-def test_what_rank_zero_alone_saves_in_a_hook_is_for_all(borrow, with_state):
+def test_a_save_on_rank_0_in_a_hook_includes_all_ranks(borrow, with_state):
     def main(folder):
         rank, path = int(os.environ["LOCAL_RANK"]), folder / "saved.ckpt"
         for resume in (False, True):

@@ -186,7 +186,7 @@ def _saved_by_names_of_their_own(folder):
     return whole[STEPS:], resumed, Path(name).name, [path.name for path in folder.glob(f"{last}.rank-0001.*")]
 
 
-def test_a_file_whose_name_holds_what_each_rank_logs_is_one_file_for_all(borrow):
+def test_a_file_name_with_a_rank_dependent_metric_is_the_same_on_all_ranks(borrow):
     ranks = borrow(_saved_by_names_of_their_own, ranks=2)
     for whole, resumed, *_ in ranks:
         assert resumed == whole
@@ -457,7 +457,7 @@ def test_a_run_in_which_nothing_is_left_to_train_can_be_saved_afterwards(borrow,
     assert borrow(main, 2) == [[2 * STEPS * max_epochs] * 2] * 2
 
 
-def test_a_resume_from_the_agreed_parameters_alone_goes_on_from_them(fit, tmp_path):
+def test_a_resume_from_averaged_parameters_alone_continues_from_them(fit, tmp_path):
     path = tmp_path / "saved.ckpt"
     before = {"scheme": PeriodicAveraging(4, at_epoch_end=False), "ranks_per_node": 1}
     fit(Net(), before, max_epochs=2, callbacks=[SaveAfter(STEPS, path)], **TWO_NODES)
@@ -542,7 +542,7 @@ class Disk(pl.Callback):
 
 
 @pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
-def test_no_nodes_own_disk_keeps_sidecars_of_what_is_gone(fit, io):
+def test_sidecars_of_deleted_checkpoints_are_removed_on_every_node(fit, io):
     def callbacks():
         best = {"monitor": "step", "mode": "max", "save_top_k": 1}
         yield ModelCheckpoint("memory://saves", "{step}", every_n_train_steps=2, **best)
@@ -562,7 +562,7 @@ class Links(ModelCheckpoint):
     CHECKPOINT_NAME_LAST = "last-{epoch}"
 
 
-def test_a_run_resumes_from_what_was_saved_at_an_address(tmp_path):
+def test_a_run_resumes_from_a_remote_checkpoint(tmp_path):
     path = "memory://resumed/saved.ckpt"
 
     def fitted(**arguments):
@@ -575,7 +575,7 @@ def test_a_run_resumes_from_what_was_saved_at_an_address(tmp_path):
     same_bits([fitted(), fitted(ckpt_path=path)])
 
 
-def test_a_save_that_fails_says_why_and_leaves_no_sidecars(tmp_path):
+def test_a_failed_save_gives_the_reason_and_leaves_no_sidecars(tmp_path):
     path, written = tmp_path / "saved.ckpt", []
 
     class Full(TorchCheckpointIO):
@@ -860,7 +860,7 @@ def load(tmp_path):
     return run
 
 
-def test_a_sidecar_is_what_its_rank_saved(load):
+def test_a_sidecar_holds_the_state_of_its_rank(load):
     assert [load(rank)["rank"] for rank in range(2)] == [0, 1]
 
 
@@ -956,7 +956,7 @@ def test_the_random_stream_of_a_gpu_is_restored_under_any_index(monkeypatch):
     ],
     ids=repr,
 )
-def test_what_other_arguments_have_made_of_the_model_is_refused(saved, now):
+def test_models_changed_by_other_arguments_are_refused(saved, now):
     def work(topology):
         module = Net()
         optimizer = module.configure_optimizers()["optimizer"]

@@ -149,7 +149,7 @@ def quantized_in_plain_python(values, bits, block):
 @pytest.mark.parametrize("codec", QUANTIZED, ids=str)
 @given(values=vectors)
 @settings(deadline=None)
-def test_values_decode_to_what_a_loop_over_blocks_makes_of_them(codec, values):
+def test_values_decode_as_in_a_loop_over_blocks(codec, values):
     expected = quantized_in_plain_python(values, codec.bits, codec.block)
     assert decoded(codec, torch.tensor(values, dtype=torch.float32)).tolist() == expected
 
@@ -250,7 +250,7 @@ def test_the_largest_of_each_group_are_those_that_a_loop_finds(codec, values):
 @pytest.mark.parametrize("codec", SPARSE, ids=str)
 @given(values=vectors)
 @settings(deadline=None)
-def test_encoding_what_was_largest_again_changes_no_bit(codec, values):
+def test_encoding_the_largest_values_again_changes_no_bit(codec, values):
     once = decoded(codec, torch.tensor(values, dtype=torch.float32))
     assert same_bits(decoded(codec, once), once)
 
@@ -362,7 +362,7 @@ def test_the_largest_numbers_stay_seen():
 
 
 @on_both
-def test_what_float16_cannot_hold_becomes_infinite():
+def test_values_too_large_for_float16_become_infinite():
     out = decoded(Cast(torch.float16), torch.tensor([1e5, -1e5, float("nan"), 1.0]))
     assert out[:2].tolist() == [float("inf"), float("-inf")]
     assert out[2].isnan()
@@ -407,7 +407,7 @@ def test_payloads_are_within_two_per_cent_of_a_fraction_of_float32(codec, share,
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize("numel", [0, 5, 257])
-def test_the_bytes_of_a_payload_are_those_that_are_told(codec, dtype, numel):
+def test_the_payload_has_the_predicted_bytes(codec, dtype, numel):
     values = torch.ones(numel, dtype=dtype)
     payload = codec.encode(values.to(harness.place.device))
     assert payload.device == harness.place.device
@@ -440,7 +440,7 @@ def test_bytes_travel_as_they_are_whatever_floats_do():
     assert torch.equal(Quantized(8).decode(payload, torch.zeros_like(values)), values)
 
 
-def test_what_travels_as_it_is_is_not_copied_unless_somewhere_else():
+def test_unencoded_tensors_are_not_copied_on_the_same_device():
     values, elsewhere = torch.ones(3), torch.zeros(3)
     assert AsIs().encode(values) is values
     assert AsIs().decode(values, values) is values
@@ -478,7 +478,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name):
         codec_named(name)
 
 
-def test_what_cannot_be_a_codec_is_refused():
+def test_invalid_codecs_are_refused():
     with pytest.raises(ValueError, match="bits=5"):
         Quantized(5)
     with pytest.raises(ValueError, match="block=7"):

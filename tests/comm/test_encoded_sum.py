@@ -197,7 +197,7 @@ def test_everyone_has_the_same_bits_even_of_sums_of_different_nans(members, code
 
 @on_both
 @pytest.mark.parametrize("members", [2, 4])
-def test_the_sum_does_not_depend_on_who_comes_first(members):
+def test_the_sum_does_not_depend_on_the_order_of_arrival(members):
     def work(rank, encoded_sum, meter, late=0):
         time.sleep(0.02 * ((rank + late) % members))
         part = values_here(rank, 1000)
@@ -263,7 +263,7 @@ def test_parts_are_completed_in_the_background_while_others_are_launched(members
 @on_both
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
-def test_every_member_sends_what_an_all_reduce_of_the_payload_would(members, codec):
+def test_every_member_sends_the_bytes_of_an_all_reduce_of_the_payload(members, codec):
     numel = members * 64 * 256
 
     def work(rank, encoded_sum, meter):
@@ -295,7 +295,7 @@ def test_quantised_sums_send_within_two_per_cent_of_a_fraction_of_float32(member
 @on_both
 @pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), Cast(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
-def test_the_running_mean_of_what_arrives_tends_to_what_is_sent(members, codec):
+def test_the_running_mean_of_decoded_values_tends_to_the_input(members, codec):
     rounds, numel = 64, 700
 
     def work(rank, encoded_sum, meter):
@@ -326,7 +326,7 @@ def test_the_running_mean_of_what_arrives_tends_to_what_is_sent(members, codec):
 @on_both
 @pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), LargestFour(), Cast(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
-def test_what_arrived_and_the_residuals_are_together_what_was_sent(members, codec):
+def test_decoded_values_plus_residuals_equal_the_input(members, codec):
     rounds, numel = 20, 1003
 
     def work(rank, encoded_sum, meter):
@@ -352,7 +352,7 @@ def test_what_arrived_and_the_residuals_are_together_what_was_sent(members, code
 @pytest.mark.parametrize("members", [2, 3])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), Cast(torch.float16)], ids=str)
-def test_what_is_not_finite_reaches_everyone_and_does_not_stay(codec, bad, members):
+def test_non_finite_values_reach_all_ranks_and_leave_no_residual(codec, bad, members):
     def work(rank, encoded_sum, meter):
         feedback = encoded_sum.feedback(torch.empty(1000, device=harness.place.device))
         parts = [
@@ -375,7 +375,7 @@ def test_what_is_not_finite_reaches_everyone_and_does_not_stay(codec, bad, membe
 
 @on_both
 @pytest.mark.parametrize("large", [1e6, -1e6])
-def test_what_is_finite_but_not_in_the_codec_s_type_is_kept_back_neither(large):
+def test_overflowing_values_leave_no_residual(large):
     def work(rank, encoded_sum, meter):
         feedback = encoded_sum.feedback(torch.empty(10, device=harness.place.device))
         encoded_sum.launch(torch.full((10,), large, device=harness.place.device), feedback)()

@@ -52,7 +52,7 @@ def test_a_library_without_thread_support_is_refused(tmp_path):
     assert "MPI_THREAD_MULTIPLE" in output
 
 
-def test_a_program_that_mpiexec_did_not_start_is_told_how_to():
+def test_an_mpi_program_started_without_mpiexec_gets_the_command():
     with pytest.raises(RuntimeError, match=r"training has 4 ranks, but MPI was started with 1.*mpiexec -n 4"):
         connect_mpi(Meter(), rank=0, world_size=4)
 

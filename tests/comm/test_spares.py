@@ -12,7 +12,7 @@ def address(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
-def test_what_was_given_back_is_taken_again_whatever_its_dtype():
+def test_a_returned_buffer_is_reused_for_any_dtype():
     spares = Spares()
     taken = spares.take(1000, torch.float32, CPU)
     assert taken.shape == (1000,)
@@ -22,7 +22,7 @@ def test_what_was_given_back_is_taken_again_whatever_its_dtype():
     assert (again.shape, again.dtype) == ((1900,), torch.bfloat16)
 
 
-def test_what_is_in_use_is_not_taken_twice():
+def test_a_buffer_in_use_is_not_handed_out_twice():
     spares = Spares()
     assert address(spares.take(1000, torch.float32, CPU)) != address(spares.take(1000, torch.float32, CPU))
 
@@ -45,7 +45,7 @@ def test_no_more_than_64_mib_are_kept():
     assert sum(spare.nbytes for spare in spares.kept) == 0
 
 
-def test_other_devices_keep_what_is_freed_themselves():
+def test_other_devices_have_their_own_pool_of_buffers():
     spares = Spares()
     taken = spares.take(5, torch.float32, torch.device("meta"))
     assert taken.device.type == "meta"

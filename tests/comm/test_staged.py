@@ -55,7 +55,7 @@ def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, fake_device: FakeDevice):
+def test_staged_tensors_arrive_unchanged_and_in_order(name, wire, fake_device: FakeDevice):
     staged = on_ranks(
         partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO, connect=staging, waits_on_host=True
     )
@@ -63,7 +63,7 @@ def test_what_passes_through_the_host_arrives_as_it_is_and_in_order(name, wire, 
     assert staged == direct
 
 
-def test_the_host_waits_for_what_arrives_only_where_it_is_merged(fake_device: FakeDevice):
+def test_the_host_waits_for_an_exchange_only_at_its_merge(fake_device: FakeDevice):
     def look(rank: Rank) -> tuple[list[str], float]:
         *waits, _ = fake_device.waits  # the last one writes down the trace
         fake_device.waits.clear()
@@ -78,7 +78,7 @@ def test_the_host_waits_for_what_arrives_only_where_it_is_merged(fake_device: Fa
             assert (seconds > before) == (step in (3, 7))
 
 
-def test_processes_of_cpus_agree_over_gloo_as_over_torch(fit):
+def test_processes_synchronize_over_gloo_as_over_torch(fit):
     def traces(inter_node):
         strategy = {"scheme": PeriodicAveraging(2), "transport": Transport(inter_node=inter_node)}
         return [report["report"] for report in fit(Oracle(), strategy)]
@@ -86,7 +86,7 @@ def test_processes_of_cpus_agree_over_gloo_as_over_torch(fit):
     assert traces("gloo") == traces("torch")
 
 
-def test_tensors_of_the_cpu_go_straight_to_the_carrier():
+def test_cpu_tensors_are_not_staged():
     def work(topology) -> list[float]:
         lane = topology.inter
         tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
@@ -101,7 +101,7 @@ def test_tensors_of_the_cpu_go_straight_to_the_carrier():
     assert harness.place.device.type == "cpu"
 
 
-def test_what_is_looked_at_in_inference_mode_passes_through_the_host_too(fake_device: FakeDevice):
+def test_inference_mode_tensors_are_staged(fake_device: FakeDevice):
     """Validation averages in it, and the thread that moves it is not in that mode by itself."""
 
     def work(topology) -> list[float]:
@@ -132,7 +132,7 @@ def test_waiting_for_tensors_of_the_cpu_is_exposed_time_of_the_run():
     assert on_ranks(work, ((0,), (1,)), connect=separately) == [True, True]
 
 
-def test_what_goes_to_several_peers_is_copied_to_the_host_once(fake_device: FakeDevice, monkeypatch):
+def test_a_message_to_several_peers_is_staged_once(fake_device: FakeDevice, monkeypatch):
     copied, to_host = [], streams.to_host
     monkeypatch.setattr(streams, "to_host", lambda tensor: (copied.append(tensor), to_host(tensor))[1])
 
@@ -161,7 +161,7 @@ class Noted:
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
-def test_ranks_of_a_node_launch_what_moves_inside_it_in_one_order(on_nonfinite, fake_device, monkeypatch):
+def test_ranks_of_a_node_launch_its_collectives_in_one_order(on_nonfinite, fake_device, monkeypatch):
     """As nccl wants it of communicators that share a device, whatever that has done, and be the rank in no lane."""
     monkeypatch.setattr(FakeEvent, "query", lambda event: next(answers))
     answers = itertools.cycle([False, True, True])

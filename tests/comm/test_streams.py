@@ -69,7 +69,7 @@ def test_tensors_of_a_gpu_are_kept_for_the_stream_that_uses_them(said):
     assert tensor.kept_for == ["another", "the stream of cuda:0"]
 
 
-def test_what_leaves_for_the_host_leaves_through_pinned_memory(monkeypatch):
+def test_copies_to_the_host_use_pinned_memory(monkeypatch):
     asked = []
 
     def empty_like(tensor, **arguments):

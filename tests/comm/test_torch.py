@@ -20,7 +20,7 @@ from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch
 
 
 @pytest.mark.parametrize("is_nccl", [True, False])
-def test_nccl_meets_once_before_exchanges_of_some_members_only(is_nccl, monkeypatch):
+def test_nccl_connects_once_before_exchanges_of_a_subset(is_nccl, monkeypatch):
     meetings: list[object] = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "all_gather_object", lambda values, value, group: meetings.append(group))
@@ -119,7 +119,7 @@ def _groups_of_one(folder):
         dist.destroy_process_group()
 
 
-def test_large_groups_connect_when_needed_unless_somebody_says_otherwise(made, monkeypatch):
+def test_large_groups_connect_lazily_by_default(made, monkeypatch):
     pretend(0, size=40)
     connect = connect_torch(Meter())
     connect([range(16)], "inter")

@@ -216,7 +216,7 @@ class OwnMomentum(LearningRate):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-def test_a_finder_that_looks_in_mid_run_leaves_every_rank_as_it_was(fit):
+def test_a_learning_rate_finder_in_mid_run_restores_every_rank(fit):
     strategy = {"scheme": PeriodicAveraging(4, at_epoch_end=False)}
     finder = LooksAgain(min_lr=1e-4, max_lr=0.5, num_training_steps=10, update_attr=False, early_stop_threshold=None)
     ranks = fit(OwnMomentum(), strategy, callbacks=[finder], max_epochs=2, enable_checkpointing=True)

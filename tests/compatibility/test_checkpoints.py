@@ -126,7 +126,7 @@ class Momentum(Quadratic):
 
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
-def test_a_plain_checkpoint_is_what_lightning_writes(on_ranks, tmp_path):
+def test_a_plain_checkpoint_equals_lightnings(on_ranks, tmp_path):
     def main(trainer, rank):
         saves = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
         trainer = trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True)

@@ -37,7 +37,7 @@ def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_everybody_hears_rank_zero_and_then_all(host):
+def test_broadcast_and_gather_reach_all_ranks(host):
     def work(rank, meeting):
         return meeting.broadcast({"from": rank}), meeting.gather(f"I am {rank}"), meeting.gather(None)
 
@@ -63,7 +63,7 @@ def test_who_does_not_come_is_named_and_ends_the_wait(monkeypatch, caplog):
     assert any(re.fullmatch(f"rank 0 has waited {seconds} for ranks 1, 3 of 4", said) for said in waits)
 
 
-def test_who_waits_for_the_missing_hears_an_alarm():
+def test_ranks_that_wait_for_a_missing_rank_get_an_alarm():
     def alarm():
         raise KeyError("news")
 
@@ -132,7 +132,7 @@ def agents_store(monkeypatch):
     return store
 
 
-def test_ranks_that_are_started_again_hear_nothing_of_earlier_attempts(agents_store):
+def test_restarted_ranks_ignore_messages_of_earlier_attempts(agents_store):
     def work(attempt, rank, meeting):
         if rank == 0:
             time.sleep(0.1)  # others come first, and find what is left of the attempt before

@@ -128,7 +128,7 @@ def test_a_stranger_ends_only_itself(served, said):
     assert [read(member)["message"] for member in members] == ["the first news"] * 2
 
 
-def test_who_connects_and_says_nothing_is_sent_away(served, monkeypatch):
+def test_silent_connections_are_closed(served, monkeypatch):
     monkeypatch.setattr(hub, "STRANGER_SECONDS", 0.2)
     assert is_closed(served.connect())
 
@@ -148,7 +148,7 @@ def test_a_crowd_of_strangers_keeps_no_rank_out(served):
     assert len(served.hub.strangers) <= hub.MAX_STRANGERS + 3
 
 
-def test_the_token_is_not_said(served):
+def test_the_token_is_never_sent(served):
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as rank, listener.accept()[0] as seen:
         hub.Channel(seen).send({"kind": "challenge", "nonce": "once"})
@@ -183,7 +183,7 @@ def test_a_rank_joins_once(served):
     assert is_closed(second)
 
 
-def test_a_rank_that_joins_late_hears_what_happened(served):
+def test_a_rank_that_connects_late_receives_earlier_events(served):
     first = served.member(0)
     served.member(1).close()
     news = {"kind": "failed", "message": "rank 1 died while rank 2 had not come yet"}
@@ -204,14 +204,14 @@ def test_a_member_that_talks_nonsense_is_a_death(served, said):
     assert read(members[0]) == {"kind": "failed", "message": "rank 1 died"}
 
 
-def test_a_member_that_reads_nothing_stops_nobody():
+def test_a_member_that_reads_nothing_does_not_block_the_others():
     hubs_end, deaf = socket.socketpair()
     hubs_end.setblocking(False)
     with hubs_end, deaf, pytest.raises(BlockingIOError):
         hub.Channel(hubs_end).send({"kind": "dump", "message": "x" * 10_000_000})
 
 
-def test_only_the_first_failure_is_told(served):
+def test_only_the_first_failure_is_reported(served):
     members = [served.member(rank) for rank in (0, 1, 2)]
     for message in ("the first", "the second"):
         hub.Channel(members[1]).send({"kind": "failed", "message": message})
@@ -695,7 +695,7 @@ def test_a_rank_that_does_not_come_back_to_a_new_hub_is_dead(serve):
     assert read(first) == {"kind": "failed", "message": "rank 1 did not come back"}
 
 
-def test_rank_zero_hears_who_left_for_the_hub_that_it_may_have_to_start(served):
+def test_rank_0_learns_which_ranks_left_for_a_new_hub(served):
     members = [served.member(rank) for rank in (0, 1, 2)]
     hub.Channel(members[2]).send({"kind": "bye"})
     assert read(members[0]) == {"kind": "left", "rank": 2}
@@ -725,7 +725,7 @@ def test_hub_admits_simultaneous_ranks_and_answers_each(serve, monkeypatch):
     assert len(told) == 3 * size - 1
 
 
-def test_the_hub_looks_around_now_and_then_however_much_it_hears(serve, monkeypatch):
+def test_the_hub_checks_ranks_regularly_under_load(serve, monkeypatch):
     looks: list[float] = []
     monkeypatch.setattr(hub.Hub, "_check_all", lambda self, now: looks.append(now))
     served = serve(hang_timeout=1000.0)
@@ -743,7 +743,7 @@ def test_the_hub_looks_around_now_and_then_however_much_it_hears(serve, monkeypa
 
 
 @pytest.mark.parametrize("hang_timeout", [5.0, 300.0, 3600.0])
-def test_all_ranks_together_say_no_more_than_a_hub_can_hear(hang_timeout):
+def test_messages_of_all_ranks_fit_the_limit_of_the_hub(hang_timeout):
     assert hub.seconds_between_beats(4, hang_timeout) == min(1.0, hang_timeout / 10)
     for size in (100, 4096, 100_000):
         pause = hub.seconds_between_beats(size, hang_timeout)

@@ -227,7 +227,7 @@ def test_new_hub_repeats_where_to_save(star):
     assert stopping_batches(planes[2:], begun[2:]) == [11]
 
 
-def test_a_hub_that_is_lost_while_all_save_asks_nobody_to_save_again(star):
+def test_a_hub_lost_during_a_save_does_not_repeat_the_save(star):
     planes, begun = star(2), (3, 6)
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
@@ -261,7 +261,7 @@ def test_stop_during_requeue_does_both(star):
     assert not any(plane.requeue_requested for plane in planes)
 
 
-def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
+def test_a_lost_hub_is_replaced_and_every_rank_logs_it_once(star, caplog):
     planes, begun = star(3), (3, 10, 6)
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
@@ -273,14 +273,14 @@ def test_a_lost_hub_is_replaced_and_every_rank_says_so_once(star, caplog):
     assert sorted(caplog.messages) == [f"{plane.place} {lost}" for plane in planes]
 
 
-def test_what_the_lost_hub_did_not_pass_on_the_new_one_does(star):
+def test_a_new_hub_delivers_messages_the_lost_one_did_not(star):
     planes = star(3)
     planes[0]._posted["failed"] = {"kind": "failed", "message": "told to the old hub"}  # noqa: SLF001
     star.lose_hub()
     assert planes[2].wait_for_failure(5.0) == "told to the old hub"
 
 
-def test_a_hub_lost_while_the_ranks_agree_on_a_batch_to_stop_at(star):
+def test_ranks_stop_together_although_the_hub_dies_meanwhile(star):
     planes, begun = star(3, joining=2), (3, 10, 6)  # without the third the others cannot agree yet
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
@@ -357,7 +357,7 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
-def test_all_ranks_join_whatever_their_address_looks_like(host, caplog):
+def test_all_ranks_join_with_any_form_of_address(host, caplog):
     planes = start_all(3, host)
     assert all(plane is not None and plane.is_connected for plane in planes)
     assert all(list(plane.processes) == [0, 1, 2] for plane in planes)
@@ -385,7 +385,7 @@ def test_only_the_address_of_the_ranks_listens(star):
         socket.create_connection(("127.0.0.2", star.invitation.port), timeout=5.0)
 
 
-def test_if_one_rank_cannot_reach_the_hub_none_uses_it_and_one_says_so(monkeypatch, caplog):
+def test_no_rank_uses_a_hub_that_one_rank_cannot_reach(monkeypatch, caplog):
     connect_rank = ControlPlane._connect  # noqa: SLF001
 
     def connect_if_not_rank_two(self, *arguments):
@@ -414,7 +414,7 @@ def test_a_port_that_is_taken_leaves_all_ranks_without(caplog):
 
 
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b'{"kind": "welcome"}\n', b""])
-def test_what_answers_like_something_else_is_not_joined(says):
+def test_a_port_with_another_service_is_not_joined(says):
     plane, calls = ControlPlane(1, 2, "rank 1 (node 1)"), queue.Queue()
 
     def answer(listener: socket.socket) -> None:

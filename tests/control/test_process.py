@@ -66,7 +66,7 @@ def test_stacks_are_written_where_no_file_can_be_made(monkeypatch, capfd):
     assert "test_stacks_are_written_where_no_file_can_be_made" in said
 
 
-def test_a_stuck_worker_is_told_from_one_that_waits(stopped, monkeypatch):
+def test_a_stuck_worker_is_distinguished_from_a_waiting_one(stopped, monkeypatch):
     child, _ = stopped
     reader, writer = os.pipe()
     waiting = os.fork()

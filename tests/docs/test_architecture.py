@@ -29,12 +29,12 @@ def test_picture_shows_the_imports_as_they_are(architecture):
     assert architecture.PICTURE.read_text() == architecture.drawn(), "run `python docs/pictures/architecture.py`"
 
 
-def test_pictures_are_what_their_program_draws():
+def test_pictures_equal_the_output_of_their_program():
     for name, draw in imported("draw").PICTURES.items():
         assert (PICTURES / f"{name}.svg").read_text() == draw(), "run `python docs/pictures/draw.py`"
 
 
-def test_root_holds_what_a_person_imports_or_calls():
+def test_the_root_module_holds_the_public_names():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "arguments.py"}
 
 

@@ -40,7 +40,7 @@ def test_arguments_that_make_no_sense_are_refused_by_name(arguments, said):
         Elastic(**arguments)
 
 
-def test_the_lighthouse_is_an_argument_or_the_environment_says_where_it_is(monkeypatch):
+def test_the_lighthouse_comes_from_an_argument_or_the_environment(monkeypatch):
     monkeypatch.delenv("HIERCOMM_LIGHTHOUSE", raising=False)
     with pytest.raises(ValueError, match="python -m lightning_hiercomm lighthouse --min-nodes 3"):
         Elastic(min_nodes=3).address()
@@ -88,7 +88,7 @@ def test_elastic_accepts_schemes_with_periodic_synchronization(scheme, wire):
         (partial(PeriodicAveraging, order="before_step"), "use order='after_step'"),
     ],
 )
-def test_schemes_that_cannot_lose_a_node_are_refused_with_what_to_take(make, said):
+def test_schemes_that_cannot_lose_a_node_are_refused_with_a_remedy(make, said):
     with pytest.raises(ValueError, match=said):
         HierarchicalStrategy(make(), elastic=Elastic())
 

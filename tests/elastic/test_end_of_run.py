@@ -42,7 +42,7 @@ class ToldToLeave(SystemExit):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("waits_for", ["an answer", "more nodes"])
-def test_waiting_node_that_is_told_to_leave_leaves(ranks, waits_for):
+def test_a_waiting_node_that_is_asked_to_leave_leaves(ranks, waits_for):
     """Any of its ranks may be told."""
     nodes = threads("periodic", Elastic(min_nodes=1 if waits_for == "an answer" else 2, dead_after=0.5))
     nodes.lights.min_nodes = 2 if waits_for == "an answer" else 1

@@ -32,7 +32,7 @@ def quorum_of_two() -> tuple[TCPStore, Quorum]:
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gpu, monkeypatch):
+def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     _store, quorum = quorum_of_two()
 
@@ -47,7 +47,7 @@ def test_a_lane_sums_and_takes_the_way_over_the_host_where_there_are_gpus(has_gp
         assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, has_gpu)] * 2
 
 
-def test_what_a_lane_moves_is_counted_once():
+def test_inter_node_bytes_are_counted_once():
     def member(rank: int, world: ThreadWorld) -> tuple[float, float]:
         meter, tensor, buffer = Meter(), torch.ones(3), torch.zeros(3)
         lane = InterNodeGroup(meter, CircuitBreaker(), is_overlapped=True)
@@ -98,7 +98,7 @@ def test_released_collective_never_counts_as_pending():
     assert blamed == []
 
 
-def test_a_member_that_is_not_there_is_missed_before_the_lane_is_made():
+def test_a_missing_member_is_found_before_the_group_connects():
     _store, quorum = quorum_of_two()
     with pytest.raises(RuntimeError):
         GlooTransport("127.0.0.1", dead_after=1.0).connect_group(quorum, 0, "0", Meter())
@@ -146,7 +146,7 @@ def read(store):
 
 
 @pytest.mark.long("a process imports torch, and its death is missed after a while")
-def test_what_a_node_keeps_is_read_and_a_node_that_died_is_missed(node):
+def test_kept_state_is_read_and_a_dead_node_is_detected(node):
     process, address = node
     transport = GlooTransport("127.0.0.1", dead_after=4.0)
     assert transport.ask(address, read) == b"value"
@@ -174,7 +174,7 @@ def test_stopped_node_delays_no_other_and_answers_when_continued(node, is_known)
     assert transport.ask(address, read, 30.0) == b"value"
 
 
-def test_training_on_a_gpu_does_not_wait_for_what_leaves_beside_it(fake_device):
+def test_training_on_a_gpu_does_not_wait_for_overlapped_sends(fake_device):
     """Lanes of GPUs pass through the host, so jobs that wait for them are put off until somebody waits for these."""
 
     def work(own) -> list[str]:

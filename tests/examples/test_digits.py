@@ -21,7 +21,7 @@ def test_short_run_trains_tests_and_reports(folder):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_main_job_holds_what_the_readme_promises(folder, all_reduce_accuracy):
+def test_the_main_job_runs_the_commands_of_the_readme(folder, all_reduce_accuracy):
     periodic = folder.fit_digits()
     assert folder.accuracy(periodic) >= 97
     assert folder.accuracy(periodic) >= all_reduce_accuracy - 1

@@ -36,7 +36,7 @@ def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
 
 
 @pytest.mark.long("three epochs on four ranks, one for each phase of DASO, which have to learn")
-def test_the_same_program_trains_on_cityscapes_as_it_lies_on_disk(folder):
+def test_the_same_program_trains_on_a_cityscapes_folder(folder):
     make_cityscapes(folder.path / "cityscapes", {"train": 32, "val": 4})
     out = fit(
         folder,

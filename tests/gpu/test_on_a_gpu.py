@@ -134,7 +134,7 @@ def test_no_step_between_syncs_waits_for_the_device(name, gpu):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_passes_through_the_host_is_copied_under_the_computation(cuda):
+def test_staging_copies_overlap_with_computation(cuda):
     def staging(connect):
         def connect_staged(groups, tier):
             carrier = connect(groups, tier)
@@ -244,7 +244,7 @@ def test_torch_s_own_sanitizer_finds_no_use_out_of_order():
 
 
 @pytest.mark.usefixtures("cuda")
-def test_no_kernel_reads_or_writes_what_was_freed():
+def test_no_kernel_uses_freed_memory():
     """With every tensor in memory of its own, so that the tool sees its bounds."""
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer, of the CUDA toolkit, is not installed")

@@ -75,7 +75,7 @@ def test_nodes_that_do_not_fit_the_mesh_are_refused(nodes, sizes, message):
         ThreadWorld(sum(map(len, nodes))).run(work)
 
 
-def test_the_strategy_has_a_name_and_stands_before_lightnings():
+def test_the_strategy_is_registered_by_name():
     assert "hierarchical_model_parallel" in StrategyRegistry
     strategy = pickle.loads(pickle.dumps(HierarchicalModelParallelStrategy("daso")))
     assert isinstance(strategy, ModelParallelStrategy)

@@ -75,7 +75,7 @@ def test_banks_of_other_lengths_stay_each_ranks_own_in_sharded_nodes(ranks, name
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_sharded_nodes_keep_what_is_written_in_a_validation_hook(ranks, name):
+def test_sharded_nodes_keep_values_written_in_a_validation_hook(ranks, name):
     for said in ranks:
         assert said[name]["warned"] == []
         first = next(place for place, (done, *_) in enumerate(said[name]["started"]) if done == 2)

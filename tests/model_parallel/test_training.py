@@ -204,7 +204,7 @@ def test_as_many_bytes_travel_between_nodes(trained, name, how):
     assert ours["bytes"] > 1000
 
 
-def test_the_monitor_logs_what_a_sharded_node_sends(trained):
+def test_the_monitor_logs_the_bytes_of_a_sharded_node(trained):
     rows = [row for row in trained[0]["logged"] if row["hiercomm/inter_bytes"]]
     parameters = sum(parameter.numel() for parameter in Net().build().parameters())
     assert len(rows) == 2

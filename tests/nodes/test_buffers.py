@@ -30,7 +30,7 @@ def found(layer: nn.Module) -> Buffers:
     return Buffers([layer.one, layer.two], homes_of_buffers(layer))
 
 
-def test_torch_still_says_whether_files_hold_a_buffer_where_we_look():
+def test_torch_still_stores_which_buffers_are_persistent():
     layer = Layer()
     assert {name for name, _ in layer.named_buffers() if is_persistent(layer, name)} == set(layer.state_dict())
     scripted = torch.jit.script(nn.BatchNorm1d(2))
@@ -66,7 +66,7 @@ def test_layers_get_a_copy_so_that_who_writes_to_it_writes_to_nothing_else():
     assert not buffers.find()
 
 
-def test_layers_that_swap_buffers_or_give_one_two_names_keep_what_they_did():
+def test_layers_may_swap_buffers_or_give_one_two_names():
     layer = Layer()
     buffers = found(layer)
     one, two = layer.one, layer.two
@@ -85,7 +85,7 @@ def test_layers_that_swap_buffers_or_give_one_two_names_keep_what_they_did():
     assert layer.one is layer.two
 
 
-def test_what_cannot_take_a_buffers_place_is_left_with_its_layer():
+def test_invalid_buffer_replacements_stay_with_their_layer():
     layer = Layer()
     buffers = found(layer)
     one = layer.one
@@ -168,7 +168,7 @@ def test_a_replicas_buckets_stay_and_hold_the_buffers_of_now():
     assert [layer.one.tolist(), layer.two.tolist()] == [[1.0] * 3, [2.0] * 3]
 
 
-def test_a_buffer_that_was_given_up_comes_back_when_that_is_undone():
+def test_undo_restores_a_buffer_that_was_excluded():
     layer = Layer()
     replica = Replica([], [layer.one, layer.two], named=layer.named_buffers(), homes=homes_of_buffers(layer))
     undo = replica.undo_point()

@@ -28,7 +28,7 @@ def _connects_in_a_fork(done):
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_was_left_behind_is_closed_once_others_are_connected():
+def test_abandoned_topologies_are_closed_after_the_next_connect():
     first = connect_world(0, 1, Place(0, 0))
     leave_behind(first)
     second = connect_world(0, 1, Place(0, 0))
@@ -38,7 +38,7 @@ def test_what_was_left_behind_is_closed_once_others_are_connected():
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_fork_lets_be_what_its_parent_has_left_behind():
+def test_a_fork_does_not_wait_for_threads_of_its_parent():
     """The threads that it would wait for are not there."""
     left = connect_world(0, 1, Place(0, 0))
     leave_behind(left)

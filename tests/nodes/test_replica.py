@@ -50,7 +50,7 @@ def filled(kinds, seed: int) -> list[torch.Tensor]:
 
 
 @given(st.lists(kinds, max_size=8), st.lists(kinds, max_size=3), bucket_sizes)
-def test_every_element_lies_in_exactly_one_bucket(parameters, buffers, bucket_bytes):
+def test_every_element_is_in_exactly_one_bucket(parameters, buffers, bucket_bytes):
     parameters, buffers = filled(parameters, 0), filled(buffers, 1)
     replica = Replica(parameters, buffers, bucket_bytes)
     covered = Counter(

@@ -77,7 +77,7 @@ def test_own_shards_tile_a_tensor_and_are_gathered(nodes, elements):
 
 
 @pytest.mark.usefixtures("device")
-def test_a_twin_has_communicators_of_its_own():
+def test_a_duplicate_has_its_own_communicators():
     def work(topology):
         twin = topology.duplicate()
         assert (twin.nodes, twin.rank, twin.weights) == (topology.nodes, topology.rank, topology.weights)
@@ -91,7 +91,7 @@ def test_a_twin_has_communicators_of_its_own():
     assert on_ranks(work, [[0, 1], [2, 3]]) == [(2.0, 20.0)] * 4
 
 
-def test_what_joins_all_ranks_is_there_once_and_closed_once():
+def test_duplicates_share_the_world_which_is_closed_once():
     def work(topology):
         closed = []
         topology.world.close = lambda: closed.append(topology.rank)
@@ -115,7 +115,7 @@ def test_every_rank_may_be_a_node_of_its_own():
 
 
 @given(some_nodes())
-def test_nodes_are_found_from_where_ranks_say_they_live(nodes):
+def test_nodes_are_found_from_the_host_names_of_ranks(nodes):
     nodes = sorted(nodes, key=min)  # nodes are numbered by their lowest rank
     places = {rank: (f"host-{m}", local_rank) for m, ranks in enumerate(nodes) for local_rank, rank in enumerate(ranks)}
     assert nodes_by_place([places[rank] for rank in range(len(places))]) == nodes

@@ -185,7 +185,7 @@ def test_a_file_on_the_way_holds_the_mean_of_the_nodes_present_weights(ranks, na
         torch.testing.assert_close(saved, (one["own"][step - 1] + other["own"][step - 1]) / 2, rtol=1e-12, atol=0)
 
 
-def test_the_last_file_of_a_run_holds_what_fit_ends_with(ranks, name):
+def test_the_last_checkpoint_equals_the_final_model(ranks, name):
     for rank in ranks:
         said = rank[name]
         assert torch.equal(said["last"], said["after fit"])
@@ -193,12 +193,12 @@ def test_the_last_file_of_a_run_holds_what_fit_ends_with(ranks, name):
 
 
 @pytest.mark.parametrize("saved", IN_TURNS[2])
-def test_the_file_of_a_callback_without_arguments_holds_what_fit_ends_with(ranks, saved):
+def test_a_default_checkpoint_callback_saves_the_final_model(ranks, saved):
     for rank in ranks:
         assert torch.equal(*rank[saved]["default"])
 
 
-def test_a_teacher_that_follows_its_student_agrees_wherever_it_is_seen(ranks, name):
+def test_a_teacher_is_averaged_wherever_the_model_is_seen(ranks, name):
     one, other = (rank[name] for rank in ranks)
     for (step, _), seen, seen_by_other in zip(one["seen"], one["seen teacher"], other["seen teacher"], strict=True):
         mean = (one["own teacher"][step - 1] + other["own teacher"][step - 1]) / 2

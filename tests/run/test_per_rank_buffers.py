@@ -191,13 +191,13 @@ RUNS = [(devices, name) for devices, runs in LAYOUTS.items() for name, _ in runs
 
 
 @pytest.mark.parametrize(("devices", "name"), RUNS)
-def test_banks_of_other_lengths_stay_each_ranks_own(ranks, devices, name):
+def test_buffers_of_unequal_length_stay_local(ranks, devices, name):
     for rank in ranks[devices]:
         assert rank[name]["lost"] == []
 
 
 @pytest.mark.parametrize(("devices", "name"), RUNS)
-def test_banks_of_other_lengths_change_nothing_else(ranks, devices, name):
+def test_buffers_of_unequal_length_change_nothing_else(ranks, devices, name):
     first = ranks[devices][0][name]
     for rank in ranks[devices]:
         for key, value in rank[name]["net"].items():
@@ -276,14 +276,14 @@ def resumed(borrow: Any) -> list[dict[str, Any]]:
     return borrow(_resumed, 2)
 
 
-def test_a_resume_with_replicas_brings_back_every_ranks_own_bank(resumed):
+def test_a_resume_with_replicas_restores_the_buffer_of_every_rank(resumed):
     for rank in resumed:
         for (_, replicas), (whole, after_resume) in rank.items():
             if replicas:
                 assert after_resume == whole
 
 
-def test_a_resume_without_replicas_goes_on_from_the_bank_of_rank_0(resumed):
+def test_a_resume_without_replicas_uses_the_buffer_of_rank_0(resumed):
     one, other = resumed
     for how in one:
         if not how[1]:
@@ -550,7 +550,7 @@ def _trained_on_fabric(ranks_per_node: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_banks_of_other_lengths_stay_each_ranks_own_on_fabric(borrow, ranks_per_node):
+def test_buffers_of_unequal_length_stay_local_on_fabric(borrow, ranks_per_node):
     ranks = borrow(partial(_trained_on_fabric, ranks_per_node), 2 * ranks_per_node)
     for rank, said in enumerate(ranks):
         for name, (bank, saved, parameters) in said.items():

@@ -123,7 +123,7 @@ def test_zero_gradient_reaches_a_node_without_one():
         assert rarely_used == torch.zeros(1, 1)
 
 
-def test_a_step_crosses_the_slow_link_in_the_rounds_of_lanes_only():
+def test_gradients_cross_nodes_only_in_inter_node_groups():
     def work(layers, gradients, said):
         backward(layers, gradients, 1.0)  # which asks everybody, once, whether buckets may leave early
         messages = gradients.topology.meter.messages
@@ -156,7 +156,7 @@ def test_a_gradient_that_is_written_again_when_it_has_left_is_an_error():
     on_two_nodes(work)
 
 
-def test_what_accumulates_before_the_last_pass_is_averaged_with_it():
+def test_accumulated_gradients_are_averaged_with_the_last_pass():
     def work(layers, gradients, said):
         for _ in range(2):
             layers.zero_grad()

@@ -296,7 +296,7 @@ def test_nodes_restart_from_their_average_when_parameters_are_added(scheme):
     assert all(knows_new and keeps_threads for _, knows_new, keeps_threads in everyone)
 
 
-def test_what_was_written_into_the_module_from_outside_is_averaged():
+def test_values_written_into_the_module_are_averaged():
     def work(run: TrainingRun) -> list[float]:
         with torch.no_grad():
             run.module.second.weight.fill_(run.topology.rank)
@@ -328,7 +328,7 @@ def test_replaced_optimizer_is_refused_with_a_remedy():
         on_two_nodes(lambda: PeriodicAveraging(2), work)
 
 
-def test_buffers_agree_under_the_optimizer_that_trains_their_layer():
+def test_buffers_are_averaged_by_the_optimizer_that_trains_their_layer():
     module = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(4, affine=False)])
     optimizers = [torch.optim.SGD(module[0].parameters(), lr=1.0), torch.optim.SGD(module[1].parameters(), lr=1.0)]
     replicas = Replicas(module, optimizers)
@@ -449,7 +449,7 @@ def test_validation_uses_the_mean_of_reassigned_buffers(scheme):
     assert assigning(scheme, work) == [[1.5, 1.5], [1.5, 1.5]]
 
 
-def test_what_a_layer_assigns_of_another_shape_stays_its_own():
+def test_a_reassigned_buffer_of_another_shape_stays_local():
     def work(run: TrainingRun) -> list[float]:
         layer = run.module[0]
         see_and_step(run, 1.0)
@@ -519,7 +519,7 @@ def test_synchronizations_inside_a_users_autocast_are_those_outside(scheme, wire
     assert stepped_in_autocast(scheme, Wire.named(wire), True) == stepped_in_autocast(scheme, Wire.named(wire), False)
 
 
-def test_a_look_does_not_move_parameters_that_two_optimizers_train():
+def test_validation_keeps_parameters_that_two_optimizers_train():
     def body(topology: Topology) -> list[float]:
         module = nn.Linear(1, 1, bias=False).to(place.device)
         nn.init.zeros_(module.weight)
@@ -536,7 +536,7 @@ def test_a_look_does_not_move_parameters_that_two_optimizers_train():
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(2)])
 @pytest.mark.parametrize("nodes", [[[0], [1]], [[0, 1]]], ids=["two nodes", "one node"])
-def test_what_a_module_writes_to_its_buffers_while_it_is_looked_at_stays(scheme, nodes):
+def test_buffers_written_during_validation_keep_their_values(scheme, nodes):
     def body(topology: Topology) -> list[float]:
         module = nn.BatchNorm1d(1).to(place.device)
         module.register_buffer("best", torch.zeros(3, device=place.device))
@@ -594,7 +594,7 @@ def test_uncounted_optimizer_step_is_refused_during_the_run():
     assert on_ranks(body, [[0, 1]]) == [True, True]
 
 
-def test_gradients_that_cross_nodes_need_no_ear_for_the_optimizers_steps():
+def test_gradient_schemes_need_no_hook_on_the_optimizers_step():
     def body(topology: Topology) -> float:
         module = nn.Linear(1, 1, bias=False).to(place.device)
         nn.init.zeros_(module.weight)
@@ -639,7 +639,7 @@ def test_averaged_model_has_buffers_registered_in_training(scheme):
     ids=repr,
 )
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_memory_format_that_comes_in_mid_run_changes_nothing_and_warns(scheme, at):
+def test_a_new_memory_format_in_mid_run_changes_nothing_and_warns(scheme, at):
     def trained(formats: bool) -> list[list[float]]:
         def body(topology: Topology) -> list[float]:
             module = nn.Conv2d(3, 4, 2).to(place.device)

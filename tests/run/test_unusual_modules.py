@@ -79,7 +79,7 @@ class Searching(Quadratic):
 
 
 @pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
-def test_ranks_of_a_node_search_one_line_and_find_what_one_device_does(fit, automatic):
+def test_a_line_search_inside_a_node_equals_one_device(fit, automatic):
     ours = fit(Searching(automatic), {"scheme": PeriodicAveraging(2)}, devices=2, precision="64-true")
     (one,) = fit(Searching(automatic), "auto", devices=1, precision="64-true", forked=True)
     assert ours[0]["report"] == ours[1]["report"]
@@ -88,7 +88,7 @@ def test_ranks_of_a_node_search_one_line_and_find_what_one_device_does(fit, auto
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=["all_reduce", "periodic"])
-def test_nodes_that_evaluate_the_loss_unequally_often_agree(fit, scheme):
+def test_nodes_may_evaluate_the_loss_unequally_often(fit, scheme):
     reports = fit(Searching(), {"scheme": scheme}, max_epochs=2)
     same_bits(reports)
     counts = [report["report"] for report in reports]
@@ -511,7 +511,7 @@ class Looks(pl.Callback):
 @pytest.mark.parametrize(
     "scheme", [AllReduce(), PeriodicAveraging(4), DiLoCo(3)], ids=lambda scheme: type(scheme).__name__
 )
-def test_what_a_module_saves_by_itself_is_the_averaged_model_too(fit, scheme):
+def test_a_module_that_saves_itself_saves_the_averaged_model(fit, scheme):
     own = fit(Adapted(), {"scheme": scheme}, callbacks=[Looks()])
     for path in own[0]["report"]:
         saved = torch.load(path, weights_only=True)

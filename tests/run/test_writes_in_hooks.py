@@ -184,7 +184,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_what_is_written_alike_in_a_validation_hook_is_kept(ranks, name):
+def test_equal_writes_in_a_validation_hook_are_kept(ranks, name):
     for rank in ranks:
         for number in ALIKE:
             _, _, after = rank[name]["report"][number]
@@ -232,7 +232,7 @@ def test_a_teacher_written_in_a_validation_hook_is_kept(ranks, name):
         assert torch.equal(before["moves"], after["moves"])
 
 
-def test_all_ranks_of_nodes_keep_what_is_written(borrow):
+def test_all_ranks_of_a_node_keep_the_written_values(borrow):
     for rank in borrow(partial(_of_nodes, {2: "on_validation_end", 3: "rank 0 alone"}), 4):
         for said in rank.values():
             for number in (2, 3):
@@ -311,7 +311,7 @@ def _outside_of_training(folder: Path) -> list[Any]:
     return [fitted, module.still.tolist()]
 
 
-def test_what_is_written_in_a_sanity_check_or_outside_of_fit_is_kept(borrow):
+def test_writes_in_a_sanity_check_or_outside_fit_are_kept(borrow):
     for rank, said in enumerate(borrow(_outside_of_training, 2)):
         assert said == [[3.0] * 3, [4.0 + rank] * 3]
 
@@ -327,7 +327,7 @@ def _saved_with_replicas(folder: Path) -> list[str]:
     return [str(each.message) for each in caught if "in a validation hook" in str(each.message)]
 
 
-def test_a_file_of_replicas_from_before_a_write_is_warned_of(borrow):
+def test_a_replica_checkpoint_older_than_a_write_warns(borrow):
     first, other = borrow(_saved_with_replicas, 2)
     assert len(first) == 1
     assert "were written in a validation hook (still) during which a checkpoint was saved" in first[0]
@@ -394,7 +394,7 @@ def saving_ranks(borrow: Any, request: pytest.FixtureRequest) -> list[dict[str, 
     return borrow(partial(_saving_program, 1, _requested(request)), 2)
 
 
-def test_what_is_written_alike_in_on_save_checkpoint_is_kept(saving_ranks, name):
+def test_equal_writes_in_on_save_checkpoint_are_kept(saving_ranks, name):
     for rank in saving_ranks:
         for number in (2, 3, 4, 5, 12):
             _, saved, after = rank[name]["report"][number]
@@ -403,7 +403,7 @@ def test_what_is_written_alike_in_on_save_checkpoint_is_kept(saving_ranks, name)
         assert rank[name]["end"]["still"].tolist() == [120.0] * 3
 
 
-def test_a_file_holds_what_rank_0_writes_in_on_save_checkpoint(saving_ranks, name):
+def test_a_checkpoint_holds_the_values_that_rank_0_writes_while_saving(saving_ranks, name):
     files = saving_ranks[0][name]["files"]
     for number in (2, 3, 5, 7, 8, 12):  # torch saves what is written to the tensors that it has collected
         assert files[number]["still"].tolist() == [10.0 * number] * 3, WRITES_IN_SAVES[number]
@@ -439,7 +439,7 @@ def test_buffers_and_teachers_written_in_a_save_are_kept(saving_ranks, name):
         assert rank[name]["report"][10][2]["teacher"].tolist() == [100.0] * 2
 
 
-def test_ranks_of_one_node_keep_what_is_written_in_a_save(borrow):
+def test_ranks_of_one_node_keep_values_written_while_saving(borrow):
     for rank in borrow(partial(_saving_program, 2, ["all_reduce", "periodic"]), 2):
         for said in rank.values():
             for number in (2, 3, 4, 5, 7, 8, 12):
@@ -485,7 +485,7 @@ def test_training_goes_on_after_a_write_in_inference_mode(scheme):
     assert one[0] > 105.0
 
 
-def test_elastic_nodes_undo_what_is_written_and_warn():
+def test_elastic_nodes_undo_writes_in_hooks_and_warn():
     def work(own: Topology) -> float:
         topology, module = ElasticTopology(own), nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(module.parameters(), lr=1.0)

@@ -109,7 +109,7 @@ def test_a_value_equals_another_of_the_same_arguments_and_its_copies(written):
 
 
 @pytest.mark.parametrize("written", WRITTEN)
-def test_nobody_changes_a_value(written):
+def test_reading_changes_no_value(written):
     value = WRITTEN[written]()
     for copied in (value, pickle.loads(pickle.dumps(value))):
         for name in ("sync_every", "period", "of_ones_own"):
@@ -126,7 +126,7 @@ def test_arguments_that_the_scheme_does_not_print_count_all_the_same():
     assert DiLoCo(outer_optimizer=partial(SGD, lr=0.5)) == DiLoCo(outer_optimizer=partial(SGD, lr=0.5))
 
 
-def test_what_can_be_changed_in_an_argument_is_no_part_of_the_value():
+def test_mutable_arguments_are_copied_into_the_value():
     class Sized(Value):
         def __init__(self, sizes: list[int], names: dict[str, int], what: object = None) -> None:
             self.sizes = sizes
@@ -150,7 +150,7 @@ def test_hook_on_the_wrong_class_is_refused(hook):
         type("Mine", (Scheme,), {hook: lambda self: None})
 
 
-def test_what_is_said_and_what_goes_without_saying_are_equal():
+def test_explicit_defaults_equal_implicit_ones():
     assert DASO(4, staleness=1) == DASO() == DASO(sync_every=4)
     assert len({DASO(4), DASO(), DASO(8), PeriodicAveraging(4)}) == 3
 
@@ -210,7 +210,7 @@ def live(running: RunningScheme[Scheme], optimizer: torch.optim.Optimizer) -> No
 
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 1),), ((0,),)], ids=["nodes", "node", "rank"])
 @pytest.mark.parametrize("name", RUNNING)
-def test_what_is_built_has_all_that_it_will_ever_have(name, nodes):
+def test_a_built_object_has_all_its_attributes(name, nodes):
     def work(topology: Topology) -> None:
         running, optimizer = built(RUNNING[name](), topology)
         held = set(vars(running))
@@ -223,7 +223,7 @@ def test_what_is_built_has_all_that_it_will_ever_have(name, nodes):
 
 
 @pytest.mark.parametrize("name", RUNNING)
-def test_what_is_built_twice_shares_nothing_and_leaves_the_value_as_it_was(name):
+def test_building_twice_shares_nothing_and_keeps_the_value(name):
     scheme = RUNNING[name]()
     written = pickle.dumps(scheme)
 

@@ -386,7 +386,7 @@ def test_a_monitored_metric_is_judged_once_where_not_every_epoch_logs_it():
     assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 4, 4, 4, 4, 4]] * 4
 
 
-def test_epochs_without_a_loss_change_nothing_and_say_so_once(caplog):
+def test_epochs_without_a_loss_change_nothing_and_warn_once(caplog):
     def work(rank):
         scheme = rank.scheme
         for epoch in range(3):
@@ -625,7 +625,7 @@ def test_a_node_that_takes_another_number_of_steps_is_reported():
         on_four_ranks(work, cycling()())
 
 
-def test_buffers_agree_when_nodes_wait_and_stay_alone_while_they_do_not():
+def test_buffers_are_averaged_only_in_blocking_syncs():
     def work(rank):
         scheme = rank.scheme
         buffer = scheme.replica.buffers[0].fill_(rank.rank)
@@ -811,7 +811,7 @@ def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
 
 
 @pytest.mark.parametrize("reducer", ["leader", "sharded"])
-def test_only_the_phases_that_are_said_to_be_narrow_send_fewer_bytes(run_oracle, reducer):
+def test_only_the_documented_phases_send_fewer_bytes(run_oracle, reducer):
     def sent(narrow_phases, **phases):
         traces = run_oracle(
             lambda: DASO(2, 1, **phases, reducer=reducer, narrow_phases=narrow_phases),

@@ -164,7 +164,7 @@ OUTER = {
 )
 @pytest.mark.parametrize("nodes", [TWO, TWO_OF_TWO, ((0, 1, 2), (3,), (4, 5))], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [2**22, 24], ids=["whole", "small buckets"])
-def test_every_form_does_what_the_equations_say(
+def test_every_form_follows_the_equations(
     on_nodes, outer, sync_every, fragments, staleness, keep_local, nodes, bucket_bytes
 ):
     numel, steps = sum(SEVENS.values()), 3 * sync_every + 2
@@ -306,7 +306,7 @@ def test_an_outer_learning_rate_acts_on_the_merges_of_its_period(on_nodes):
     ],
     ids=["at once", "stale", "streaming", "every rank alone"],
 )
-def test_asking_for_the_agreed_model_at_every_step_changes_nothing(on_nodes, scheme, wire):
+def test_reading_the_averaged_model_at_every_step_changes_nothing(on_nodes, scheme, wire):
     def asking(rank):
         target = target_of(rank.rank, 23)
         trace = []
@@ -346,7 +346,7 @@ def test_saved_outer_scheduler_counts_the_pending_period(on_nodes):
 
 
 @pytest.mark.parametrize(("fragments", "staleness", "keep_local"), [(1, 0, 0.0), (1, 3, 0.0), (2, 2, 0.5)])
-def test_the_agreed_model_is_the_mean_of_the_nodes_present_parameters(on_nodes, fragments, staleness, keep_local):
+def test_the_averaged_model_is_the_mean_of_present_parameters(on_nodes, fragments, staleness, keep_local):
     scheme, steps = DiLoCo(6, fragments=fragments, staleness=staleness, keep_local=keep_local), 15
 
     def work(rank):
@@ -544,7 +544,7 @@ def test_a_fragment_by_name_may_hold_nothing_that_is_trained_now(on_nodes, gradi
     assert all(values.eq(1.0).all() for values in before)
 
 
-def test_what_is_watched_names_the_schedule(on_nodes):
+def test_watched_values_name_the_schedule(on_nodes):
     def work(rank):
         rank.train(torch.ones_like)
         return rank.scheme.scalars()
@@ -556,7 +556,7 @@ def test_what_is_watched_names_the_schedule(on_nodes):
 
 
 @pytest.mark.parametrize(("staleness", "steps"), [(0, 8), (2, 6)])
-def test_a_run_ends_with_an_outer_step_over_what_was_not_agreed_on_yet(on_nodes, staleness, steps):
+def test_a_run_ends_with_an_outer_step_over_unsynchronized_changes(on_nodes, staleness, steps):
     # 8 steps of 0.1 and 0.3 from 1, averaged; what is done while an exchange travels is given up when it is merged
     def work(rank):
         constant(1.0, 3.0)(8)(rank)

@@ -77,7 +77,7 @@ def test_the_mean_over_the_node_counts_every_rank_with_its_weight(nodes, weights
         torch.testing.assert_close(bucket.double(), expected, rtol=0, atol=1e-6)
 
 
-def test_gradients_that_nobody_exchanges_stay_as_they_are():
+def test_gradients_that_are_not_exchanged_keep_their_values():
     def work(path, topology):
         bucket = gradient_of(topology.rank, 100)
         path.reduce(bucket).wait()
@@ -237,7 +237,7 @@ def test_buckets_of_other_sizes_begin_with_nothing_kept_back():
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("first", [(2, 0), (0, 25)], ids=["other parameters", "other elements"])
 @pytest.mark.parametrize("kind", [WorldMean, InterNodeMean])
-def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, resumes):
+def test_residuals_stay_with_their_elements(kind, first, resumes):
     """Of two buckets the first has another content of the same size in its second round: some were unfrozen."""
     model = [torch.zeros(50, device=place.device, requires_grad=True) for _ in range(5)]
 
@@ -279,7 +279,7 @@ def test_what_was_kept_back_of_an_element_is_not_added_to_another(kind, first, r
 
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("kind", [WorldMean, InterNodeMean])
-def test_what_was_kept_back_waits_for_the_turn_of_its_optimizer(kind, resumes):
+def test_residuals_wait_for_the_turn_of_their_optimizer(kind, resumes):
     """For whom another's turn has frozen a bucket holds zeros, and nobody takes what arrives for these."""
     model = [torch.zeros(50, device=place.device) for _ in range(2)]
 
@@ -367,7 +367,7 @@ def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradie
 
 
 @pytest.mark.parametrize("waits_on_host", [False, True])
-def test_what_a_gpu_waits_for_other_nodes_gradients_is_filed_under_theirs(waits_on_host, fake_device):
+def test_gpu_waits_for_other_nodes_count_as_inter_node_time(waits_on_host, fake_device):
     def work(topology):
         path = gradient_path("world", topology, place.device, Wire(), 4 * 2**20)
         bucket = gradient_of(topology.rank, 100)
@@ -379,7 +379,7 @@ def test_what_a_gpu_waits_for_other_nodes_gradients_is_filed_under_theirs(waits_
         assert set(seconds) == {"inter"}
 
 
-def test_a_sparse_gradient_that_nobody_has_is_empty():
+def test_a_sparse_gradient_missing_on_all_ranks_is_empty():
     needs_sparse_tensors()
     for mean in on_ranks(lambda path, _: path.reduce_sparse(sparse_gradient(2)), ((0, 1),), "node"):
         assert mean.shape == (6, 2)
@@ -408,7 +408,7 @@ class Growing(Oracle):
 
 
 @pytest.mark.pooled
-def test_what_is_kept_back_in_a_fit_has_the_scale_of_the_gradient_scaler(fit):
+def test_residuals_follow_the_scale_of_the_gradient_scaler(fit):
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1))
     strategy = {"scheme": AllReduce(), "ranks_per_node": 1, "wire_dtype": "int8"}
     reports = fit(Growing(steps=3), strategy, devices=2, plugins=[precision])

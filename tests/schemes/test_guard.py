@@ -284,7 +284,7 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("at", [2, 3, 8])
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("scheme", CASES)
-def test_nodes_go_on_without_a_sick_one_as_a_plain_calculation_says(scheme, nodes, at):
+def test_nodes_continue_without_a_non_finite_one_as_calculated(scheme, nodes, at):
     make, step_of = CASES[scheme]
     weights = [1.0 + 0.5 * rank if scheme in WEIGHED else 1.0 for rank in range(sum(map(len, NODES[nodes])))]
     if scheme not in WEIGHED:  # nodes count alike there

@@ -104,7 +104,7 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"all_reduce"}))
-def test_nodes_that_follow_other_parameters_agree_on_all_of_them(name):
+def test_nodes_that_follow_a_new_parameter_set_synchronize_all_of_it(name):
     def work(topology: Topology) -> list[float]:
         parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
         optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + topology.node))
@@ -149,7 +149,7 @@ def test_flat_gossip_uses_weights_set_after_new_parameters():
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_look_right_after_a_resume_shows_what_one_before_the_save_did(name):
+def test_validation_after_a_resume_equals_the_one_before_the_save(name):
     def first(rank: Rank) -> tuple[list[float], dict[str, Any]]:
         steps_of_a_rank(5)(rank)
         return rank.agreed().tolist(), rank.state()
@@ -233,7 +233,7 @@ def settings(scheme: Scheme) -> Settings:
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])
-def test_closing_a_topology_closes_what_schemes_opened_on_it(wire):
+def test_closing_a_topology_closes_its_duplicates(wire):
     def work(topology: Topology) -> list[bool]:
         x = nn.Parameter(torch.zeros(3, device=place.device))
         context = Context(Replica([x]), topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))

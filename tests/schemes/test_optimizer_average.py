@@ -99,7 +99,7 @@ def test_moments_of_adam_are_equal_and_positive_on_all_nodes(wire, nodes):
         assert (ratio > 1 / 8).all()
 
 
-def test_the_state_costs_what_the_codec_makes_of_it():
+def test_optimizer_state_costs_the_bytes_of_its_codec():
     def sent(wire, inner, state):
         scheme = harness.with_policy(PeriodicAveraging(1, at_epoch_end=False), average_optimizer_state=state)
 

@@ -123,7 +123,7 @@ def test_a_sentence_is_the_scheme_that_has_its_words(on_nodes, named, sentence):
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_a_part_of_what_a_node_has_become_is_kept(on_nodes):
+def test_keep_local_keeps_a_share_of_the_nodes_own_parameters(on_nodes):
     nodes, x, expected = ((0, 1), (2,)), [torch.ones(23, dtype=torch.float64) for _ in range(2)], []
     for t in range(1, 10):
         x = local_step(x, means_of_targets(nodes))
@@ -162,7 +162,7 @@ def test_ranks_that_share_no_gradients_are_averaged_in_the_node_as_well(on_nodes
     assert_follows(traces, each, expected)
 
 
-def test_the_outer_scheduler_steps_before_what_leaves_next_arrives(on_nodes):
+def test_the_outer_scheduler_steps_before_the_next_exchange_is_merged(on_nodes):
     """An exchange that leaves when the one before it is merged is stepped with the next period's learning rate."""
 
     class Recorded(OuterOptimizer):
@@ -249,7 +249,7 @@ class AtOddSteps(Schedule):
 
 
 @pytest.mark.parametrize("when", [2, 4, Staggered(4), Staggered(8), AtOddSteps()], ids=repr)
-def test_a_graph_takes_its_next_turn_at_each_agreement(on_nodes, when):
+def test_a_graph_advances_by_one_round_at_each_sync(on_nodes, when):
     """Or, agreeing every second step, nodes would know only those two places away."""
     what = 2 if isinstance(when, Staggered) else 1
     scheme = ParameterSync(when, fragments=what, reducer=DirectedExponential())
@@ -314,7 +314,7 @@ def test_peers_end_on_the_mean_of_all_nodes(on_nodes, merge):
         assert not torch.equal(own, agreed)
 
 
-def test_a_graph_in_which_what_arrives_has_no_mean_is_refused(on_nodes):
+def test_a_graph_with_unequal_in_and_out_degrees_is_refused(on_nodes):
     class Star(Graph):
         def send_to(self, size, step, segment):
             return [[1, 2, 3], [0], [0], [0]][:size]
@@ -439,13 +439,13 @@ def test_bad_schedules_are_named(schedule, message):
         schedule()
 
 
-def test_an_exchange_that_would_meet_the_next_one_is_refused(on_nodes):
+def test_an_exchange_that_overlaps_the_next_one_is_refused(on_nodes):
     with pytest.raises(ValueError, match=r"staleness=3 must be at most 2 for Staggered\(period=6\) with 2 fragments"):
         on_nodes(towards(1), ParameterSync(Staggered(6), 2, staleness=3), ((0,), (1,)), shapes=SEVENS)
     with pytest.raises(ValueError, match=r"staleness=5 must be at most 4 for Every\(period=4"):
         on_nodes(towards(1), ParameterSync(4, staleness=5), ((0,), (1,)), shapes=SEVENS)
 
 
-def test_an_agreement_is_shown_as_one_would_write_it_however_it_merges():
+def test_the_repr_of_a_parameter_sync_is_its_constructor_call():
     shown = "ParameterSync(schedule=Every(period=100, of='run'), merge=Replace(keep_local=0.5))"
     assert repr(ParameterSync(merge=Replace(0.5))) == shown

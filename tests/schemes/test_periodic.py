@@ -57,13 +57,13 @@ def test_rank_weights_reach_gradients_and_averages(run_oracle, sync_every, weigh
         assert trace.after_step == [pair[rank // 2] for pair in expected]
 
 
-def test_an_epoch_of_k_batches_agrees_as_often_as_the_paper_says(run_oracle):
+def test_an_epoch_synchronizes_as_often_as_in_the_paper(run_oracle):
     for steps, every in [(5, 2), (6, 2), (7, 3), (3, 10)]:
         trace = run_oracle(lambda: PeriodicAveraging(every), epochs=2, steps_per_epoch=steps)[0]  # noqa: B023
         assert trace.scheme.state.synchronizations == 2 * (steps // every + (steps % every != 0))
 
 
-def test_a_run_ends_on_the_agreed_parameters_also_between_agreements(run_oracle):
+def test_a_run_that_ends_between_syncs_ends_on_the_average(run_oracle):
     traces = run_oracle(lambda: PeriodicAveraging(4, at_epoch_end=False), steps_per_epoch=6)
     assert len({trace.finished for trace in traces}) == 1
 

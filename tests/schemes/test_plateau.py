@@ -29,7 +29,7 @@ def test_slow_progress_adds_up_until_it_counts():
     assert verdicts([0.96**n for n in range(20)], patience=1) == [False] * 20
 
 
-def test_an_improvement_clears_what_was_counted():
+def test_an_improvement_resets_the_count():
     assert verdicts([1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]) == [False] * 6 + [True]
 
 

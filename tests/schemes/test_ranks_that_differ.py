@@ -90,7 +90,7 @@ def plainly(nodes, weights, reducer, staleness, gradients):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("staleness", [0, 1, PERIOD])
 @pytest.mark.parametrize("place", NODES)
-def test_every_rank_holds_what_plain_means_say(gradients, way, staleness, place):
+def test_every_rank_holds_the_plain_mean(gradients, way, staleness, place):
     nodes, reducer = NODES[place], WAYS[way]
     weights = [1.0 + 0.5 * rank for rank in range(sum(map(len, nodes)))] if isinstance(reducer, str) else None
 
@@ -188,7 +188,7 @@ def test_gossip_of_one_device_is_training_alone(graph, hierarchical):
 
 
 @pytest.mark.parametrize("graph", [Ring(), Full(), DirectedExponential(), RandomPermutation()])
-def test_gossip_of_every_rank_on_one_node_agrees_in_the_end(graph):
+def test_gossip_of_all_ranks_of_one_node_ends_on_the_mean(graph):
     def work(rank):
         for _ in range(3):
             rank.train()

@@ -63,7 +63,7 @@ def bits(values):
     ("nodes_of", "dtype"), [*((nodes_of, torch.bfloat16) for nodes_of in NODES), ("3 nodes", torch.float16)], ids=str
 )
 @pytest.mark.parametrize("name", SCHEMES)
-def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
+def test_a_sync_of_equal_replicas_changes_no_bit(name, nodes_of, dtype):
     values = numbers(dtype)
 
     def work(rank):
@@ -87,7 +87,7 @@ def test_agreements_of_equal_replicas_change_no_bit(name, nodes_of, dtype):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("nodes_of", [*NODES, "3 of 3 and 1"])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_agreements_on_statistics_that_are_equal_change_no_bit(name, nodes_of):
+def test_a_sync_of_equal_statistics_changes_no_bit(name, nodes_of):
     """A counter, a flag or a table may lie in a float buffer."""
     nodes = {**NODES, "3 of 3 and 1": ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9,))}[nodes_of]
     table = numbers(torch.float32)
@@ -230,7 +230,7 @@ def test_equal_nodes_under_an_outer_optimizer_go_the_way_of_one(dtype, nodes_of)
         assert torch.equal(bits(found), bits(expected.detach()))
 
 
-def test_parameters_of_16_bits_that_are_unfrozen_agree_beside_training():
+def test_unfrozen_16_bit_parameters_synchronize_asynchronously():
     values = numbers(torch.bfloat16, 400)
 
     def work(rank):

@@ -72,7 +72,7 @@ CASES = [(name, wire) for name in SCHEMES for wire in WIRES if (name, wire) != (
 
 
 @pytest.mark.parametrize(("name", "wire"), selected(CASES))
-def test_what_streams_do_is_ordered_and_gives_the_bits_of_the_cpu(name, wire, request):
+def test_streams_are_ordered_and_give_the_bits_of_the_cpu(name, wire, request):
     nodes = ANY_NODES if name in ("all_reduce", "mean, alone") else TWO_BY_TWO
     on_cpu = of_four_ranks(name, wire, nodes)
     request.getfixturevalue("fake_device")
@@ -180,7 +180,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("name", ["gossip", "gossip, overlapped", "noloco"])
-def test_a_lane_knows_that_exchanges_will_come_before_the_first_one_does(name):
+def test_exchanges_are_announced_before_the_first_one(name):
     lanes: list[list[str]] = []
 
     def recording(connect):

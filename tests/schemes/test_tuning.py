@@ -95,7 +95,7 @@ def test_the_least_period_is_chosen_that_keeps_to_the_target():
     assert first.tuner is None
 
 
-def test_nodes_agree_often_until_it_is_chosen_and_then_as_chosen():
+def test_nodes_sync_often_during_tuning_and_then_at_the_chosen_period():
     scheme, _ = train(timed(PeriodicAveraging, wait=0.45)("auto"), 40)
     assert (scheme.period, scheme.agreed_after) == (9, [4, 8, 12, 16, 20, 27, 36])
 
@@ -106,7 +106,7 @@ def test_a_period_is_exact_where_it_divides():
         assert scheme.period == round(wait / 0.1)
 
 
-def test_what_costs_nothing_is_done_at_every_step():
+def test_free_exchanges_happen_at_every_step():
     scheme, _ = train(timed(PeriodicAveraging, wait=0.0)("auto"), 22)
     assert scheme.period == 1
 
@@ -138,7 +138,7 @@ def test_averaging_before_the_step_is_timed_as_well():
     assert scheme.period == 20
 
 
-def test_epoch_ends_count_where_nodes_agree_at_them():
+def test_epoch_ends_count_for_schedules_that_sync_there():
     def work(rank):
         for epoch in range(8):
             if epoch:
@@ -173,7 +173,7 @@ def test_daso_that_waits_chooses_in_its_warm_up():
     assert (scheme.period, scheme.phase) == (20, "warm-up")
 
 
-def test_daso_halves_and_restores_what_was_chosen():
+def test_daso_halves_and_restores_the_tuned_period():
     def work(rank):
         scheme = rank.scheme
         for _ in range(24):
@@ -205,7 +205,7 @@ def test_diloco_counts_all_fragments_of_a_period():
     ],
     ids=["periodic", "daso", "diloco"],
 )
-def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
+def test_the_chosen_period_is_saved_and_kept_on_resume(make):
     def work(rank):
         for _ in range(30):
             rank.train()
@@ -230,7 +230,7 @@ def test_what_was_chosen_is_in_the_state_and_kept_on_resume(make):
     assert on_nodes(resumed, make()) == [(5, 5)] * 2
 
 
-def test_a_run_that_ends_before_anything_was_chosen_begins_anew_on_resume():
+def test_a_run_that_ends_before_the_choice_tunes_again_on_resume():
     def work(rank):
         for _ in range(6):
             rank.train()
@@ -292,7 +292,7 @@ def test_chosen_period_is_logged_once(caplog):
     ]
 
 
-def test_a_run_that_is_over_too_soon_says_so(caplog):
+def test_a_run_shorter_than_the_tuning_warns(caplog):
     def work(rank):
         rank.train()
         rank.scheme.finish()

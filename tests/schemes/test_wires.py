@@ -83,7 +83,7 @@ def test_encoded_run_ends_on_equal_bits_near_the_float32_run(on_nodes, name, nod
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("name", ["periodic", "daso", "daso, waiting", "diloco"])
-def test_what_all_agree_on_at_once_has_the_same_bits_on_all_ranks(on_nodes, name, wire):
+def test_a_blocking_sync_gives_all_ranks_the_same_bits(on_nodes, name, wire):
     for nodes in (TWO_OF_TWO, UNEQUAL, THREE):
         traces = on_nodes(training, SCHEMES[name], nodes, shapes=SEVENS, wire=wire, bucket_bytes=40)
         assert all(torch.equal(trace[-1], traces[0][-1]) for trace in traces), nodes
@@ -180,7 +180,7 @@ def test_a_step_costs_the_bytes_of_the_formula(on_nodes, scheme, models_per_step
     ids=["periodic", "daso", "diloco"],
 )
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, THREE], ids=str)
-def test_what_a_narrow_wire_keeps_back_arrives_later(on_nodes, scheme, wire, nodes):
+def test_error_feedback_delivers_rounding_errors_later(on_nodes, scheme, wire, nodes):
     """A long run with constant gradients is taken as far as by exact numbers: what is missing is that of one round."""
     gradient = torch.randn(23, generator=torch.Generator().manual_seed(5))
 

@@ -82,12 +82,12 @@ def fit(folder, *callbacks: pl.Callback, plateau: str | None = None) -> None:
 
 @pytest.mark.parametrize("monitor", ["loss", "loss_step", "loss_epoch"])
 @pytest.mark.parametrize("kind", [ModelCheckpoint, EarlyStopping])
-def test_a_callback_that_decides_by_what_training_logs_is_named(tmp_path, kind, monitor):
+def test_a_callback_that_decides_by_training_metrics_is_named(tmp_path, kind, monitor):
     with pytest.raises(ValueError, match=f"{kind.__name__} monitors '{monitor}', .*: monitor what validation logs"):
         fit(tmp_path, kind(monitor=monitor))
 
 
-def test_a_scheduler_that_decides_by_what_training_logs_is_named(tmp_path):
+def test_a_scheduler_that_decides_by_training_metrics_is_named(tmp_path):
     with pytest.raises(ValueError, match="ReduceLROnPlateau monitors 'loss'"):
         fit(tmp_path, plateau="loss")
 
@@ -202,9 +202,7 @@ def fit_alone(folder, module: pl.LightningModule, *callbacks: pl.Callback, path=
         ("TCPStore", DistNetworkError("timed out\nframe #0"), r"at 127.0.0.1 \(timed out\): set HIERCOMM_ADDRESS"),
     ],
 )
-def test_a_node_that_finds_no_lighthouse_or_not_itself_says_by_which_name(
-    tmp_path, address, monkeypatch, name, error, said
-):
+def test_an_unreachable_lighthouse_or_own_address_is_named(tmp_path, address, monkeypatch, name, error, said):
     def fails(*args, **kwargs):
         raise error
 
@@ -236,7 +234,7 @@ def test_parameters_changed_after_a_sync_are_refused_except_a_teacher(tmp_path, 
         fit_alone(tmp_path, WithTeacher(hook, "layer.weight"), path=tmp_path / "saved.ckpt")
 
 
-def test_what_a_node_keeps_for_others_is_let_go_when_the_fit_is_over(tmp_path, address):
+def test_state_kept_for_joining_nodes_is_freed_after_fit(tmp_path, address):
     """It listened as long as the strategy lived, with the last state that it gave in memory."""
     ports = []
 
@@ -279,7 +277,7 @@ def test_a_leaving_node_stays_until_others_have_read_its_vote(error, at_once, is
     assert left == [{"at_once": at_once, "is_over": is_over}]
 
 
-def test_a_program_that_fits_once_more_was_not_started_again_in_that_run(monkeypatch):
+def test_a_second_fit_does_not_count_as_a_restart(monkeypatch):
     """Every node would take the second run for the first one, which is over."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setattr(rendezvous, "_ended_here", set())

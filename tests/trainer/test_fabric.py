@@ -129,7 +129,7 @@ def loop(fabric, strategy):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_a_loop_trains_what_a_trainer_trains_to_the_bit(borrow, scheme):
+def test_a_fabric_loop_equals_a_trainer_bit_for_bit(borrow, scheme):
     for ours, expected in borrow(lambda folder: (on_this_rank(scheme, loop), by_trainer(scheme, folder))):
         assert ours.keys() == expected.keys()
         for name, value in ours.items():
@@ -214,7 +214,7 @@ def half_without_epochs(fabric, strategy, path, resumes):
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(4), DASO(4, 0, 0, 0), DiLoCo(4)], ids=type)
-def test_a_loop_without_epochs_that_is_resumed_agrees_when_it_would_have(launched, scheme, tmp_path):
+def test_a_resumed_loop_without_epochs_keeps_its_schedule(launched, scheme, tmp_path):
     for resumes in (False, True):
         launched(scheme, half_without_epochs, tmp_path / "half.ckpt", resumes)
     for rank in range(4):
@@ -598,7 +598,7 @@ def test_names_are_registered_with_fabric():
     assert isinstance(strategy._settings.scheme, DASO)  # noqa: SLF001
 
 
-def test_what_is_set_up_in_another_order_is_refused_by_name():
+def test_setup_in_another_order_is_refused_by_name():
     strategy = HierarchicalFabricStrategy()
     with pytest.raises(RuntimeError, match=r"call fabric.launch\(\) before fabric.setup"):
         strategy.setup_module_and_optimizers(nn.Linear(1, 1), [])

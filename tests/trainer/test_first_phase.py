@@ -178,7 +178,7 @@ def test_a_share_of_an_unknown_number_of_steps_is_refused_by_name(borrow):
             assert report == []
 
 
-def test_what_the_phase_cannot_do_is_refused_before_anything_starts():
+def test_unsupported_uses_of_the_phase_are_refused_before_training():
     scheme = PeriodicAveraging(4, warmup_steps=8)
     with pytest.raises(ValueError, match=r"on_nonfinite='skip' .* averages every gradient over all"):
         HierarchicalStrategy(scheme, health=Health(on_nonfinite="skip"))

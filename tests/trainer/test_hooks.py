@@ -34,13 +34,13 @@ from lightning_hiercomm.trainer.hooks import HierarchicalHooks
         (lambda s: s._configure_launcher(), "there is no cluster environment yet"),
     ],
 )
-def test_what_is_not_set_up_yet_is_named(ask, message):
+def test_reading_before_setup_names_the_missing_step(ask, message):
     with pytest.raises(RuntimeError, match=message):
         ask(HierarchicalStrategy())
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_ranks_too_many_for_a_mesh_connect_when_they_have_something_to_say(fit, monkeypatch, most):
+def test_large_worlds_connect_lazily(fit, monkeypatch, most):
     init, lazy = dist.init_process_group, []
 
     def noting(*args, **settings):
@@ -71,7 +71,7 @@ def test_the_limit_on_open_files_is_raised_for_a_mesh(fit, monkeypatch):
         assert min(report["report"]) >= open_files._OTHER_FILES + 2 * 2  # noqa: SLF001
 
 
-def test_before_a_run_there_is_nothing_to_report_and_nothing_to_agree_on():
+def test_before_a_run_reports_are_empty():
     strategy = pickle.loads(pickle.dumps(HierarchicalStrategy()))
     assert strategy.communication() == {"synchronizations": 0.0, "nonfinite": 0.0, "steps": 0.0}
     assert (strategy.phase, strategy.schemes, strategy.topology, strategy.meter) == ("not training", [], None, None)
@@ -160,7 +160,7 @@ def test_a_run_shorter_than_the_period_warns(scheme, limits, warned):
         (1, "there is one node, so PeriodicAveraging(sync_every=2) is plain data-parallel training"),
     ],
 )
-def test_a_run_says_at_its_start_what_runs(nodes, said, tmp_path):
+def test_a_run_logs_its_nodes_and_scheme_at_the_start(nodes, said, tmp_path):
     class Listening(pl.Callback):
         def setup(self, trainer, pl_module, stage):
             self.heard = []

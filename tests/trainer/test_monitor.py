@@ -168,7 +168,7 @@ def test_progress_bar_shows_phase_and_megabytes(tmp_path):
     assert last["phase"] == "training"
 
 
-def test_bar_and_table_agree_whatever_the_last_steps_sent(tmp_path, capfd):
+def test_progress_bar_and_table_show_the_same_numbers(tmp_path, capfd):
     # a synchronization in one step of 4, a log in every second: half of the windows are silent, the run so far is not
     shown = tmp_path / "shown.jsonl"
     arguments = {"callbacks": [RecordingBar(shown)], "enable_progress_bar": True, "log_every_n_steps": 2}
@@ -203,7 +203,7 @@ def test_summary_compares_with_ddp(tmp_path, capfd):
     assert f"plain DDP between nodes:  {8 * 2 * MODEL_BYTES / 1e6:.3f} MB" in out
 
 
-def test_summary_says_how_long_training_waited_of_what(tmp_path, capfd):
+def test_the_summary_shows_the_waiting_times(tmp_path, capfd):
     trainer(tmp_path, PeriodicAveraging(sync_every=1)).fit(BoringModel())
     out = capfd.readouterr().out
     seconds = float(re.search(r"2 nodes, in ([\d.]+) s", out)[1])

@@ -125,7 +125,7 @@ def _with_feedback(folder):
     return found
 
 
-def test_narrow_wires_send_what_no_sync_accumulated_once(borrow):
+def test_narrow_wires_send_gradients_accumulated_in_no_sync_once(borrow):
     for found in borrow(_with_feedback, ranks=2):
         assert found[0] == found[1]
         assert found[2] == found[3]

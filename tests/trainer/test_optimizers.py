@@ -82,7 +82,7 @@ def test_zero_over_all_ranks_is_refused_where_nodes_differ(borrow):
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(3), DiLoCo(4), AllReduce()], ids=repr)
-def test_zero_over_the_node_trains_what_adam_trains(borrow, scheme):
+def test_zero_inside_a_node_equals_adam(borrow, scheme):
     replicas = isinstance(scheme, DiLoCo)
 
     def resumed(folder, over):
@@ -196,7 +196,7 @@ def test_a_wrapper_that_averages_parameters_by_itself_is_refused(borrow):
     assert [(error, said) for error, said, _ in right] == [("", [])] * 2
 
 
-def test_a_wrapper_around_an_optimizer_trains_what_it_does(borrow):
+def test_a_wrapped_optimizer_trains_as_the_optimizer_itself(borrow):
     for scheme in (PeriodicAveraging(3), Gossip()):
         fits = {str(inside): (Wrapped(inside), scheme) for inside in (Wrapper, None)}
         (_, ours), (_, expected) = outcomes(borrow, fits)
@@ -424,7 +424,7 @@ OTHERS = [(PeriodicAveraging(3, gradients="none"), 2), (DASO(2, warmup_epochs=1)
     ],
     ids=repr,
 )
-def test_sam_in_halves_trains_what_its_formulas_do(borrow, scheme, ranks_per_node, ways):
+def test_sam_in_two_halves_follows_its_formulas(borrow, scheme, ranks_per_node, ways):
     def program(folder):
         trained = []
         for how in ("hand", *ways):
@@ -898,7 +898,7 @@ def zero(module, strategy=None):
     return ZeroRedundancyOptimizer(module.parameters(), torch.optim.Adam, process_group=group, lr=0.05)
 
 
-def test_on_fabric_zero_is_refused_over_nodes_and_right_inside_them(borrow):
+def test_zero_on_fabric_is_refused_over_nodes_and_right_inside_one(borrow):
     for error, _, _ in on_fabric(borrow, loop(lambda module, _: zero(module)), PeriodicAveraging(2)):
         assert "ZeroRedundancyOptimizer.step() communicates over several nodes" in error
     ours = on_fabric(borrow, loop(zero), PeriodicAveraging(2), 2, ranks=4)

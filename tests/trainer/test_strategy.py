@@ -285,7 +285,7 @@ def test_a_node_that_is_not_finite_is_left_out_of_one_synchronization(fit):
         ),
     ],
 )
-def test_what_is_wrong_with_a_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
+def test_an_invalid_node_ends_the_run_and_is_named(fit, diverges, arguments, message):
     with pytest.raises(Exception, match=message):
         fit(BecomesNonfinite(diverges), {"scheme": PeriodicAveraging(4), **arguments}, forked=True)
 
@@ -362,7 +362,7 @@ def test_a_keyword_that_is_unknown_is_refused_with_the_nearest_one(name, message
 @pytest.mark.parametrize(
     ("name", "scheme"), [("hierarchical", "all_reduce"), *((f"hierarchical_{s}", s) for s in SCHEMES)]
 )
-def test_names_say_the_scheme_and_how_ranks_start(name, scheme, ending, start_method):
+def test_registered_names_select_the_scheme_and_the_launcher(name, scheme, ending, start_method):
     registered = StrategyRegistry.get(name + ending)
     assert isinstance(registered.scheme, SCHEMES[scheme])
     assert registered._start_method == start_method  # noqa: SLF001
@@ -521,7 +521,7 @@ def test_gradients_lie_in_ddps_buckets_by_default(fit, view):
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
+def test_the_optimizer_state_is_averaged_on_request(fit, averaged):
     class Momentum(Oracle):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
@@ -536,7 +536,7 @@ def test_the_optimizers_state_agrees_when_asked_to(fit, averaged):
     assert [report["report"][1] for report in reports] == ([-4] * 4 if averaged else [-1, -1, -7, -7])
 
 
-def test_parameters_unfrozen_in_mid_run_agree_too(fit):
+def test_parameters_unfrozen_in_mid_run_synchronize(fit):
     class Unfreezing(Net):
         def on_train_epoch_start(self):
             if self.current_epoch == 1:
@@ -594,7 +594,7 @@ def test_parameters_that_come_in_mid_run_get_the_mean_of_all_gradients(fit, how)
     assert [report["report"] for report in reports] == [expected] * 4
 
 
-def test_parameters_of_several_dtypes_and_memory_formats_agree(fit):
+def test_parameters_of_several_dtypes_and_memory_formats_synchronize(fit):
     class Mixed(Net):
         def __init__(self):
             super().__init__()
@@ -749,7 +749,7 @@ def _frozen_between_fits(folder):
     return reduced
 
 
-def test_what_is_frozen_between_two_fits_is_not_reduced_in_the_second(borrow):
+def test_parameters_frozen_between_fits_are_not_reduced(borrow):
     assert borrow(_frozen_between_fits, ranks=2) == [[11, 1]] * 2
 
 
@@ -838,7 +838,7 @@ class WithPhases(Net):
 
 
 @pytest.mark.parametrize("averages", [False, True])
-def test_a_cool_down_comes_in_the_last_epoch_that_trains(fit, averages):
+def test_the_cool_down_is_in_the_last_training_epoch(fit, averages):
     """Where there are statistics to collect for its average, the callback adds an epoch that does not."""
     callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1)] if averages else []
     strategy = {"scheme": DASO(2, warmup_epochs=1, cooldown_epochs=1), "ranks_per_node": 1}
@@ -869,7 +869,7 @@ class WithoutNorm(Net):
 
 
 @pytest.mark.skipif("on_train_end" not in vars(ModelCheckpoint), reason="this Lightning saves nothing then")
-def test_the_last_file_holds_the_mean_of_what_callbacks_average_apart(fit, tmp_path):
+def test_the_last_checkpoint_holds_the_mean_of_weight_averages(fit, tmp_path):
     last = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)
     callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1), last]
     strategy = {"scheme": PeriodicAveraging(100, at_epoch_end=False), "ranks_per_node": 1}

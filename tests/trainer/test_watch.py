@@ -61,7 +61,7 @@ def test_ranks_that_stop_together_exit_with_0(control):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("heard", [None, "rank 3 (node 1) was interrupted"])
-def test_ctrl_c_is_an_interruption_and_one_rank_says_so_in_one_line(control, caplog, monkeypatch, rank, heard):
+def test_ctrl_c_is_an_interruption_that_one_rank_logs_in_one_line(control, caplog, monkeypatch, rank, heard):
     control.plane = ControlPlane(rank, 4, f"rank {rank} (node 0)")
     reported = []
     monkeypatch.setattr(control.plane, "wait_for_failure", lambda timeout: heard)
@@ -75,7 +75,7 @@ def test_ctrl_c_is_an_interruption_and_one_rank_says_so_in_one_line(control, cap
     assert not getattr(error, "__notes__", [])
 
 
-def test_a_process_alone_exits_as_it_says():
+def test_a_single_process_keeps_its_exit_code():
     error = SystemExit(0)
     RunControl().note_exception(error)
     assert error.code == 0
@@ -90,7 +90,7 @@ def test_a_forked_rank_that_raises_asks_no_other_any_more(control):
     assert control.is_interrupted(trainer)
 
 
-def test_the_next_run_says_again_what_goes_wrong(control, monkeypatch):
+def test_the_next_run_reports_the_failure_again(control, monkeypatch):
     """A program may catch an error, and train once more with the same Trainer."""
     control.note_exception(ValueError("in the run before"))
     control.plane = None

@@ -163,5 +163,5 @@ def test_stored_results_of_the_front_belong_to_its_methods():
 
 
 @pytest.mark.nightly
-def test_the_stored_page_is_what_the_report_writes():
+def test_the_stored_page_equals_the_reports_output():
     assert (front.STORED / "README.md").read_text() == front.page(front.STORED)

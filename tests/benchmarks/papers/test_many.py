@@ -157,7 +157,7 @@ def test_characters_that_tune_and_judge_do_not_overlap():
     assert first >= ends
 
 
-def test_looks_see_the_averaged_model_on_the_way():
+def test_validations_in_mid_run_use_the_averaged_model():
     seen = []
     arena = replace(ARENA, epochs=1)
     end = train(arena, Averages(4), [(0.02, 1)], [5, 10], seen.append)
@@ -223,7 +223,7 @@ def test_muon_is_torchs():
         assert (ours - theirs).norm() < near * theirs.norm()
 
 
-def test_unequal_batches_weigh_as_they_are_told():
+def test_unequal_batches_follow_the_given_weighting():
     sizes, weights = (5, 15), (0.5, 0.5)
     arena = Arena("unequal", 2, 10, 1)
     found = train(arena, Synchronous(sizes, weights), [(0.02, 1)])
@@ -265,7 +265,7 @@ def test_shards_of_an_epoch_share_no_example_and_miss_none():
     assert not torch.equal(epoch, second)
 
 
-def test_what_chooses_and_what_judges_and_what_is_learnt_share_no_example():
+def test_tuning_judging_and_training_share_no_example():
     seen = [tuple(row) for examples, _ in data() for row in examples.tolist()]
     assert len(set(seen)) == len(seen) == 10_000
 

@@ -43,7 +43,7 @@ def test_gradients_of_low_rank_arrive_unchanged():
     torch.testing.assert_close(-state.weights, gradients.mean(1, keepdim=True), atol=1e-4, rtol=1e-4)
 
 
-def test_residuals_hold_what_did_not_travel():
+def test_residuals_hold_the_rounding_errors():
     method, state, count = begun(rank=1)
     total = torch.zeros(2, 1, count)
     for _ in range(3):

@@ -26,7 +26,7 @@ from lightning_hiercomm.schemes import AllReduce
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", STUDIES)
-def test_a_study_that_has_just_begun_can_be_looked_at(number, tmp_path):
+def test_a_study_that_has_just_begun_can_be_reported(number, tmp_path):
     study = STUDIES[number]
     nothing = Results({key: {} for key in study.by_key})
     assert study.report(nothing)
@@ -34,7 +34,7 @@ def test_a_study_that_has_just_begun_can_be_looked_at(number, tmp_path):
 
 
 @pytest.mark.parametrize("number", STUDIES)
-def test_every_setting_is_an_experiment_that_can_be_told_from_the_others(number):
+def test_every_setting_has_a_unique_name(number):
     pytest.importorskip("sklearn")
     settings = [setting for key, setting in STUDIES[number].by_key.items() if hetgrad.LARGER not in key]
     assert len({setting.fingerprint(0) for setting in settings}) == len(settings)
@@ -64,7 +64,7 @@ def test_fingerprint_ignores_a_new_field_at_its_default():
     assert fingerprint(Workload(1e6, 0.3, 0.7, update=0.1)) != of_today
 
 
-def test_what_is_stored_of_other_settings_is_no_document_of_nothing(tmp_path, capsys):
+def test_results_of_other_settings_make_no_empty_document(tmp_path, capsys):
     (tmp_path / "004.json").write_text(json.dumps({"runs": {"it": {"0": {"fingerprint": "of another"}}}}))
     assert "has no run of the settings of today" in papers([], 1, 1, tmp_path, stored=True)
     assert "1 runs are of settings that are no more" in capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_gradients_of_an_asynchronous_server_are_stale():
     assert curve.points[-1].loss < math.log(100)
 
 
-def test_adabelief_does_what_its_paper_prints():
+def test_adabelief_follows_its_paper():
     parameter = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
     optimizer = AdaBelief([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-8)
     mean = belief = 0.0
@@ -108,7 +108,7 @@ def test_adabelief_does_what_its_paper_prints():
         assert parameter.item() == pytest.approx(value, rel=1e-12)
 
 
-def test_balanced_batches_save_what_arithmetic_says():
+def test_balanced_batches_save_the_calculated_time():
     assert hetgrad.batches_of(3) == [51, 10, 3]
     assert hetgrad.seconds_of_step(3, [51, 10, 3]) == 3.0
     assert hetgrad.seconds_of_step(3, [22, 21, 21]) == 21.0

@@ -71,7 +71,7 @@ def test_two_settings_of_one_key_are_refused():
         _ = twice.by_key
 
 
-def test_what_sets_an_experiment_apart_is_the_same_in_every_process():
+def test_an_experiments_key_is_equal_in_every_process():
     text = repr(described(experiment(optimizer=TASKS["gan"].optimizer)))
     assert " at 0x" not in text
     assert described(experiment()) != described(experiment(scheme=PeriodicAveraging(3)))

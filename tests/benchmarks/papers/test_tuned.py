@@ -49,7 +49,7 @@ def test_a_peak_has_lower_values_on_both_sides(tmp_path, monkeypatch, peak):
     assert list(found.judging) == [peak]
 
 
-def test_a_contender_with_other_seeds_is_paired_with_those_it_stands_for(tmp_path, monkeypatch):
+def test_a_method_with_shifted_seeds_is_paired_with_the_original_seeds(tmp_path, monkeypatch):
     played = stage(monkeypatch, {"a": -6})
     again = Contender("again", lambda _: "a", "a, seeds + 1000", other_seeds=1000)
     climb(Comparison(Arena("try", 2, 8, 1), (again,), tuple(range(10))), tmp_path)
@@ -69,7 +69,7 @@ def test_seeds_that_tune_do_not_judge(tmp_path, monkeypatch):
     assert found.judged[3] == pytest.approx(80 - 1 + 0.3), "on judging data"
 
 
-def test_what_is_stored_is_not_done_again_and_what_has_changed_is(tmp_path, monkeypatch):
+def test_stored_results_are_reused_unless_settings_changed(tmp_path, monkeypatch):
     stage(monkeypatch, {"a": -6, "b": -8})
     climb(comparison("a", "b"), tmp_path)
     again = stage(monkeypatch, {"a": -6, "b": -8})

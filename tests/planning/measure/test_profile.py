@@ -23,7 +23,7 @@ def a_profile(world: Link | None = None) -> Profile:
 
 
 @pytest.mark.parametrize("world", [None, Link(2e9, curves={"all_reduce": CURVE})])
-def test_a_profile_comes_back_as_it_was(tmp_path, world):
+def test_a_profile_survives_a_round_trip_through_json(tmp_path, world):
     profile = a_profile(world)
     profile.write(tmp_path / "profile.json")
     back = Profile.read(tmp_path / "profile.json")

@@ -50,7 +50,7 @@ def test_a_ring_over_all_ranks_is_as_slow_as_its_slowest_link(gigabyte):
         (0.05, 4, 3 + 8 / 4),
     ],
 )
-def test_daso_hides_what_fits_into_its_staleness(fast_cluster, gigabyte, bandwidth, staleness, seconds):
+def test_daso_hides_exchanges_that_fit_into_its_staleness(fast_cluster, gigabyte, bandwidth, staleness, seconds):
     scheme = DASO(4, staleness)
     predicted = predict(scheme, fast_cluster(2, inter=bandwidth * GB), gigabyte)
     # the first bucket of an exchange may leave when the last but one of the exchange before it has come

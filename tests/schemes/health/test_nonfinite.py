@@ -90,7 +90,7 @@ ill_at_four = partial(falls_sick, steps=12, at=4, victim=2)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
-def test_a_sick_node_is_left_out_and_gets_well(scheme, nodes, value):
+def test_a_non_finite_node_is_excluded_and_recovers(scheme, nodes, value):
     work = partial(falls_sick, steps=12, at=4, victim=2, value=value)
     ranks = run_to_end(work, with_policy(ALL[scheme](), "skip"), nodes, shapes=SHAPES, inner=partial(SGD, lr=0.1))
     for rank in ranks:
@@ -127,7 +127,7 @@ def test_looking_changes_no_bit_there(scheme, nodes, fake_device):
 
 
 @pytest.mark.parametrize("scheme", sorted(ALL.keys() - {"steps_delay"}))
-def test_that_is_what_happens_to_all_if_nobody_looks(scheme):
+def test_nan_reaches_all_nodes_when_checks_are_off(scheme):
     ranks = run_to_end(ill_at_four, with_policy(ALL[scheme](), "ignore"), THREE, shapes=SHAPES)
     assert all(rank.values.isnan().any() for rank in ranks)
 
@@ -187,7 +187,7 @@ def test_the_weights_of_the_healthy_are_those_of_the_mean():
     assert values == pytest.approx([2 * 3 / 4] * 3)
 
 
-def test_without_gradients_in_the_node_only_the_sick_rank_is_left_out():
+def test_without_node_gradients_only_the_non_finite_rank_is_excluded():
     def work(rank: Rank) -> float:
         rank.train(math.inf if rank.rank == 1 else -float(rank.rank))
         return rank.values[0].item()
@@ -199,7 +199,7 @@ def test_without_gradients_in_the_node_only_the_sick_rank_is_left_out():
 
 @pytest.mark.parametrize("inner", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.1)], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("agreement", [PeriodicAveraging(2), DiLoCo(2, partial(SGD, lr=1.0))], ids=["mean", "outer"])
-def test_an_optimizers_state_that_agrees_is_that_of_the_healthy(agreement, inner):
+def test_averaged_optimizer_state_excludes_non_finite_nodes(agreement, inner):
     def work(rank: Rank, victim: int) -> tuple[list[float], dict[str, float]]:
         trace = [rank.train(math.nan if (step, rank.rank) == (1, victim) else 1.0).item() for step in range(6)]
         return trace[1::2], {name: float(value) for name, value in rank.optimizer.state[rank.parameters[0]].items()}
@@ -228,7 +228,7 @@ def test_healed_node_counts_in_the_next_exchange():
 
 
 @pytest.mark.parametrize("scheme", ["noloco", "noloco, overlapped"])
-def test_a_node_that_has_only_sick_peers_for_once_gets_well_later(scheme):
+def test_a_node_with_only_non_finite_peers_recovers_later(scheme):
     def work(rank: Rank) -> Rank:  # of three nodes in a ring one hears of the other sick one only
         return falls_sick(rank, steps=14, at=1, victim=rank.rank if rank.rank != 1 else -1)
 
@@ -313,7 +313,7 @@ def test_healed_node_keeps_no_local_share_and_nodes_still_converge(wire):
 
 @pytest.mark.parametrize("scheme", AGREEING)
 @pytest.mark.parametrize(("wire", "dtype", "far"), [("float16", torch.float32, 1e6), ("int8", torch.float64, 1e300)])
-def test_what_is_too_large_for_the_wire_travels_as_it_is_or_raises(scheme, wire, dtype, far):
+def test_values_too_large_for_the_wire_are_sent_unencoded_or_raise(scheme, wire, dtype, far):
     def work(rank: Rank) -> Rank:
         for step in range(5):
             rank.train(-far if step == 0 and rank.node == 1 else 0.0, last=step == 4)
@@ -376,7 +376,7 @@ def test_statistics_that_are_not_finite_stay_where_they_are():
 
 
 @pytest.mark.parametrize("scheme", ["periodic", "daso, eq1", "diloco", "gossip"])
-def test_a_look_at_the_agreed_model_is_that_of_the_healthy(scheme):
+def test_validation_uses_the_mean_of_the_finite_nodes(scheme):
     def work(rank: Rank) -> torch.Tensor:
         rank.train()
         rank.scheme.state.unsynchronized_steps = 1
@@ -410,7 +410,7 @@ def test_averaging_leaves_a_nonfinite_nodes_optimizer_until_it_is_healed(scheme)
     on_nodes(work, with_policy(own, "skip"), THREE, shapes=SHAPES, inner=Adam)
 
 
-def test_where_nobody_is_healthy_it_raises_whatever_the_policy():
+def test_it_raises_under_every_policy_if_all_nodes_are_non_finite():
     work = partial(falls_sick, steps=4, at=1, victim=0)
 
     def all_fall_sick(rank: Rank) -> Rank:
@@ -464,7 +464,7 @@ def test_finite_values_whose_sum_overflows_are_fit():
             torch.testing.assert_close(value, torch.full_like(value, 2e38))
 
 
-def test_only_the_state_of_parameters_that_were_sick_begins_anew():
+def test_only_the_state_of_non_finite_parameters_is_reset():
     sick, well = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
     optimizer = Adam([sick, well])
     sick.grad, well.grad = torch.tensor([math.nan, 1.0]), torch.ones(2)
@@ -480,7 +480,7 @@ def test_only_the_state_of_parameters_that_were_sick_begins_anew():
     assert optimizer.state[well]["exp_avg"].all()
 
 
-def test_a_node_that_was_sick_when_it_sent_resumes_to_the_bit():
+def test_a_node_non_finite_at_sending_resumes_bit_for_bit():
     scheme = with_policy(AGREEING["noloco, overlapped"](), "skip")
     arguments = {"nodes": THREE, "shapes": SHAPES, "inner": partial(SGD, lr=0.1)}
 

@@ -115,7 +115,7 @@ def test_values_that_may_be_too_large_for_the_wire_do_not_leave(value, wire, is_
     assert on_ranks(work, ((0,), (1,))) == [(is_carried, is_carried)] * 2
 
 
-def test_a_known_verdict_waits_for_nobody():
+def test_a_known_verdict_does_not_wait():
     for is_flagged in (False, True):
         verdict = Verdict(is_flagged)
         verdict.wait()

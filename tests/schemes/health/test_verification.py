@@ -73,7 +73,7 @@ def test_ranks_that_do_not_differ_may_train_and_nothing_else_crosses_nodes(schem
     assert train("raise") == train("off")
 
 
-def test_nobody_looks_by_default():
+def test_checks_are_off_by_default():
     on_nodes(diverges, PeriodicAveraging(2), PAIRS, shapes=SHAPES, targets=None)
 
 

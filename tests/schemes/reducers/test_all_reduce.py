@@ -31,7 +31,7 @@ def agree(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes
 
 @pytest.mark.parametrize("step", [0, 1, 4095, 4096, 10**9 + 1])
 @pytest.mark.parametrize("count", [2, 3, 7])
-def test_ranks_that_agree_on_the_step_get_the_mean_whatever_the_step(step, count):
+def test_ranks_at_the_same_step_get_the_mean(step, count):
     results = agree([[rank] for rank in range(count)], [step] * count)
     for values, _ in results:
         assert values == pytest.approx([(count - 1) / 2] * 5, rel=1e-6)
@@ -50,7 +50,7 @@ def test_ranks_that_agree_on_the_step_get_the_mean_whatever_the_step(step, count
     ids=str,
 )
 @pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])
-def test_a_rank_that_took_another_number_of_steps_is_told(nodes, steps, wire):
+def test_unequal_numbers_of_steps_raise_on_all_ranks(nodes, steps, wire):
     messages = [values for values, _ in agree(nodes, steps, wire=wire) if isinstance(values, str)]
     assert len(messages) == sum(map(len, nodes))
     for message in messages:

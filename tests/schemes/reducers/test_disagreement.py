@@ -108,7 +108,7 @@ def test_disagreement_sends_nothing(on_nodes):
 
 
 @pytest.mark.parametrize("scheme", [AllReduce(), DiLoCo(100), PeriodicAveraging(100)], ids=["all_reduce", "d", "p"])
-def test_before_nodes_have_agreed_nobody_knows(on_nodes, scheme):
+def test_disagreement_is_none_before_the_first_sync(on_nodes, scheme):
     assert [seen[-1][1] for seen in on_nodes(partial(training, steps=3), scheme, NODES, shapes=SHAPES)] == [None] * 6
 
 

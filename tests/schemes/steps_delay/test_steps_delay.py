@@ -351,7 +351,7 @@ class FailsAtThird(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_an_error_beside_training_reaches_the_training_thread(warmup):
+def test_a_background_error_reaches_the_training_thread(warmup):
     needs_a_thread_beside_training()
     reached = []
 
@@ -387,7 +387,7 @@ def test_a_node_sends_half_of_an_all_reduce_and_a_kth_of_that_for_pulls(delay):
         assert per_step == pytest.approx(2 / 3 * 84 * 8 * (1 + 1 / delay))
 
 
-def test_staleness_and_phase_tell_where_the_weights_come_from():
+def test_staleness_and_phase_show_the_source_of_the_weights():
     def work(run: Rank) -> list[tuple[str, float, float]]:
         seen = []
         for _ in range(8):
