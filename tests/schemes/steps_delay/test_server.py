@@ -119,8 +119,9 @@ class NewTensors(TorchDispatchMode):
 @pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,))])
 def test_optimizer_state_for_one_rank_takes_little_memory_on_others(nodes):
     part = 2**16
-    shapes = ((2**13,),) * 12  # six parts
-    model = 6 * part
+    shapes = ((2**13,),) * 48  # 24 parts
+    model = 24 * part
+    pending = 20 * part  # threads keep messages until the slowest rank has received them
 
     def work(run: Rank) -> tuple[dict[str, Any], dict[str, Any], int]:
         steps(3)(run)
@@ -143,10 +144,10 @@ def test_optimizer_state_for_one_rank_takes_little_memory_on_others(nodes):
             assert state["state"].keys() == everywhere["state"].keys()
             for index, held in everywhere["state"].items():
                 assert all(torch.equal(state["state"][index][name], value) for name, value in held.items())
-            assert 2 * model <= peak <= 2 * model + 8 * part
+            assert 2 * model <= peak <= 2 * model + pending
         else:
             assert state["state"] == {}
-            assert peak <= 8 * part < 2 * model
+            assert peak <= pending < model
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 4])
