@@ -126,7 +126,7 @@ class Rank:
     Attributes:
         target: Of all parameters, flat.
         trace: All values after every step, but of large models, whose bytes are counted.
-        looks: All averaged values, whenever :meth:`agreed` was called.
+        looks: All averaged values, whenever :meth:`averaged` was called.
     """
 
     topology: Topology
@@ -208,7 +208,7 @@ class Rank:
             self.trace.append(self.values.tolist())
         return seen[0]
 
-    def agreed(self) -> Tensor:
+    def averaged(self) -> Tensor:
         """Return the averaged values; the rank keeps its own."""
         snapshot = self.scheme.replica.snapshot()
         self.scheme.synchronize()
@@ -457,7 +457,7 @@ def steps(number: int, look: bool = False) -> Callable[[Rank], Rank]:
         for _ in range(number):
             rank.train()
             if look:
-                rank.agreed()
+                rank.averaged()
         return rank
 
     return work

@@ -598,7 +598,7 @@ def _one_step(
             half.scheme.end_epoch(None if loss is None else torch.tensor(loss, dtype=torch.float64))
         seen.trace.append(half.values.double())
         if looks and step in c.looks:
-            seen.looks[step] = half.agreed().double()
+            seen.looks[step] = half.averaged().double()
 
 
 def _unfreeze(half: Rank, frozen: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the agreed model goes from every scheme to every other; on threads."""
+"""What a checkpoint holds besides the averaged model goes from every scheme to every other; on threads."""
 
 from __future__ import annotations
 

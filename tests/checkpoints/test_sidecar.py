@@ -137,7 +137,7 @@ class SaveAfter(pl.Callback):
     ],
 )
 def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
-    """With a narrow wire, whose last agreed values and what it keeps back are state, too.
+    """With a narrow wire, whose last averaged values and what it keeps back are state, too.
 
     Without one, see compatibility/test_checkpoints.
     """

@@ -357,7 +357,7 @@ def test_another_node_writes_checkpoints_when_the_writer_dies(cluster, tmp_path,
     assert saved["global_step"] == first["global_step"] == 60
     values = [value for _, value in sorted(saved["state_dict"].items()) if value.is_floating_point()]
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
-    assert digest.startswith(first["parameters"]), "a plain one, of the agreed model"
+    assert digest.startswith(first["parameters"]), "a plain one, of the averaged model"
 
 
 @pytest.mark.nightly

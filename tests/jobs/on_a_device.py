@@ -62,7 +62,7 @@ class Net(pl.LightningModule):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.net(batch[0])  # of the agreed model, in inference mode
+        self.net(batch[0])  # of the averaged model, in inference mode
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(torch.ones(BATCH, 6)), batch_size=BATCH)

@@ -108,7 +108,7 @@ def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact
 
     def work(topology):
         replica = Replica(filled(kinds, 0), filled(buffers, 50), bucket_bytes)
-        average = ShardedAllReduce(replica, topology, wire)  # takes the first values as the agreed ones
+        average = ShardedAllReduce(replica, topology, wire)  # takes the first values as the reference values
         replica.restore(
             filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + topology.rank)
         )

@@ -528,21 +528,21 @@ def test_a_run_without_an_end_has_four_epochs_of_warm_up_and_no_cool_down():
 
 def test_averaging_in_mid_cycle_leaves_training_unchanged():
     def work(rank, looks):
-        trace, agreed = [], []
+        trace, averaged = [], []
         for _ in range(7):
             rank.train()
             trace.append(rank.values.item())
             if looks:
-                agreed.append(rank.agreed().item())
+                averaged.append(rank.averaged().item())
         rank.scheme.end_epoch(torch.tensor(1.0))
         rank.scheme.finish()
-        return [*trace, rank.values.item()], agreed
+        return [*trace, rank.values.item()], averaged
 
     plain = on_four_ranks(lambda rank: work(rank, False)[0], cycling()())
     looked = on_four_ranks(lambda rank: work(rank, True), cycling()())
     assert [trace for trace, _ in looked] == plain
     means = [sum(values) / 4 for values in zip(*plain, strict=True)][:7]
-    assert [agreed for _, agreed in looked] == [means] * 4
+    assert [averaged for _, averaged in looked] == [means] * 4
 
 
 def test_plain_checkpoint_resumes_from_averaged_parameters():
@@ -559,11 +559,11 @@ def test_plain_checkpoint_resumes_from_averaged_parameters():
         rank.train()
         state = scheme.state_dict(shared=True)
         scheme.synchronize()
-        agreed = scheme.replica.snapshot()
+        averaged = scheme.replica.snapshot()
 
         with attached(rank.topology, original, epochs=10) as again:
             resumed = again.scheme
-            resumed.replica.restore(agreed)
+            resumed.replica.restore(averaged)
             resumed.load_state_dict({**state, "unsynchronized_steps": 0})
             assert (resumed.period, resumed.staleness, resumed.state.exchanges_started) == (
                 4,
@@ -574,7 +574,7 @@ def test_plain_checkpoint_resumes_from_averaged_parameters():
             again.train()
             # the exchange that was in flight is gone: this was a local step
             assert again.values.item() == (local + (1.0, 1.0, 7.0, 7.0)[rank.rank]) / 2
-        return agreed[0].item()
+        return averaged[0].item()
 
     assert len(set(on_four_ranks(work, original))) == 1
 
@@ -830,8 +830,8 @@ def test_only_the_documented_phases_send_fewer_bytes(run_oracle, reducer):
 def test_waiting_every_few_batches_averages_at_those_and_at_the_end(run_oracle):
     # staleness 0: batches 0, 4 and the last of 8 end in the mean
     traces = run_oracle(cycling(4, 0))
-    agreed = [a == b for a, b in zip(traces[0].after_step, traces[2].after_step, strict=True)]
-    assert agreed == [True, False, False, False, True, False, False, False]
+    averaged = [a == b for a, b in zip(traces[0].after_step, traces[2].after_step, strict=True)]
+    assert averaged == [True, False, False, False, True, False, False, False]
     assert traces[0].after_epoch == traces[2].after_epoch
 
 

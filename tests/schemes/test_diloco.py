@@ -129,7 +129,7 @@ def plainly(steps, weights, fragments, *, sync_every, staleness, keep_local, out
     slices = [slice(end - length, end) for end, length in zip(ends, fragments, strict=True)]
     references = [torch.nn.Parameter(torch.full((length,), start, dtype=torch.float64)) for length in fragments]
     optimizers = [outer([reference]) for reference in references]
-    on_the_way, trace, agreed = {}, [], []
+    on_the_way, trace, averaged = {}, [], []
     for t in range(1, steps + 1):
         for node in range(count):
             x[node] = x[node] - lr * gradient(node, x[node])
@@ -143,8 +143,8 @@ def plainly(steps, weights, fragments, *, sync_every, staleness, keep_local, out
                 for own in x:
                     own[part] = keep_local * own[part] + (1 - keep_local) * references[p].detach()
         trace.append([own.clone() for own in x])
-        agreed.append(sum(w * own for w, own in zip(weights, x, strict=True)))
-    return trace, agreed
+        averaged.append(sum(w * own for w, own in zip(weights, x, strict=True)))
+    return trace, averaged
 
 
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -193,7 +193,7 @@ def test_every_form_follows_the_equations(
 )
 def test_stale_outer_steps_keep_half_of_local_values_by_default(on_nodes, sync_every, fragments, staleness, kept):
     targets = [torch.stack([target_of(rank, 24) for rank in ranks]).mean(0) for ranks in TWO_OF_TWO]
-    expected, agreed = plainly(
+    expected, averaged = plainly(
         14,
         [0.5, 0.5],
         [24 // fragments] * fragments,
@@ -205,13 +205,13 @@ def test_stale_outer_steps_keep_half_of_local_values_by_default(on_nodes, sync_e
     )
 
     def work(rank):
-        return towards(24, 14)(rank), rank.agreed()
+        return towards(24, 14)(rank), rank.averaged()
 
     scheme = DiLoCo(sync_every, fragments=fragments, staleness=staleness)
     seen = on_nodes(work, scheme, TWO_OF_TWO, shapes={"a": 10, "b": 14}, dtype=torch.float64)
     for rank, (trace, mean) in enumerate(seen):
         torch.testing.assert_close(trace, torch.stack([step[rank // 2] for step in expected]), rtol=0, atol=1e-12)
-        torch.testing.assert_close(mean, agreed[-1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(mean, averaged[-1], rtol=0, atol=1e-12)
 
 
 def test_fragments_by_module_names_are_due_in_their_order(on_nodes):
@@ -292,7 +292,7 @@ def test_an_outer_learning_rate_acts_on_the_merges_of_its_period(on_nodes):
     assert [seen[step - 1][0] for step in (2, 4, 6)] == pytest.approx([0.6, 0.6, 0.2])
 
 
-# ---- the agreed model ------------------------------------------------------------------------------------------------
+# ---- the averaged model ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -312,8 +312,8 @@ def test_reading_the_averaged_model_at_every_step_changes_nothing(on_nodes, sche
         trace = []
         for _ in range(13):
             rank.train(lambda x: x - target.to(x.dtype))
-            agreed = rank.topology.world.all_gather_object(rank.agreed())
-            assert all(torch.equal(one, agreed[0]) for one in agreed)
+            averaged = rank.topology.world.all_gather_object(rank.averaged())
+            assert all(torch.equal(one, averaged[0]) for one in averaged)
             rank.scheme.state_dict(shared=True)  # as a plain checkpoint does
             trace.append(rank.values)
         return torch.stack(trace)
@@ -354,7 +354,7 @@ def test_the_averaged_model_is_the_mean_of_present_parameters(on_nodes, fragment
         seen = []
         for _ in range(steps):
             rank.train(lambda x: x - target)
-            seen.append(rank.agreed())
+            seen.append(rank.averaged())
         return torch.stack(seen)
 
     targets = [torch.stack([target_of(rank, 24) for rank in ranks]).mean(0) for ranks in TWO_OF_TWO]
@@ -440,7 +440,7 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
         rank.scheme.load_state_dict(saved[0]["scheme"])
         assert repr(reloaded(rank.scheme.state_dict(shared=True))) == repr(saved[0]["scheme"])
         train(rank, 12)
-        return rank.agreed()
+        return rank.averaged()
 
     # the same in one place: an outer optimizer for each set of elements that the resumed run has as a fragment
     x = torch.ones(23, dtype=torch.float64)
@@ -453,11 +453,13 @@ def test_a_plain_state_restores_the_outer_optimizer_on_other_nodes(
                 reference.grad = reference.detach() - x[list(part)]
                 optimizer.step()
                 x[list(part)] = reference.detach()
-    for agreed in on_nodes(resuming, DiLoCo(6, OUTER[outer], fragments), nodes, bucket_bytes=bucket_bytes, **arguments):
-        torch.testing.assert_close(agreed, x, rtol=0, atol=1e-12)
+    for averaged in on_nodes(
+        resuming, DiLoCo(6, OUTER[outer], fragments), nodes, bucket_bytes=bucket_bytes, **arguments
+    ):
+        torch.testing.assert_close(averaged, x, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["sidecar", "agreed"])
+@pytest.mark.parametrize("how", ["sidecar", "averaged"])
 @pytest.mark.parametrize("kept", [0.0, 0.25, 0.5])
 def test_resumed_run_keeps_its_saved_local_share(on_nodes, caplog, kept, how):
     implicit = partial(DiLoCo, 4, staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))

@@ -93,13 +93,13 @@ def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
         first = (x.item(), w, rank.values.item())
         for _ in range(60):
             rank.train(0.0)
-        return first, rank.values.item(), rank.agreed().item()
+        return first, rank.values.item(), rank.averaged().item()
 
-    first, last, agreed = zip(*simulate(work, Gossip(graph, 1), [0, 3, 9]), strict=True)
+    first, last, averaged = zip(*simulate(work, Gossip(graph, 1), [0, 3, 9]), strict=True)
     expected = [(9 / 2, 5 / 6, 5.4), (3 / 2, 5 / 6, 1.8), (6, 4 / 3, 4.5)]
     assert [pytest.approx(values) for values in expected] == list(first)
     assert last == pytest.approx((4, 4, 4))
-    assert agreed == pytest.approx((4, 4, 4))
+    assert averaged == pytest.approx((4, 4, 4))
 
 
 def test_crossover_mixes_each_segment_with_another_rank():
@@ -203,13 +203,13 @@ def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, segme
             rank.values
             * torch.tensor(rank.scheme.own_weights, dtype=torch.float64).repeat_interleave(-(-4 // segments))[:4]
         )
-        return x, rank.agreed(), rank.values
+        return x, rank.averaged(), rank.values
 
-    x, agreed, z = map(
+    x, averaged, z = map(
         torch.stack, zip(*simulate(work, Gossip(graph, segments, overlap=overlap), starts.tolist()), strict=True)
     )
     torch.testing.assert_close(x.sum(0), starts.sum(0))
-    torch.testing.assert_close(agreed, starts.mean(0).expand(size, 4))
+    torch.testing.assert_close(averaged, starts.mean(0).expand(size, 4))
     assert (z - z.mean(0)).norm() < (starts - starts.mean(0)).norm()
 
 
@@ -235,12 +235,12 @@ def test_ranks_of_a_node_stay_equal_whichever_of_them_carries_a_segment(graph, r
     def work(rank):
         for _ in range(4):
             rank.train(0.0)
-        return rank.values.tolist(), rank.agreed().tolist()
+        return rank.values.tolist(), rank.averaged().tolist()
 
     finals = simulate(work, Gossip(graph, 4, overlap=overlap), starts, nodes=nodes)
     for ranks in nodes:
         assert all(finals[rank] == finals[ranks[0]] for rank in ranks)
-    assert len({str(agreed) for _, agreed in finals}) == 1
+    assert len({str(averaged) for _, averaged in finals}) == 1
 
 
 def test_a_narrow_wire_loses_no_update_from_the_sum():
@@ -249,10 +249,10 @@ def test_a_narrow_wire_loses_no_update_from_the_sum():
     def work(rank):
         for _ in range(1000):
             rank.train(lambda x: torch.full_like(x, -1e-6 * (1 + rank.rank)))
-        return rank.agreed().item(), rank.values.item()
+        return rank.averaged().item(), rank.values.item()
 
-    agreed, own = zip(*simulate(work, Gossip(), [1.0, 1.0, 1.0], lr=1.0, wire=Wire.named("bfloat16")), strict=True)
-    assert agreed == pytest.approx([1 + 1000 * 2e-6] * 3, abs=1e-9)
+    averaged, own = zip(*simulate(work, Gossip(), [1.0, 1.0, 1.0], lr=1.0, wire=Wire.named("bfloat16")), strict=True)
+    assert averaged == pytest.approx([1 + 1000 * 2e-6] * 3, abs=1e-9)
     assert max(own) - min(own) < 2**-7
 
 
@@ -318,21 +318,21 @@ def test_a_module_without_parameters_is_named():
 @pytest.mark.parametrize("fair", ["uniform", None])
 def test_averaging_during_an_exchange_counts_every_mass_once(fair):
     def work(rank, look):
-        agreed = []
+        averaged = []
         for step in range(6):
             rank.train(lambda x: x - rank.rank)
             if look and step % 2:
-                agreed.append(rank.agreed().tolist())
-        return agreed, rank.values.tolist()
+                averaged.append(rank.averaged().tolist())
+        return averaged, rank.values.tolist()
 
     scheme, starts = Gossip(fair=fair, overlap=True, segments=2), [[1.0, 5.0], [2.0, 4.0], [3.0, 3.0], [9.0, 1.0]]
-    agreed, looked = zip(*simulate(lambda rank: work(rank, True), scheme, starts), strict=True)
+    averaged, looked = zip(*simulate(lambda rank: work(rank, True), scheme, starts), strict=True)
     _, did_not = zip(*simulate(lambda rank: work(rank, False), scheme, starts), strict=True)
     assert looked == did_not
-    assert all(values == agreed[0] for values in agreed)
+    assert all(values == averaged[0] for values in averaged)
     if fair:  # equal curvatures: the mean follows the mean gradient
         mean = torch.tensor(starts).mean(0).double()
-        for values in agreed[0]:
+        for values in averaged[0]:
             mean = 1.5 + (mean - 1.5) / 4
             assert values == pytest.approx(mean.tolist())
 
@@ -343,10 +343,10 @@ def test_a_step_that_a_scaler_skips_on_one_rank_still_mixes(fair, overlap):
     def work(rank):
         for step in range(6):
             rank.train(0.0, skip=rank.rank == 1 and step % 2 == 0)
-        return rank.agreed().item(), rank.scheme.state.steps
+        return rank.averaged().item(), rank.scheme.state.steps
 
-    agreed, steps = zip(*simulate(work, Gossip(fair=fair, overlap=overlap), [0.0, 3.0, 9.0]), strict=True)
-    assert agreed == pytest.approx((4, 4, 4))
+    averaged, steps = zip(*simulate(work, Gossip(fair=fair, overlap=overlap), [0.0, 3.0, 9.0]), strict=True)
+    assert averaged == pytest.approx((4, 4, 4))
     assert steps == (6, 6, 6)
 
 

@@ -1,4 +1,4 @@
-"""Agreements without the sick, against the plainest calculation of the same in one place."""
+"""Synchronizations without non-finite ranks, compared with a plain calculation in one place."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ class Outer:
     """Nesterov's momentum on the way that the nodes went."""
 
     def __init__(self, numel: int) -> None:
-        self.agreed, self.velocity = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+        self.averaged, self.velocity = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
 
     def take(self, mean: Tensor, part: slice = slice(None)) -> Tensor:
-        way = self.agreed[part] - mean
+        way = self.averaged[part] - mean
         self.velocity[part] = 0.9 * self.velocity[part] + way
-        self.agreed[part] = self.agreed[part] - 0.7 * (way + 0.9 * self.velocity[part])
-        return self.agreed[part].clone()
+        self.averaged[part] = self.averaged[part] - 0.7 * (way + 0.9 * self.velocity[part])
+        return self.averaged[part].clone()
 
 
 def periodic(plain: Plain, in_node: bool = True) -> Callable[[int], None]:
@@ -155,8 +155,8 @@ def diloco(plain: Plain) -> Callable[[int], None]:
     def step(number: int) -> None:
         plain.go(number)
         if number % 2 == 0:
-            agreed = outer.take(plain.mean(plain.x, plain.healthy))
-            plain.x = [agreed.clone() for _ in plain.ranks]
+            averaged = outer.take(plain.mean(plain.x, plain.healthy))
+            plain.x = [averaged.clone() for _ in plain.ranks]
 
     return step
 
@@ -174,11 +174,11 @@ def streaming(plain: Plain) -> Callable[[int], None]:
                 if not all(each.isfinite().all() for each in sent):
                     healthy = plain.healthy
                     sent = [x[part].clone() for x in plain.x]
-                agreed = outer.take(plain.mean(sent, healthy), part)
+                averaged = outer.take(plain.mean(sent, healthy), part)
                 for r in plain.ranks:
-                    kept = plain.x[r][part] if r in healthy else agreed
+                    kept = plain.x[r][part] if r in healthy else averaged
                     plain.x[r] = plain.x[r].clone()
-                    plain.x[r][part] = 0.5 * kept + 0.5 * agreed
+                    plain.x[r][part] = 0.5 * kept + 0.5 * averaged
             if (number + 1) % 4 == due:
                 flying[index] = [x[part].clone() for x in plain.x]
 
@@ -197,9 +197,9 @@ def noloco(plain: Plain, in_node: bool = True) -> Callable[[int], None]:
         is_well = [bool(x.isfinite().all()) for x in values]
         for node, source in enumerate(sources(len(plain.nodes), next(turn), 0)):
             heard = [values[n] for n in (node, source) if is_well[n]]
-            agreed = outers[node].take(sum(heard) / len(heard))
+            averaged = outers[node].take(sum(heard) / len(heard))
             for r in plain.nodes[node]:
-                plain.x[r] = agreed.clone()
+                plain.x[r] = averaged.clone()
 
     return step
 
@@ -214,9 +214,9 @@ def gossip(plain: Plain, graph: Graph, push_sum: bool = True, overlap: bool = Fa
         seen = [plain.x[ranks[0]] for ranks in plain.nodes]
         was_nonfinite = [not x.isfinite().all() for x in seen]
         if late:  # gradients are those of before it was added, and none of whoever was sick
-            seen = [after if sick else x + after for x, after, sick in zip(seen, late, was_nonfinite, strict=True)]
+            seen = [after if bad else x + after for x, after, bad in zip(seen, late, was_nonfinite, strict=True)]
             slopes = [
-                0.0 * after if sick else slope for slope, after, sick in zip(slopes, late, was_nonfinite, strict=True)
+                0.0 * after if bad else slope for slope, after, bad in zip(slopes, late, was_nonfinite, strict=True)
             ]
         x = [torch.cat([own[p] * w[i][n] for i, p in enumerate(parts)]) for n, own in enumerate(seen)]
         x = [own - LR * slope for own, slope in zip(x, slopes, strict=True)]

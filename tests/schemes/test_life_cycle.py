@@ -152,13 +152,13 @@ def test_flat_gossip_uses_weights_set_after_new_parameters():
 def test_validation_after_a_resume_equals_the_one_before_the_save(name):
     def first(rank: Rank) -> tuple[list[float], dict[str, Any]]:
         steps_of_a_rank(5)(rank)
-        return rank.agreed().tolist(), rank.state()
+        return rank.averaged().tolist(), rank.state()
 
     found = on_nodes(first, SCHEMES[name](), shapes={"x": 5})
 
     def then(rank: Rank) -> list[float]:
         rank.load(found[rank.rank][1])
-        return rank.agreed().tolist()
+        return rank.averaged().tolist()
 
     assert on_nodes(then, SCHEMES[name](), shapes={"x": 5}) == [look for look, _ in found]
 

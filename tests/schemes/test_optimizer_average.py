@@ -151,9 +151,9 @@ def test_state_that_is_not_finite_stays_its_ranks_own_until_it_is_again():
     def work(topology):
         own = Own(topology, "int4")
         own.averaged(exp_avg_sq=[1.0, 1.0])
-        sick = own.averaged(exp_avg_sq=[2.0, math.inf if own.rank else 4.0])
+        bad = own.averaged(exp_avg_sq=[2.0, math.inf if own.rank else 4.0])
         well = own.averaged(exp_avg_sq=[1.0 + 2 * own.rank, 4.0])
-        return sick["exp_avg_sq"], well["exp_avg_sq"]
+        return bad["exp_avg_sq"], well["exp_avg_sq"]
 
     (of_first, well), (of_second, also_well) = on_ranks(work, TWO)
     assert of_first == pytest.approx([2.0, 4.0])

@@ -301,17 +301,17 @@ def test_peers_end_on_the_mean_of_all_nodes(on_nodes, merge):
 
     def work(rank):
         towards(7)(rank)
-        own, agreed = rank.values, rank.agreed()
+        own, averaged = rank.values, rank.averaged()
         rank.scheme.finish()
         if merge != "outer":  # an outer optimizer takes a last step
-            assert torch.equal(rank.values, agreed)
-        return own, agreed
+            assert torch.equal(rank.values, averaged)
+        return own, averaged
 
     results = on_nodes(work, ParameterSync(3, **words), FOUR, shapes=SEVENS, dtype=torch.float64)
     mean = torch.stack([own for own, _ in results]).mean(0)
-    for own, agreed in results:
-        torch.testing.assert_close(agreed, mean, rtol=0, atol=1e-12)
-        assert not torch.equal(own, agreed)
+    for own, averaged in results:
+        torch.testing.assert_close(averaged, mean, rtol=0, atol=1e-12)
+        assert not torch.equal(own, averaged)
 
 
 def test_a_graph_with_unequal_in_and_out_degrees_is_refused(on_nodes):
@@ -355,8 +355,8 @@ def test_exact_resume_and_averaging_change_no_bit(on_nodes, sentence, wire, node
             rank.train(lambda x: x - target.to(x.dtype))
             trace.append(rank.values)
             if asking:
-                agreed = rank.topology.world.all_gather_object(rank.agreed())
-                assert all(torch.equal(one, agreed[0]) for one in agreed)
+                averaged = rank.topology.world.all_gather_object(rank.averaged())
+                assert all(torch.equal(one, averaged[0]) for one in averaged)
         return trace
 
     def saving(rank):
@@ -388,14 +388,14 @@ def test_nodes_go_on_from_a_plain_state(on_nodes, sentence):
     def resuming(rank):
         torch.nn.utils.vector_to_parameters(values.to(place.device, copy=True), list(rank.module.parameters()))
         rank.scheme.load_state_dict(saved)
-        assert torch.equal(rank.agreed(), values)
+        assert torch.equal(rank.averaged(), values)
         towards(4)(rank)
         assert rank.scheme.state.steps == 13
-        return rank.agreed()
+        return rank.averaged()
 
-    agreed = on_nodes(resuming, SENTENCES[sentence], ((0,), (1, 2), (3,)), shapes=SEVENS)
-    assert all(torch.equal(one, agreed[0]) for one in agreed)
-    assert not torch.equal(agreed[0], values)
+    averaged = on_nodes(resuming, SENTENCES[sentence], ((0,), (1, 2), (3,)), shapes=SEVENS)
+    assert all(torch.equal(one, averaged[0]) for one in averaged)
+    assert not torch.equal(averaged[0], values)
 
 
 @pytest.mark.parametrize("sentence", [*SENTENCES])

@@ -71,7 +71,7 @@ def test_a_sync_of_equal_replicas_changes_no_bit(name, nodes_of, dtype):
         rank.scheme.follow(rank.scheme.replica)
         for _ in range(4):
             rank.train(0.0)
-        look = rank.agreed()
+        look = rank.averaged()
         rank.scheme.finish()
         return look, rank.values
 
@@ -98,7 +98,7 @@ def test_a_sync_of_equal_statistics_changes_no_bit(name, nodes_of):
             counter[0] = step
             rank.train(0.0)
         look = rank.replicas.module.buffer.clone()
-        rank.agreed()
+        rank.averaged()
         rank.scheme.finish()
         return look, rank.replicas.module.buffer
 

@@ -142,7 +142,7 @@ def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
 @pytest.mark.parametrize(
     ("scheme", "wire"),
     [
-        pytest.param(DASO(4, 3, **CYCLING), "bfloat16", id="what was agreed on last"),
+        pytest.param(DASO(4, 3, **CYCLING), "bfloat16", id="the last reference"),
         pytest.param(DiLoCo(4, torch.optim.Adam, fragments=2, staleness=1), None, id="the outer optimizer's state"),
         pytest.param(ParameterSync(2, staleness=1, gradients="none"), "int8", id="what the wire has kept back"),
         pytest.param(AllReduce(), "int8", id="what the gradients' wire has kept back"),

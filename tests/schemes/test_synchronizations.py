@@ -1,4 +1,4 @@
-"""Every scheme counts how often nodes have agreed, each in its own way."""
+"""Every scheme counts how often nodes have averaged, each in its own way."""
 
 from __future__ import annotations
 

@@ -217,12 +217,12 @@ def test_the_chosen_period_is_saved_and_kept_on_resume(make):
     before = on_nodes(work, make())
 
     def resumed(rank):
-        chosen, state, schedule, values, agreed = before[rank.rank]
+        chosen, state, schedule, values, averaged = before[rank.rank]
         rank.load(state)
         assert (rank.scheme.period, rank.scheme.tuner) == (5, None)
         for _ in range(12):
             rank.train()
-        assert rank.scheme.agreed_after[-2:] == agreed
+        assert rank.scheme.agreed_after[-2:] == averaged
         torch.testing.assert_close(rank.values, values, rtol=0, atol=0)
         rank.scheme.load_state_dict(schedule)
         return chosen, rank.scheme.period

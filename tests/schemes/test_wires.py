@@ -187,7 +187,7 @@ def test_error_feedback_delivers_rounding_errors_later(on_nodes, scheme, wire, n
     def work(rank):
         for _ in range(120):
             rank.train(lambda x: gradient * (1 + rank.node))
-        return rank.agreed()
+        return rank.averaged()
 
     exact = on_nodes(work, scheme, nodes, shapes=SEVENS)[0]
     arrived = on_nodes(work, scheme, nodes, shapes=SEVENS, wire=wire)[0]

@@ -219,17 +219,17 @@ def test_healed_node_counts_in_the_next_exchange():
         return [rank.train(math.nan if (step, rank.rank) == (1, victim) else own).item() for step in range(12)]
 
     scheme = with_policy(ParameterSync(2, reducer=Full(), merge="delta", staleness=2), "skip")
-    healthy, with_sick = (
+    healthy, with_nonfinite = (
         on_nodes(partial(work, victim=victim), scheme, THREE, start=0.0, inner=partial(SGD, lr=1.0))
         for victim in (-1, 2)
     )
-    for undisturbed, healed in zip(healthy, with_sick, strict=True):  # at the fifth step, as if it began there
+    for undisturbed, healed in zip(healthy, with_nonfinite, strict=True):  # at the fifth step, as if it began there
         assert healed[4:] == pytest.approx(undisturbed[:8])
 
 
 @pytest.mark.parametrize("scheme", ["noloco", "noloco, overlapped"])
 def test_a_node_with_only_non_finite_peers_recovers_later(scheme):
-    def work(rank: Rank) -> Rank:  # of three nodes in a ring one hears of the other sick one only
+    def work(rank: Rank) -> Rank:  # of three nodes in a ring one hears of the other non-finite one only
         return falls_sick(rank, steps=14, at=1, victim=rank.rank if rank.rank != 1 else -1)
 
     for rank in run_to_end(work, with_policy(ALL[scheme](), "skip"), THREE, shapes=SHAPES, inner=partial(SGD, lr=0.1)):
@@ -251,21 +251,21 @@ def test_an_optimizers_state_that_is_not_finite_stays_its_ranks_own(policy):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
-    """As if the sick node had never been there, but for when the others' values were taken."""
+    """As if the non-finite node had never been there, but for when the others' values were taken."""
 
-    def work(rank: Rank, sick: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def work(rank: Rank, nonfinite: bool) -> tuple[torch.Tensor, torch.Tensor]:
         for step in range(4):
             constant = -1.0 if step != 1 else 0.0  # so that it does not matter when
-            rank.train(math.nan if sick and step == 1 and rank.rank == 2 else constant * (rank.rank + 1))
+            rank.train(math.nan if nonfinite and step == 1 and rank.rank == 2 else constant * (rank.rank + 1))
         outer = rank.scheme.reference.outer.optimizer
         buffers = [state["momentum_buffer"] for state in outer.state.values()]
         return rank.scheme.exchanger.reducer.references[0].clone(), buffers[0].clone()
 
     scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(), staleness=staleness), "skip")
     training = {"shapes": SHAPES, "dtype": torch.float64, "inner": partial(SGD, lr=1.0)}
-    with_sick = on_nodes(partial(work, sick=True), scheme, THREE, **training)
-    assert all(torch.equal(with_sick[0][i], each[i]) for each in with_sick for i in (0, 1))
-    assert with_sick[0][0].isfinite().all()
+    with_nonfinite = on_nodes(partial(work, nonfinite=True), scheme, THREE, **training)
+    assert all(torch.equal(with_nonfinite[0][i], each[i]) for each in with_nonfinite for i in (0, 1))
+    assert with_nonfinite[0][0].isfinite().all()
     if staleness == 0:  # first round: the healthy went 1 and 2; second: the same and what the third did from there
         healthy_mean, velocity = 1.5 * 1, 0.0
         expected, moved = 0.0, []
@@ -276,8 +276,8 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
         second = -(1 + 2 + 3) / 3 * 2
         velocity = 0.9 * velocity + second
         expected -= 0.7 * (second + 0.9 * velocity)
-        torch.testing.assert_close(with_sick[0][0], torch.full_like(with_sick[0][0], expected))
-        torch.testing.assert_close(with_sick[0][1], torch.full_like(with_sick[0][1], velocity))
+        torch.testing.assert_close(with_nonfinite[0][0], torch.full_like(with_nonfinite[0][0], expected))
+        torch.testing.assert_close(with_nonfinite[0][1], torch.full_like(with_nonfinite[0][1], velocity))
 
 
 @pytest.mark.parametrize("optimizer", [None, partial(Adam, lr=0.5)], ids=["SGD", "Adam"])
@@ -287,12 +287,12 @@ def test_outer_optimizer_steps_once_with_a_nonfinite_node_on_a_device(fake_devic
         return [rank.train(math.nan if step == 3 and rank.rank == victim else -1.0).item() for step in range(6)]
 
     scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(optimizer), staleness=staleness), "skip")
-    healthy, with_sick = (
+    healthy, with_nonfinite = (
         on_nodes(partial(work, victim=victim), scheme, THREE, start=0.0, inner=partial(SGD, lr=1.0))
         for victim in (-1, 2)
     )
-    assert with_sick[0] == pytest.approx(healthy[0])
-    assert with_sick[2][-1] == pytest.approx(healthy[2][-1])
+    assert with_nonfinite[0] == pytest.approx(healthy[0])
+    assert with_nonfinite[2][-1] == pytest.approx(healthy[2][-1])
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
@@ -383,7 +383,7 @@ def test_validation_uses_the_mean_of_the_finite_nodes(scheme):
         with torch.no_grad():
             if rank.rank == 1:
                 rank.parameters[0][0] = math.nan
-        return rank.agreed()
+        return rank.averaged()
 
     looks = on_nodes(work, with_policy(AGREEING.get(scheme, GOSSIPING.get(scheme))(), "skip"), THREE, shapes=SHAPES)
     assert all(torch.equal(look, looks[0]) and look.isfinite().all() for look in looks)
@@ -394,11 +394,11 @@ def test_averaging_leaves_a_nonfinite_nodes_optimizer_until_it_is_healed(scheme)
     def work(rank: Rank) -> None:
         rank.train(math.nan if rank.rank == 1 else 1.0)
         rank.scheme.state.unsynchronized_steps = 1
-        with torch.no_grad():  # what gossip has healed at once is sick again
+        with torch.no_grad():  # what gossip has healed at once is non-finite again
             rank.parameters[0][0] = math.nan if rank.rank == 1 else 1.0
             rank.optimizer.state[rank.parameters[0]]["exp_avg"][0] = math.nan if rank.rank == 1 else 1.0
         before = reloaded(rank.optimizer.state_dict())
-        rank.agreed()
+        rank.averaged()
         assert repr(reloaded(rank.optimizer.state_dict())) == repr(before)
         rank.scheme.synchronize()
         rank.scheme.follow(rank.replica())  # as when parameters are unfrozen
@@ -428,9 +428,9 @@ def test_tensors_that_are_not_finite_are_unfit(dtype):
     values = torch.tensor([0.0, -0.0, 1.5, -3.0], dtype=dtype)
     assert is_unfit([values, torch.zeros(0, dtype=dtype)]) == 0
     for bad in (math.nan, math.inf, -math.inf):
-        sick = values.clone()
-        sick[2] = bad
-        assert is_unfit([values, sick]) == 1
+        nonfinite = values.clone()
+        nonfinite[2] = bad
+        assert is_unfit([values, nonfinite]) == 1
 
 
 def test_nothing_is_fit():
@@ -465,17 +465,17 @@ def test_finite_values_whose_sum_overflows_are_fit():
 
 
 def test_only_the_state_of_non_finite_parameters_is_reset():
-    sick, well = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = Adam([sick, well])
-    sick.grad, well.grad = torch.tensor([math.nan, 1.0]), torch.ones(2)
+    nonfinite, well = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = Adam([nonfinite, well])
+    nonfinite.grad, well.grad = torch.tensor([math.nan, 1.0]), torch.ones(2)
     optimizer.step()
     counts = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     for parameter, mean in zip(counts, (math.inf, 1.0), strict=True):  # in a number of Python's, as some optimizers do
         optimizer.state[parameter] = {"step": 3, "mean": torch.tensor([mean, 1.0])}
     reset_nonfinite_state(optimizer)
     assert [optimizer.state[parameter]["step"] for parameter in counts] == [0, 3]
-    assert optimizer.state[sick]["step"] == 0
-    assert torch.equal(optimizer.state[sick]["exp_avg_sq"], torch.zeros(2))
+    assert optimizer.state[nonfinite]["step"] == 0
+    assert torch.equal(optimizer.state[nonfinite]["exp_avg_sq"], torch.zeros(2))
     assert optimizer.state[well]["step"] == 1
     assert optimizer.state[well]["exp_avg"].all()
 

@@ -156,7 +156,7 @@ def test_writing_the_averaged_model_changes_no_later_step(warmup_steps):
         for _ in range(9):
             run.train()
             if looks:
-                run.agreed()
+                run.averaged()
                 run.scheme.state_dict()  # as a checkpoint does
         return run.trace
 
@@ -189,7 +189,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(optimizer):
     def first(run: Rank) -> None:
         for _ in range(4):
             run.train(gradient=1.0 + run.topology.node)
-        state, values = run.scheme.optimizer_state(), run.agreed().tolist()
+        state, values = run.scheme.optimizer_state(), run.averaged().tolist()
         if run.rank == 0:
             saved.update(optimizer=reloaded(state), values=values)
 

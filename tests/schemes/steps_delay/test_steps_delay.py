@@ -605,7 +605,7 @@ def test_training_continues_from_weights_written_in_warm_up(nodes, through_data)
         for step in range(6):
             rank.train()
             write(rank.parameters, step)
-            rank.agreed()
+            rank.averaged()
         return rank
 
     inner = {"inner": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5)}
@@ -633,7 +633,7 @@ def test_weights_written_after_warm_up_are_refused_at_the_next_pull(warmup, thro
     def work(rank: Rank) -> int:
         for _ in range(warmup + 1):
             rank.train()
-        rank.agreed()  # which puts back what it found
+        rank.averaged()  # which puts back what it found
         rank.train()
         with torch.no_grad():
             parameter = rank.parameters[0]
@@ -663,7 +663,7 @@ def test_weight_writes_that_keep_the_sum_of_bits_are_refused(write, shape):
         with torch.no_grad():
             write(rank.parameters[0].data)
         with pytest.raises(RuntimeError, match=r"outside of the optimizer's step"):
-            rank.agreed()
+            rank.averaged()
 
     on_nodes(work, StepsDelay(2, warmup_steps=0), shapes={"a": shape})
 
@@ -674,13 +674,13 @@ def test_weights_written_after_the_last_step_are_refused_at_the_end(asks, steps)
     def work(rank: Rank) -> None:
         for _ in range(steps):
             rank.train(1.0 + rank.rank)
-        rank.agreed()  # nobody has written yet, and a look writes nothing
+        rank.averaged()  # nobody has written yet, and a look writes nothing
         with torch.no_grad():
             rank.parameters[0].fill_(0.25)
         if asks == "unfreeze":
             rank.parameters[1].requires_grad_(True)
         with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
-            {"look": rank.agreed, "unfreeze": rank.scheme.synchronize, "finish": rank.scheme.finish}[asks]()
+            {"look": rank.averaged, "unfreeze": rank.scheme.synchronize, "finish": rank.scheme.finish}[asks]()
 
     on_nodes(work, StepsDelay(2, warmup_steps=2), shapes={"a": 2, "b": 3}, frozen=["b"])
 
@@ -699,7 +699,7 @@ def test_an_optimizer_that_releases_gradients_is_refused():
 
 def test_dampening_has_no_effect_without_momentum(on_nodes):
     def work(rank):
-        return [rank.train(1.0).item() for _ in range(8)], rank.agreed().item()
+        return [rank.train(1.0).item() for _ in range(8)], rank.averaged().item()
 
     def dampened_by(dampening):
         return functools.partial(torch.optim.SGD, lr=0.1, dampening=dampening)
