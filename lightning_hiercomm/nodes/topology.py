@@ -67,7 +67,7 @@ class Topology:
         inter: This rank's inter-node group, or None.
         num_shards: Number of inter-node groups.
         holders: Ranks that hold the same values: ``"node"``, all ranks of the node; ``"rank"``, this rank alone; and
-            the groups of :meth:`divide`.
+            the groups of ``divide``.
         is_left_behind: Whether a failed run has abandoned the communicators.
         may_grow: Whether nodes may join and leave.
     """

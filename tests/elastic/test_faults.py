@@ -28,7 +28,6 @@ def test_random_faults_end_with_equal_bits(tmp_path, faults):
     assert len(outcome.faults) == faults
     assert outcome.incarnations >= faults // 2, "a stopped node may continue before the others miss it"
     assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
-    assert "as plan predicts it from these times: " in said(outcome, parsed(["--nodes", "3", "--sync-every", "10"]))
 
 
 @pytest.mark.nightly

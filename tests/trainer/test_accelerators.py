@@ -26,10 +26,10 @@ class InFabric(of_fabric.CPUAccelerator):
 
 @pytest.mark.parametrize("strategy", [HierarchicalStrategy, HierarchicalModelParallelStrategy])
 def test_a_trainer_on_another_accelerator_is_refused_with_the_remedy(strategy):
-    with pytest.raises(ValueError, match=r"'xpu' devices .*accelerator='gpu'.*accelerator='cpu'"):
+    with pytest.raises(ValueError, match=r"'xpu' devices.*accelerator='gpu'.*accelerator='cpu'"):
         pl.Trainer(accelerator=InTrainer(), devices=1, strategy=strategy(), logger=False)
 
 
 def test_fabric_runs_on_accelerators():
-    with pytest.raises(ValueError, match=r"'xpu' devices .*accelerator='gpu'.*accelerator='cpu'"):
+    with pytest.raises(ValueError, match=r"'xpu' devices.*accelerator='gpu'.*accelerator='cpu'"):
         Fabric(accelerator=InFabric(), devices=1, strategy=HierarchicalFabricStrategy())
