@@ -398,6 +398,7 @@ MEASURED = {
     "table_front_8_sgd": "front in short / 8-sgd-short-cnn",
     "table_front_8_adamw": "front in short / 8-adamw-short-cnn",
     "table_front_2_adamw": "front in short / 2-adamw-short-cnn",
+    "table_front_8_batchnorm": "front in short / 8-sgd-short-batchnorm",
     "table_sooner_500": "sooner / digits-2x2-500mbit",
     "table_sooner_100": "sooner / digits-2x2-100mbit",
     "table_speed": "quote / comparison",
