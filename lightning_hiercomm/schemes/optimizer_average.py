@@ -23,6 +23,9 @@ from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, amo
 _LARGEST_DECREASE = 0.5
 """The largest relative decrease of a root in one average: Adam divides by it, and it may round to zero."""
 
+_FIRST_MOMENTS = {"exp_avg", "grad_avg", "momentum_buffer"}
+"""Names of torch's optimizers for tensors that have negative elements, although not at every step of a small model."""
+
 _Key = tuple[int, str]
 """The index of a parameter, and the name of a tensor of its state."""
 
@@ -35,8 +38,9 @@ class OptimizerStateMean:
     no gradient. Neither is anything averaged while a rank's state is non-finite, unless the policy is to ignore that.
 
     With a lossy codec C, ranks send differences from the last averaged state, with error feedback. The first average of
-    a tensor is sent unencoded. Tensors without a negative element on any rank (second moments) are sent as their square
-    roots, and one average at most halves a root::
+    a tensor is sent unencoded. Second moments are sent as their square roots, and one average at most halves a root.
+    They are the tensors of a name for which no rank has had a negative element, first moments of torch's optimizers
+    excepted::
 
         m := a + mean of C(m_r - a)                                   a: the last averaged m
         v := max(b + mean of C(sqrt(v_r) - b), b / 2) squared         b: the last averaged root of v
@@ -60,13 +64,13 @@ class OptimizerStateMean:
         self._keys: list[_Key] = []
         self._roots: list[_Key] = []  # the keys of tensors that are sent as roots
         self._means: list[ShardedAllReduce] = []  # of the other tensors, and of the roots
-        self._signed: set[_Key] = set()  # the keys of tensors that have had a negative element
+        self._signed = set(_FIRST_MOMENTS)  # the names of tensors that are no second moments
         self._loaded: Mapping[str, Any] | None = None
 
     def forget(self) -> None:
         """Drop the last mean, so that the next state is sent unencoded."""
         self._tensors, self._keys, self._roots, self._means = [], [], [], []
-        self._signed, self._loaded = set(), None
+        self._signed, self._loaded = set(_FIRST_MOMENTS), None
 
     @torch.no_grad()
     def __call__(self, replica: Replica, finite: Collection[int] | None = None) -> None:
@@ -85,9 +89,9 @@ class OptimizerStateMean:
             return
         loaded = self._loaded
         if loaded is not None:
-            self._signed = {*loaded["keys"]} - {*loaded["roots"]}
+            self._signed = {name for _, name in {*loaded["keys"]} - {*loaded["roots"]}} | _FIRST_MOMENTS
         self._signed |= negative
-        roots = [key for key in narrowed if key not in self._signed]
+        roots = [(index, name) for index, name in narrowed if name not in self._signed]
         tensors = [held[key] for key in narrowed]
         layout = (narrowed, roots)
         if loaded is not None and layout == (loaded["keys"], loaded["roots"]):
@@ -122,18 +126,18 @@ class OptimizerStateMean:
 
     def _common(
         self, held: dict[_Key, Tensor], narrowed: Sequence[_Key]
-    ) -> tuple[dict[_Key, Tensor], list[_Key], set[_Key]]:
-        """Return the tensors that all ranks hold, the keys that are encoded, and those with a negative element."""
+    ) -> tuple[dict[_Key, Tensor], list[_Key], set[str]]:
+        """Return the tensors that all ranks hold, the keys that are encoded, and names with a negative element."""
         world = self._topology.world
         least = [held[key].amin() if held[key].numel() else torch.zeros(()) for key in narrowed]
         numbers = torch.stack([each.float() for each in least]).tolist() if least else []
-        negative = [key for key, number in zip(narrowed, numbers, strict=True) if number < 0]
+        negative = sorted({name for (_, name), number in zip(narrowed, numbers, strict=True) if number < 0})
         digest = hashlib.blake2b(repr(list(held)).encode(), digest_size=8).digest()
-        everyone: list[tuple[bytes, list[_Key]]] = world.all_gather_object((digest, negative))
+        everyone: list[tuple[bytes, list[str]]] = world.all_gather_object((digest, negative))
         if len({digest for digest, _ in everyone}) > 1:
             everywhere = set(held).intersection(*world.all_gather_object(list(held)))
             held = {key: tensor for key, tensor in held.items() if key in everywhere}
-        return held, [key for key in narrowed if key in held], {key for _, keys in everyone for key in keys}
+        return held, [key for key in narrowed if key in held], {name for _, names in everyone for name in names}
 
     def _average_unencoded(
         self, replica: Replica, held: Mapping[_Key, Tensor], finite: Collection[int] | None = None

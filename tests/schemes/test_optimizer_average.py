@@ -136,15 +136,26 @@ def test_without_a_wire_the_state_is_averaged_as_it_is():
 def test_a_tensor_that_becomes_negative_is_no_second_moment_from_then_on():
     def work(topology):
         own = Own(topology, "int8")
-        found = [own.averaged(exp_avg=[1.0, 2.0])]
-        found += [own.averaged(exp_avg=[-1.0 - own.rank, 2.0])]
-        found += [own.averaged(exp_avg=[1.0, 2.0]), own.averaged(exp_avg=[1.0, -2.0])]
-        return [each["exp_avg"] for each in found]
+        found = [own.averaged(unknown=[1.0, 2.0])]
+        found += [own.averaged(unknown=[-1.0 - own.rank, 2.0])]
+        found += [own.averaged(unknown=[1.0, 2.0]), own.averaged(unknown=[1.0, -2.0])]
+        return [each["unknown"] for each in found]
 
     for found in on_ranks(work, TWO):
         assert found[1] == [-1.5, 2.0]  # as it is
         assert found[2] == pytest.approx([1.0, 2.0], abs=0.02)
         assert found[3] == pytest.approx([1.0, -2.0], abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["momentum_buffer", "exp_avg", "grad_avg"])
+def test_a_first_moment_without_negative_elements_is_averaged_itself(name):
+    def work(topology):
+        own = Own(topology, "bfloat16")
+        own.averaged(**{name: [1.0, 4.0]})
+        return own.averaged(**{name: [1.0 + 8.0 * own.rank, 4.0]})[name]
+
+    # the mean of the roots would be 2, and its square 4
+    assert on_ranks(work, TWO) == [[5.0, 4.0], [5.0, 4.0]]
 
 
 def test_state_that_is_not_finite_stays_its_ranks_own_until_it_is_again():
