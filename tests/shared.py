@@ -52,6 +52,10 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection, which would copy their pages in every forked rank."""
     if is_wanted() and not torch.cuda.is_available():
         library()  # autograd counts the devices at its first backward pass
+    if not torch.cuda.is_available():
+        # the first backward pass starts a thread per device, and forks of a process with such threads have no backward
+        # passes; FakeTensorMode, which DTensor uses, later registers eight CUDA devices
+        torch.ones(1, requires_grad=True).sum().backward()
     gc.collect()
     gc.freeze()
     gc.enable()
