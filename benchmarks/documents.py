@@ -399,6 +399,7 @@ MEASURED = {
     "table_front_8_adamw": "front in short / 8-adamw-short-cnn",
     "table_front_2_adamw": "front in short / 2-adamw-short-cnn",
     "table_front_8_batchnorm": "front in short / 8-sgd-short-batchnorm",
+    "table_front_32_adamw": "front in short / 32-adamw-short-cnn",
     "table_sooner_500": "sooner / digits-2x2-500mbit",
     "table_sooner_100": "sooner / digits-2x2-100mbit",
     "table_speed": "quote / comparison",
