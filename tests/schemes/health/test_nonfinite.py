@@ -410,7 +410,7 @@ def test_averaging_leaves_a_nonfinite_nodes_optimizer_until_it_is_healed(scheme)
     on_nodes(work, with_policy(own, "skip"), THREE, shapes=SHAPES, inner=Adam)
 
 
-def test_it_raises_under_every_policy_if_all_nodes_are_non_finite():
+def test_all_nodes_non_finite_raises_under_every_policy():
     work = partial(falls_sick, steps=4, at=1, victim=0)
 
     def all_fall_sick(rank: Rank) -> Rank:
