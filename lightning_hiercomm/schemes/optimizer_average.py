@@ -64,13 +64,13 @@ class OptimizerStateMean:
         self._keys: list[_Key] = []
         self._roots: list[_Key] = []  # the keys of tensors that are sent as roots
         self._means: list[ShardedAllReduce] = []  # of the other tensors, and of the roots
-        self._signed = set(_FIRST_MOMENTS)  # the names of tensors that are no second moments
+        self._signed: set[str] = set()  # the names of tensors that have had a negative element
         self._loaded: Mapping[str, Any] | None = None
 
     def forget(self) -> None:
         """Drop the last mean, so that the next state is sent unencoded."""
         self._tensors, self._keys, self._roots, self._means = [], [], [], []
-        self._signed, self._loaded = set(_FIRST_MOMENTS), None
+        self._signed, self._loaded = set(), None
 
     @torch.no_grad()
     def __call__(self, replica: Replica, finite: Collection[int] | None = None) -> None:
@@ -89,9 +89,9 @@ class OptimizerStateMean:
             return
         loaded = self._loaded
         if loaded is not None:
-            self._signed = {name for _, name in {*loaded["keys"]} - {*loaded["roots"]}} | _FIRST_MOMENTS
+            self._signed = {name for _, name in {*loaded["keys"]} - {*loaded["roots"]}}
         self._signed |= negative
-        roots = [(index, name) for index, name in narrowed if name not in self._signed]
+        roots = [(index, name) for index, name in narrowed if name not in self._signed | _FIRST_MOMENTS]
         tensors = [held[key] for key in narrowed]
         layout = (narrowed, roots)
         if loaded is not None and layout == (loaded["keys"], loaded["roots"]):
