@@ -26,7 +26,7 @@ from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import Results, known_results
 from benchmarks.settings import ALONE, NARROW, OURS, PEERS
 from lightning_hiercomm import AllReduce, PeriodicAveraging, Scheme
-from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
+from lightning_hiercomm.planning.cluster import INTER_LATENCY, INTRA_LATENCY, Cluster, Link, Workload
 from lightning_hiercomm.planning.predict.cost import predict
 
 _ROWS = {
@@ -226,7 +226,7 @@ def _predicted_speed(
     scheme: Scheme, wire: str, parameters: float, nodes: int, ranks: int, bandwidth: float, seconds: float
 ) -> float:
     """Return DDP's predicted time of a step, divided by a scheme's, as ``plan`` predicts them."""
-    cluster = Cluster(nodes, ranks, Link(math.inf, 5e-6), Link(bandwidth, 50e-6))
+    cluster = Cluster(nodes, ranks, Link(math.inf, INTRA_LATENCY), Link(bandwidth, INTER_LATENCY))
     workload = Workload.of_step(parameters, seconds)
     return predict(None, cluster, workload).seconds / predict(scheme, cluster, workload, wire).seconds
 

@@ -108,6 +108,10 @@ class CostCurve:
         return max(0.0, low[column] + slope * (sent - low[0]) - fixed) + latencies * fixed
 
 
+INTRA_LATENCY, INTER_LATENCY = 5e-6, 50e-6
+"""Seconds of the shortest message inside a node and between nodes, if they are not known."""
+
+
 @dataclass(frozen=True)
 class Link:
     """The network inside a node, or between nodes.

@@ -12,7 +12,15 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Link, PlanningError, Workload
+from lightning_hiercomm.planning.cluster import (
+    INTER_LATENCY,
+    INTRA_LATENCY,
+    Algorithm,
+    Cluster,
+    Link,
+    PlanningError,
+    Workload,
+)
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.accuracy import WIRES
@@ -207,7 +215,7 @@ def _site(arguments: argparse.Namespace, task: Task, nodes: int) -> Site:
         raise PlanningError("give --inter and --step-time, or --profile with a file of `probe`")
     else:
         parameters = sum(parameter.numel() for parameter in task.model().parameters())
-        cluster = Cluster(nodes, 1, Link(math.inf), Link(1.0, 50e-6))
+        cluster = Cluster(nodes, 1, Link(math.inf), Link(1.0, INTER_LATENCY))
         workload = Workload.of_step(parameters, 1.0)
     cluster, workload = _with_flags(cluster, workload, arguments)
     ranks = cluster.ranks_per_node if arguments.ranks_per_node is None else arguments.ranks_per_node
@@ -222,8 +230,8 @@ def _cluster_and_workload(arguments: argparse.Namespace) -> tuple[Cluster, Workl
     if missing := [_flag(name) for name, value in needed.items() if value is None]:
         raise PlanningError(f"give {', '.join(missing)}, or --profile with a file of `probe`")
     algorithm: Algorithm = "ring" if arguments.backend == "gloo" else "halving"
-    intra = Link(arguments.intra or math.inf, arguments.intra_latency or 5e-6, algorithm)
-    inter = Link(arguments.inter, arguments.latency or 50e-6, algorithm)
+    intra = Link(arguments.intra or math.inf, arguments.intra_latency or INTRA_LATENCY, algorithm)
+    inter = Link(arguments.inter, arguments.latency or INTER_LATENCY, algorithm)
     ranks = 1 if arguments.ranks_per_node is None else arguments.ranks_per_node
     return Cluster(arguments.nodes, ranks, intra, inter), Workload.of_step(
         arguments.params,
@@ -276,7 +284,7 @@ def _with_network(cluster: Cluster, nodes: int, arguments: argparse.Namespace) -
         return cluster
     if arguments.inter is None:
         raise PlanningError("--nodes: the profile of a single node has no network; give --inter, too")
-    return replace(cluster, inter=Link(1.0, 50e-6, cluster.inter.algorithm))
+    return replace(cluster, inter=Link(1.0, INTER_LATENCY, cluster.inter.algorithm))
 
 
 def _flag(name: str) -> str:
