@@ -137,7 +137,7 @@ def test_an_error_of_a_large_group_names_a_few_of_its_ranks(made):
 
 
 class Post:
-    """Objects between threads that play ranks, in place of torch's."""
+    """Sends objects between ranks that are threads, instead of torch's functions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: list[tuple[int, int]] = []

@@ -251,7 +251,7 @@ def test_an_optimizers_state_that_is_not_finite_stays_its_ranks_own(policy):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
-    """As if the non-finite node had never been there, but for when the others' values were taken."""
+    """The others train as if the non-finite node were absent, except for the time of their exchanges."""
 
     def work(rank: Rank, nonfinite: bool) -> tuple[torch.Tensor, torch.Tensor]:
         for step in range(4):

@@ -674,7 +674,7 @@ def test_weights_written_after_the_last_step_are_refused_at_the_end(asks, steps)
     def work(rank: Rank) -> None:
         for _ in range(steps):
             rank.train(1.0 + rank.rank)
-        rank.averaged()  # nobody has written yet, and a look writes nothing
+        rank.averaged()  # no program has written yet, and reading the averaged model writes nothing
         with torch.no_grad():
             rank.parameters[0].fill_(0.25)
         if asks == "unfreeze":
