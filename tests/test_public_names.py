@@ -25,7 +25,7 @@ COMPATIBILITY = Path(__file__).parents[1] / "docs" / "reference" / "compatibilit
 
 
 def arguments_of(name: str) -> list[str]:
-    """The arguments that a public class has by itself, without those of Lightning; none if users do not construct it."""
+    """The arguments of a class that users construct, without those of Lightning."""
     if name in ("Graph", "Scheme", "Topology"):
         return []
     found: list[str] = []
