@@ -23,5 +23,6 @@ class Model(pl.LightningModule):
 
 if __name__ == "__main__":
     strategy = HierarchicalStrategy("periodic", ranks_per_node=2, health=Health(hang_timeout=20))
-    trainer = pl.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, logger=False)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=1, **quiet)
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.randn(4096, 2), batch_size=32))
