@@ -36,7 +36,7 @@ def sources(area: str) -> list[Path]:
     if area == "docs":
         pages = sorted((CHECKOUT / "docs").rglob("*.md"))
         outside = [CHECKOUT / name for name in MARKDOWN_OUTSIDE_DOCS]
-        return [*outside, *(page for page in pages if "_build" not in page.parts)]
+        return [*outside, *(page for page in pages if not {"_build", "announce"} & {*page.parts})]
     folder = CHECKOUT / {"package": "lightning_hiercomm", "tests": "tests"}[area]
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 

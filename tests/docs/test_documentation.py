@@ -24,8 +24,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 DOCS = CHECKOUT / "docs"
 README = CHECKOUT / "README.md"
 EXAMPLES = sorted((CHECKOUT / "examples").rglob("README.md"))
-PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
-ALL = [README, CHECKOUT / "CONTRIBUTING.md", *PAGES, *EXAMPLES]
+ANNOUNCE = sorted((DOCS / "announce").glob("*.md"))  # drafts of letters, which the site does not show
+PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_build", "announce"} & {*page.parts})
+OUTSIDE = [CHECKOUT / name for name in ("CONTRIBUTING.md", "GOVERNANCE.md", "RELEASING.md", "SECURITY.md")]
+ALL = [README, *OUTSIDE, *PAGES, *ANNOUNCE, *EXAMPLES]
 
 
 def arguments_of(name: str) -> set[str]:
