@@ -161,6 +161,12 @@ def test_every_page_is_in_the_index_and_its_kind_is_its_folder():
         assert name == "index" or f"\n{name}\n" in index
 
 
+def test_glossary_is_short_and_every_term_has_a_source():
+    rows = re.findall(r"^\| (?!term)(\w.*) \|$", (DOCS / "reference" / "glossary.md").read_text(), re.MULTILINE)
+    assert 20 < len(rows) <= 30
+    assert [row for row in rows if not row.split(" | ")[-1].strip()] == []
+
+
 def test_every_measured_number_is_used():
     text = "\n".join(map(Path.read_text, PAGES))
     measured = json.loads((DOCS / "measured.json").read_text())
