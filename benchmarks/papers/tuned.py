@@ -64,6 +64,7 @@ class Contender:
         about: In words that change when the method does: what is stored of other words is forgotten.
         starts: The rung in the middle of the first ones.
         other_seeds: What is added to every seed, under whose own number the run is kept.
+        more_seeds: Seeds that judge beyond those of the comparison.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Contender:
     about: str
     starts: int = -6
     other_seeds: int = 0
+    more_seeds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,14 @@ class Comparison:
         seeds: That judge.
         looks: Number of evaluations, at equal distances, of the runs that judge; the last one at their end. 0: only
             their end is evaluated, and no curve is stored.
+        beyond: Rungs on either side of the peak that must be lower; more than one where the curve is flat.
     """
 
     arena: Arena
     contenders: tuple[Contender, ...]
     seeds: tuple[int, ...] = JUDGING_SEEDS
     looks: int = 0
+    beyond: int = 1
 
     @property
     def name(self) -> str:
@@ -134,10 +138,10 @@ class Climb:
         """The best rung so far; the lower one of two."""
         return max(sorted(self.tuning), key=self.mean, default=None)
 
-    def missing(self, starts: int) -> list[int]:
-        """Rungs to try next; none if the peak has lower values on both sides, or is at an end of the ladder."""
+    def missing(self, starts: int, beyond: int = 1) -> list[int]:
+        """Rungs to try next; none if ``beyond`` rungs on both sides of the peak are lower, or the ladder ends there."""
         peak = self.peak
-        near = range(starts - 1, starts + 2) if peak is None else (peak - 1, peak + 1)
+        near = range(starts - 1, starts + 2) if peak is None else range(peak - beyond, peak + beyond + 1)
         return [rung for rung in near if rung not in self.tuning and _LOWEST <= rung <= _HIGHEST]
 
     @property
@@ -220,20 +224,23 @@ def climb(comparison: Comparison, folder: Path, until: float = math.inf) -> None
     known = load(comparison, folder)
     for contender in comparison.contenders:
         found = known.setdefault(contender.name, Climb())
-        while time.time() < until and (rungs := found.missing(contender.starts)):
+        while time.time() < until and (rungs := found.missing(contender.starts, comparison.beyond)):
             played, _ = _play(comparison.arena, contender, rungs, TUNING_SEEDS, 1, found)
             found.tuning.update(played)
             store(comparison, known, folder)
             _tell(comparison, contender, {rung: found.mean(rung) for rung in rungs})
-        if found.missing(contender.starts) or time.time() >= until:
+        if found.missing(contender.starts, comparison.beyond) or time.time() >= until:
             continue
         peak = found.peak
         assert peak is not None
-        if found.lacks(comparison):
+        known_seeds = found.judged_curves if comparison.looks else found.judged
+        seeds = [seed for seed in (*comparison.seeds, *contender.more_seeds) if seed not in known_seeds]
+        if seeds:
             looks = comparison.steps_of_looks
-            played, curves = _play(comparison.arena, contender, [peak], comparison.seeds, 2, found, looks)
-            found.judging.update(played)
-            found.curves.update(curves)
+            played, curves = _play(comparison.arena, contender, [peak], seeds, 2, found, looks)
+            found.judging.setdefault(peak, {}).update(played[peak])
+            if looks:
+                found.curves.setdefault(peak, {}).update(curves[peak])
             store(comparison, known, folder)
             _tell(comparison, contender, {peak: fmean(value or 0.0 for value in found.judged.values())}, "judged")
 

@@ -105,6 +105,7 @@ ENCODED = {
     [
         ("all-reduce", "top4"),
         ("averages", "int4"),
+        ("averages", "top4"),
         *(pytest.param(name, "int4", marks=pytest.mark.nightly) for name in ENCODED if name != "averages"),
         pytest.param("all-reduce", "bfloat16", marks=pytest.mark.nightly),
     ],

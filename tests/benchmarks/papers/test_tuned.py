@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -96,6 +97,26 @@ def test_a_rate_that_makes_a_run_diverge_is_no_peak():
     assert found.missing(-6) == []
 
 
+def test_a_flat_curve_is_climbed_two_rungs_beyond_its_peak():
+    found = Climb(tuning={rung: {100: accuracy} for rung, accuracy in ((-7, 40.0), (-6, 50.0), (-5, 49.0))})
+    assert found.missing(-6) == []
+    assert found.missing(-6, beyond=2) == [-8, -4]
+    found.tuning |= {-8: {100: 40.0}, -4: {100: 52.0}}
+    assert found.missing(-6, beyond=2) == [-3, -2]
+
+
+def test_more_seeds_judge_without_a_repeat_of_the_first(tmp_path, monkeypatch):
+    first = comparison("a")
+    stage(monkeypatch, {"a": -6})
+    climb(first, tmp_path)
+    before = load(first, tmp_path)["a"].judged
+    played = stage(monkeypatch, {"a": -6})
+    more = replace(first, contenders=(replace(first.contenders[0], more_seeds=(10, 11)),))
+    climb(more, tmp_path)
+    assert [[seed for _, seed in runs] for _, runs in played] == [[10, 11]]
+    assert load(more, tmp_path)["a"].judged == {**before, 10: pytest.approx(80.0), 11: pytest.approx(80.1)}
+
+
 def test_a_table_has_rates_accuracies_and_paired_differences(tmp_path, monkeypatch):
     stage(monkeypatch, {"a": -4, "b": -8})
     climb(comparison("a", "b"), tmp_path)
@@ -113,7 +134,7 @@ def test_an_interval_is_students():
     low, high = scipy.ttest_1samp([1.0, 1.5, -0.5], 0.0).confidence_interval(0.95)
     assert (found.low, found.high, found.pairs) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3), 3)
     assert not found.is_shown
-    for count in range(2, 21):
+    for count in range(2, 31):
         pairs = {seed: float(seed % 2) for seed in range(count)}
         expected = scipy.ttest_1samp(list(pairs.values()), 0.0).confidence_interval(0.95).high
         assert difference(pairs, dict.fromkeys(pairs, 0.0)).high == pytest.approx(expected, abs=1e-3)
