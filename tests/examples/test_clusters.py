@@ -107,7 +107,7 @@ def test_torchrun(checkout):
 def test_slurm(checkout):
     """``srun`` is played by this test; what it does to the environment is what SLURM's documentation says."""
     make_program(checkout / "srun", 'while [[ $1 == --* ]]; do shift; done\nprintf "%s\\n" "$@" > command')
-    text = (ROOT / "examples/slurm/digits.sbatch").read_text()
+    text = (ROOT / "examples/clusters/digits.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     nodes, tasks_per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     job = {
@@ -118,7 +118,7 @@ def test_slurm(checkout):
         "SLURM_NTASKS": str(nodes * tasks_per_node),
         "SLURM_NODELIST": "localhost",
     }
-    run(checkout, "bash examples/slurm/digits.sbatch", **job, PATH=f"{checkout}:{os.environ['PATH']}")
+    run(checkout, "bash examples/clusters/digits.sbatch", **job, PATH=f"{checkout}:{os.environ['PATH']}")
     python, *arguments = (checkout / "command").read_text().splitlines()
     assert python == ".venv/bin/python"
     tasks = []
