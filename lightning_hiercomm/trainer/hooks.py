@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.averages import heal_averages
 from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
+from lightning_hiercomm._lightning.places import begin_stateful_loader
 from lightning_hiercomm._lightning.saves import dump_within, restore_dump
 from lightning_hiercomm._lightning.trainer import (
     draw_first_indices,
@@ -176,6 +177,9 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     def process_dataloader(self, dataloader: object) -> object:
         if self.batches is not None and self._module.trainer.training:
             return self.batches.process_dataloader(dataloader)
+        trainer = self._trainer_or_none
+        if trainer is not None and self._is_fitting:
+            begin_stateful_loader(dataloader, trainer.current_epoch)
         return super().process_dataloader(dataloader)
 
     # ---- training begins -----------------------------------------------------------------------------------------
