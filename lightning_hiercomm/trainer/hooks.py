@@ -34,6 +34,7 @@ from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
+from lightning_hiercomm.nodes.hosts import Place
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import (
@@ -98,7 +99,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             self.topology = connect_world(
                 self.global_rank,
                 self.world_size,
-                place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks),
+                self._place(),
                 self._settings.ranks_per_node,
                 self._settings.transport.inter_node,
                 self._timeout,
@@ -108,6 +109,10 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         if not is_first:
             world = self.topology.world
             self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
+
+    def _place(self) -> Place:
+        """Return where this rank is."""
+        return place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks)
 
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
