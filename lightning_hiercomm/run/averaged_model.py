@@ -261,7 +261,7 @@ class AveragedModel:
         if self._topology.num_nodes == 1 and not ranks_differ:
             return
         whole = self._replicas.whole()
-        if not whole.shares:
+        if not whole.held.shares:
             # the mean of equal values may differ in the last bit
             self.average_kept(self.means.differing(whole.tensors))
         else:

@@ -219,7 +219,7 @@ class NonFiniteGuard:
         if self.policy.on_nonfinite == "ignore":
             return None
         unfit = self._is_unfit(buckets)
-        if self.replica.shares:
+        if self.replica.held.shares:
             self._topology.intra.all_reduce(unfit, op="max").wait()
         if not unfit:
             return False
