@@ -5,8 +5,6 @@ threads, so a combination takes milliseconds. Its parameters are compared with a
 without buckets and wires, which shares no code with the schemes. If numbers must differ from it (encoded payloads,
 non-finite nodes), the ranks of a node must still be equal at all times, and all ranks at the end. Reading the averaged
 model and resuming from a file must change no bit.
-
-A failing combination is printed after features have been removed from it one by one, as long as it still fails.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -1325,7 +1323,7 @@ def is_close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -
     )
 
 
-# ---- the smallest that fails, and all of them ------------------------------------------------------------------------
+# ---- all of them ----------------------------------------------------------------------------------------------------
 
 
 C = TypeVar("C")
@@ -1342,71 +1340,13 @@ def failure(c: C, check: Callable[[C], None]) -> str | None:
     return None
 
 
-def smallest(
-    c: C,
-    check: Callable[[C], None],
-    goes_together: Callable[[C], bool],
-    seconds: float = 60.0,
-    simpler: Callable[[C], Iterator[C]] | None = None,
-) -> C:
-    """The same with features dropped one by one, as long as it fails; hangs take long, so not for ever."""
-    deadline = time.monotonic() + seconds
-    kind = (failure(c, check) or "").partition(":")[0]
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for each in (simpler or _simpler)(c):
-            if time.monotonic() > deadline:
-                return c
-            # and is not just refused
-            if goes_together(each) and (failure(each, check) or "").startswith(f"{kind}:"):
-                c, goes_on = each, True
-                break
-    return c
-
-
-def _simpler(c: C) -> Iterator[C]:
-    for each in fields(c):
-        if each.name not in ("scheme", "arguments", "nodes") and getattr(c, each.name) != each.default:
-            yield replace(c, **{each.name: each.default})
-    plain = {
-        "staleness": 0,
-        "keep_local": 0.0,
-        "gradients": "node",
-        "reducer": "sharded",
-        "overlap": False,
-        "fragments": 1,
-    }
-    arguments = dict(c.arguments)
-    for name, value in plain.items():
-        if arguments.get(name, value) != value:
-            yield replace(c, arguments=tuple({**arguments, name: value}.items()))
-    if c.nodes != "1+1" and c.weights is None and c.nonfinite is None and (c.skip is None or c.skip[1] < 2):
-        yield replace(c, nodes="1+1")
-    for name in ("epochs", "steps"):
-        smaller = replace(c, **{name: getattr(c, name) - 1})
-        events = [
-            c.reweight,
-            c.unfreeze,
-            c.freeze,
-            c.again,
-            c.resume,
-            *(s and s[0] for s in (c.nonfinite, c.skip)),
-            *c.looks,
-        ]
-        if smaller.total > 0 and max((e for e in events if e is not None), default=0) < smaller.total:
-            yield smaller
-
-
 def tell(
     doc: str | None,
     module: str,
     drawn: Callable[[int], C],
     check: Callable[[C], None],
-    goes_together: Callable[[C], bool],
     among: int = 200,
     places: Mapping[str, Callable[[], AbstractContextManager[object]]] = {"cpu": nullcontext},
-    simpler: Callable[[C], Iterator[C]] | None = None,
 ) -> int:
     """A command line that checks drawn combinations and tells what fails.
 
@@ -1415,10 +1355,8 @@ def tell(
         module: Its name.
         drawn: The combination of a number.
         check: Raises if one is not right.
-        goes_together: Whether no stated rule forbids one.
         among: How many are drawn if nothing is said.
         places: Where ranks can compute, by name.
-        simpler: Yields combinations with one feature less. Default: those of a :class:`Combination`.
 
     Returns:
         The exit status: whether any failed.
@@ -1429,7 +1367,6 @@ def tell(
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="N", help="these alone, by the numbers that were printed"
     )
-    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one that fails smaller")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many")
     parser.add_argument("--device", choices=places, default="cpu", help="where ranks compute; a GPU may be played")
     arguments = parser.parse_args()
@@ -1448,14 +1385,11 @@ def tell(
             message = failure(combination, check)
             if message is not None:
                 failed += 1
-                small = smallest(combination, check, goes_together, arguments.shrink, simpler)
                 again = f"python -m {module} --device {arguments.device} --only {number}"
-                print(f"{number}: {small}\n    {failure(small, check)}\n    {again}", flush=True)
+                print(f"{number}: {combination}\n    {message}\n    {again}", flush=True)
     print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(
-        tell(__doc__, "tools.combinations", drawn, check, goes_together, places={"cpu": nullcontext, "gpu": on_a_gpu})
-    )
+    sys.exit(tell(__doc__, "tools.combinations", drawn, check, places={"cpu": nullcontext, "gpu": on_a_gpu}))

@@ -870,7 +870,7 @@ if __name__ == "__main__":
     import warnings
 
     warnings.filterwarnings("ignore")
-    from trainer_combinations import check, drawn, goes_together, on_a_gpu  # ranks find programs by this name
+    from trainer_combinations import check, drawn, on_a_gpu  # ranks find programs by this name
 
     places = {"cpu": nullcontext, "gpu": on_a_gpu}
-    sys.exit(tell(__doc__, "tools.trainer_combinations", drawn, check, goes_together, places=places))
+    sys.exit(tell(__doc__, "tools.trainer_combinations", drawn, check, places=places))
