@@ -211,7 +211,6 @@ class _Collective(Handle):
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """Mark it as ended."""
         if isinstance(error, load_mpi().Exception):
             failure = self._communicator._failure(error)
             failure.__cause__ = error

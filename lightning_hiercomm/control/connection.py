@@ -34,14 +34,7 @@ class Invitation:
 
 
 class HubLink:
-    """Connects this rank to the hub; rank 0 also owns the hub's listening socket and starts its process.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        place: The name of this rank in messages.
-        hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
-    """
+    """Connects this rank to the hub; rank 0 also owns the hub's listening socket and starts its process."""
 
     def __init__(self, rank: int, size: int, place: str, hang_timeout: float | None) -> None:
         self.rank = rank

@@ -374,7 +374,6 @@ class RunningDASO(RunningParameterSync[DASO]):
         return None if metric is self.state.last_metric else metric
 
     def _enter_phase(self) -> None:
-        """Set the phase of the next step."""
         epoch, step = self.state.epoch, self.state.steps
         if not self._warmup_ends.has_come(epoch, step):
             phase = "warm-up"

@@ -193,7 +193,6 @@ class RunningOuterOptimizer:
         }
 
     def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
-        """Continue with a new optimizer that has this state."""
         self._runs, self.optimizer, self._scheduler = self._made(states, schedule)
 
     def _made(
@@ -317,7 +316,6 @@ class RunningOuterOptimizer:
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a scheduler may change: the learning rate and, in cyclic ones, the momentum."""
     return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
 
 

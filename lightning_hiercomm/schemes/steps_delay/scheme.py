@@ -266,7 +266,6 @@ class ServedStepsDelay(RunningStepsDelay):
         return self._run_iteration
 
     def _run_iteration(self, optimizer_step: Callable[[], object] | None) -> None:
-        """Run one iteration instead of the optimizer's step."""
         if self.state.holds_final_weights:
             self._writes, self.state.holds_final_weights = None, False
         if optimizer_step is not None:
@@ -424,7 +423,6 @@ class ServedStepsDelay(RunningStepsDelay):
             self._disagreement.compare(index, torch.cat(samples), sample(arrived[:offset]), offset)
 
     def _rule_settings(self, bucket: ShardedBucket) -> dict[str, Any]:
-        """Return the numbers that the local rule uses."""
         group = self._required_optimizer.param_groups[bucket.group]
         learning_rate = float(group["lr"])
         return {
