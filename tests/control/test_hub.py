@@ -133,12 +133,6 @@ def test_silent_connections_are_closed(served, monkeypatch):
     assert is_closed(served.connect())
 
 
-def test_who_connects_and_leaves_changes_nothing(served):
-    for _ in range(20):
-        served.connect().close()
-    served.member(0)
-
-
 def test_a_crowd_of_strangers_keeps_no_rank_out(served):
     early = served.connect()
     crowd = [served.connect() for _ in range(200)]
@@ -536,16 +530,6 @@ def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(clocked):
         " equally many steps: give them equally many batches, or set limit_train_batches, and in manual optimization"
         " call optimizer.step() equally often"
     )
-
-
-def test_ranks_pass_a_barrier_when_all_have_come(clocked):
-    ranks = clocked(hang_timeout=60.0)
-    for rank in (0, 1):
-        ranks.send(rank, ARRIVAL)
-    ranks.pause(0.2)
-    assert ranks.news == [[], [], []]
-    ranks.send(2, ARRIVAL)
-    assert ranks.news == [[{"kind": "release", "number": 1}]] * 3
 
 
 def test_new_hub_opens_a_barrier_that_other_ranks_have_passed(clocked):
