@@ -178,12 +178,10 @@ class Combination:
 
     @property
     def ranks(self) -> list[int]:
-        """All of them."""
         return [rank for node in _NODES[self.nodes] for rank in node]
 
     @property
     def total(self) -> int:
-        """How many steps there are."""
         return self.epochs * self.steps
 
     @property
@@ -192,11 +190,9 @@ class Combination:
         return round(self.warmup * self.total) if isinstance(self.warmup, float) else self.warmup
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """One of the scheme's."""
         return dict(self.arguments).get(name, default)
 
     def make(self) -> Scheme:
-        """The scheme."""
         arguments = dict(self.arguments)
         for name, table in (("outer_optimizer", _OUTER), ("outer_scheduler", _OUTER_SCHEDULERS), ("graph", _GRAPHS)):
             if name in arguments:
@@ -225,14 +221,12 @@ class Combination:
         return with_policy(scheme, on_nonfinite=self.policy, average_optimizer_state=self.state)
 
     def weights_at(self, step: int) -> list[float]:
-        """Of the ranks, normalised, before a step."""
         weights = list(self.weights or [1.0] * len(self.ranks))
         if self.reweight is not None and step >= self.reweight:
             weights.reverse()
         return [weight / sum(weights) for weight in weights]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a parameter."""
         dtypes = dict(zip(_SHAPES, _DTYPES[self.dtype], strict=True)) if self.dtype in _DTYPES else {}
         return getattr(torch, dtypes.get(name, self.dtype))
 
@@ -652,26 +646,21 @@ class Reference:
 
     @property
     def x(self) -> Vectors:
-        """What is trained, flat, by rank."""
         return {r: flattened([p[n] for n in self.names]) for r, p in self.parameters.items()}
 
     def put(self, rank: int, flat: Tensor) -> None:
-        """Write what is trained."""
         parts = flat.split([math.prod(self.shapes[name]) for name in self.names])
         for name, part in zip(self.names, parts, strict=True):
             self.parameters[rank][name].copy_(part.view(self.shapes[name]))
 
     @property
     def weights(self) -> list[float]:
-        """Of the ranks."""
         return self.c.weights_at(self.step)
 
     def mean(self, values: Vectors) -> Tensor:
-        """Over all ranks."""
         return sum((self.weights[r] * v for r, v in values.items()), torch.zeros(()))  # type: ignore[return-value]
 
     def node_mean(self, values: Vectors, node: int) -> Tensor:
-        """Over the ranks of a node."""
         ranks = self.nodes[node]
         total = sum(self.weights[r] for r in ranks)
         return sum((self.weights[r] / total * values[r] for r in ranks), torch.zeros(()))  # type: ignore[return-value]
@@ -695,7 +684,6 @@ class Reference:
 
     @torch.no_grad()
     def run(self) -> Reference:
-        """All of it."""
         c = self.c
         self.begin()
         for step in range(c.total if self.stop_after is None else self.stop_after):
@@ -925,13 +913,11 @@ class Averaging(Reference):
         return {node: new[node if self.reducer in _GRAPHS else 0] for node in means}
 
     def write(self, part: int, values: Vectors) -> None:
-        """Give every rank its part."""
         for rank, flat in self.x.items():
             flat[self.parts[part]] = values[rank]
             self.put(rank, flat)
 
     def synchronize_now(self, parts: Sequence[int], step: int) -> None:
-        """And wait for it."""
         self.nodes_meet(parts)
         for part in parts:
             arrived = self.arrive(part, self.means(self.x, part))
@@ -1033,7 +1019,6 @@ class Averaging(Reference):
             self.synchronize_now([0], step)
 
     def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
-        """Three phases."""
         args = dict(self.c.arguments)
         waits = epoch < args["warmup_epochs"]
         waits |= bool(args["cooldown_epochs"]) and epoch >= self.c.epochs - args["cooldown_epochs"]
@@ -1091,7 +1076,6 @@ class Delayed(Reference):
 
     @property
     def w(self) -> Tensor:
-        """The server's weights."""
         return flattened([self.server[name] for name in self.names])
 
     def averaged(self) -> Tensor:
@@ -1159,7 +1143,6 @@ class Gossiping(Reference):
         self.pending: tuple[int, dict[int, Tensor], dict[int, list[float]]] | None = None
 
     def scaled(self, unit: int, flat: Tensor, power: float) -> Tensor:
-        """By the unit's weights."""
         new = flat.clone()
         for part, weight in zip(self.parts, self.w[unit], strict=True):
             new[part] *= weight**power
@@ -1205,7 +1188,6 @@ class Gossiping(Reference):
             self.mix()
 
     def mix(self) -> None:
-        """Add what arrived."""
         if self.pending is None:
             return
         _, change, after = self.pending

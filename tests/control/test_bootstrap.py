@@ -25,7 +25,6 @@ def one_process_per_rank(monkeypatch):
 
 
 def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
-    """What ``work`` gives each of these ranks."""
     port = port or free_port()
 
     def come(rank):

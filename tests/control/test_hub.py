@@ -57,7 +57,6 @@ class Served:
 
 
 def read(connection: socket.socket) -> dict:
-    """The next message."""
     line = b""
     while not line.endswith(b"\n"):
         seen = connection.recv(20_000, socket.MSG_PEEK)
@@ -83,7 +82,6 @@ def join(connection: socket.socket, number: int, token: str = TOKEN, **other: ob
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """``serve(**settings)`` starts a hub."""
     running: list[Served] = []
 
     def start(**settings: object) -> Served:
@@ -306,7 +304,6 @@ class Clocked:
         self.hub.handle(self.channels[rank], message)
 
     def say(self, rank: int, **what: object) -> None:
-        """Send one report."""
         report = {"doing": "", "progress": 0, "stuck": ("", 0.0), "batches": 0, "ended": (0, 0), **what}
         self.send(rank, {"kind": "beat", "wait": None, "line": "", **report})
 

@@ -20,8 +20,6 @@ from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_co
 
 
 class Star:
-    """Some ranks' planes, joined."""
-
     def __init__(self) -> None:
         self.planes: list[ControlPlane] = []
         self.invitation: Invitation
@@ -307,8 +305,6 @@ def test_a_hub_that_is_lost_with_rank_zero_is_a_death(star):
 
 
 class Gathering:
-    """What the strategy's collectives do, between threads."""
-
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=20.0)

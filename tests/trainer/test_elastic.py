@@ -53,7 +53,6 @@ class Logging(Quadratic):
 
 
 def node(trainer=None, leads: bool = True, nodes: int = 1, kind=ElasticNode, **membership) -> ElasticNode:
-    """A node without a lighthouse."""
     own = ElasticTopology(Topology([[0]], 0, ThreadWorld(1).connect(0, Meter()), Meter()))
     run = SimpleNamespace(topology=own, schemes=[])
     history = SimpleNamespace(nodes=nodes)
