@@ -267,12 +267,7 @@ class RunningDASO(RunningParameterSync[DASO]):
             self.state.awaits_metric = True  # the validation that follows logs it
 
     def _adapt(self, weighted: float, total: float) -> None:
-        """Halve B and S if the loss has stopped falling; from 1 they return to their first values.
-
-        Args:
-            weighted: The weighted sum of all ranks' losses.
-            total: The sum of the weights.
-        """
+        """Halve B and S if the loss has stopped falling; from 1 they return to their first values."""
         state = self.state
         if total == 0.0:
             if not self._has_missed_a_loss:

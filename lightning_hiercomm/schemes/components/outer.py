@@ -198,11 +198,7 @@ class RunningOuterOptimizer:
     def _made(
         self, states: _States, schedule: Mapping[str, Any]
     ) -> tuple[list[list[torch.nn.Parameter]], Optimizer, LRScheduler | None]:
-        """Make an optimizer of this rank's shard of every bucket, given the length and state of each run.
-
-        Returns:
-            The runs, the optimizer of them, and the scheduler of its learning rate.
-        """
+        """Make the runs of this rank's shard of every bucket, their optimizer, and its scheduler."""
         of_buckets = [
             [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
             for reference, runs in zip(self._reducer.references, states, strict=True)

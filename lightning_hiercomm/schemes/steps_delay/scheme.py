@@ -313,11 +313,7 @@ class ServedStepsDelay(RunningStepsDelay):
     # ---- the method: one iteration of Algorithm 1, from the gradient on ------------------------------------------
 
     def _step_synchronously(self, has_gradient: bool) -> None:
-        """Step in the warm-up.
-
-        Args:
-            has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
-        """
+        """Step in the warm-up; without a gradient if it overflowed."""
         exchange, server = self.exchange, self.server
         hyperparameters = server.hyperparameters()
         self._handle_writes(verify=True)
