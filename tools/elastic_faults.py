@@ -38,7 +38,7 @@ for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from elastic_cluster import JOB, Cluster  # noqa: E402
+from elastic_cluster import Cluster  # noqa: E402
 from forked import ForkedPython  # noqa: E402
 
 HANGS_AFTER = 60.0
@@ -306,7 +306,7 @@ class Run:
 class TorchftCluster(Cluster):
     """Nodes of torchft's own DiLoCo, and its lighthouse."""
 
-    job = JOB.with_name("torchft_diloco.py")
+    job = CHECKOUT / "benchmarks" / "torchft_diloco.py"
 
     def _lighthouse_command(self) -> list[str]:
         return [str(self.job), "lighthouse", f"{self._address}:{self.port}", str(self.dead_after)]
