@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Iterator
@@ -14,6 +14,8 @@ import lightning_hiercomm
 
 UPSTREAM = ("lightning.", "torch.")
 NOT_IMPORTED = (".__main__", "lightning_hiercomm.pytorch_lightning")  # the second tree has the same files
+if importlib.util.find_spec("ray") is None:  # an extra
+    NOT_IMPORTED += (".trainer.ray",)
 
 
 def own_classes() -> dict[str, type]:

@@ -99,9 +99,10 @@ def test_a_killed_node_delays_the_others_by_seconds_and_rejoins(cluster, scheme,
         assert "node 1 has left" in table, "a healed node knows the history"
 
 
-def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster):
+@pytest.mark.parametrize("remembers", [False, True])
+def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster, remembers):
     """No sample is seen twice; what nobody has learned from is counted. With fewer than min_nodes the others wait."""
-    epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True}
+    epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True, "remembers": remembers}
     with cluster(min_nodes=3, scheme="periodic", **epoch) as nodes:
         for node in range(3):
             nodes.start(node, fault="kill:in the exchange:4" if node == 1 else "")
@@ -151,7 +152,7 @@ def test_a_node_asked_to_leave_leaves_and_the_others_continue(cluster):
         for node in range(3):
             nodes.start(node)
         nodes.watch(until=lambda: bool(nodes.steps(2)) and nodes.steps(2)[-1][1] > 10)
-        os.kill(nodes._nodes["2"].pid, signal.SIGTERM)  # noqa: SLF001
+        os.kill(nodes.living["2"].pid, signal.SIGTERM)
         nodes.watch(restarts=False)
         ends_equal(nodes, [0, 1])
         assert "node 2 has left" in nodes.log(0)
@@ -166,7 +167,7 @@ def test_node_waiting_for_a_lost_lighthouse_leaves_when_terminated(cluster, rank
         nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 10)
         nodes.stop_lighthouse()
         time.sleep(1.0)  # they come to their next agreement
-        for node in nodes._nodes.values():  # noqa: SLF001
+        for node in nodes.living.values():
             os.kill(node.pid, signal.SIGTERM)
         nodes.watch(timeout=20.0, restarts=False)
         assert "failed" not in nodes.log(0, 0)
