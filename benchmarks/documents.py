@@ -198,13 +198,15 @@ def _advice(scheme: str = "") -> str:
 
 _INT8 = ('wire_dtype="int8"', AllReduce(), "int8", "AllReduce, int8")
 _INT4 = ('wire_dtype="int4"', AllReduce(), "int4", "AllReduce, int4")
-_PERIODIC = ('PeriodicAveraging(2), wire_dtype="int4"', PeriodicAveraging(2), "int4", "PeriodicAveraging(2), int4")
+_TOP4 = ('wire_dtype="top4"', AllReduce(), "top4", "AllReduce, top4")
+_PERIODIC = ('PeriodicAveraging(2), wire_dtype="top4"', PeriodicAveraging(2), "top4", "PeriodicAveraging(2), top4")
 _CLUSTERS = (
     (25.6, 4, 8, 10, 0.12, *_INT8, "8-adamw-short-cnn"),
     (1300, 8, 8, 100, 0.8, *_INT8, "8-adamw-short-cnn"),
     (25.6, 2, 4, 1, 0.12, *_INT4, "2-adamw-short-cnn"),
-    (125, 2, 8, 1, 0.3, *_PERIODIC, "2-adamw-short-cnn"),
-    (1300, 8, 8, 10, 0.8, *_PERIODIC, "8-adamw-short-cnn"),
+    (125, 2, 8, 1, 0.3, *_TOP4, "2-adamw-short-cnn"),
+    (1300, 8, 8, 10, 0.8, *_TOP4, "8-adamw-short-cnn"),
+    (125, 8, 8, 1, 0.3, *_PERIODIC, "8-adamw-short-cnn"),
 )
 """Million parameters, nodes, GPUs each, Gbit/s, seconds of a step; what to write; the measured method and setting."""
 
