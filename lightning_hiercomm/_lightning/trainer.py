@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _lr_find
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -275,3 +276,26 @@ def restart_train_dataloaders(trainer: pl.Trainer) -> None:
     """Restart the iteration of the train dataloaders, which Lightning starts when it makes them."""
     assert trainer.fit_loop._data_fetcher is not None
     iter(trainer.fit_loop._data_fetcher)
+
+
+def wrap_train_dataloaders(trainer: pl.Trainer, wrap: Callable[[Any], object]) -> None:
+    """Replace what ``train_dataloader`` returns, before Lightning measures its length."""
+    source = trainer.fit_loop._data_source
+    require_attribute(source, "dataloader")
+    original = type(source).dataloader
+    source.__dict__["dataloader"] = lambda: wrap(original(source))
+
+
+def unwrap_train_dataloaders(trainer: pl.Trainer) -> None:
+    """Undo :func:`wrap_train_dataloaders`."""
+    trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
+
+
+def batches_begun(trainer: pl.Trainer) -> int:
+    """Return the number of batches that have begun in this epoch, also before a resume in the middle of it."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def parts_of_loader(loader: Any) -> tuple[Any, Any]:
+    """Return the loaders in a ``CombinedLoader`` and its mode, which has no public name; else Lightning's default."""
+    return (loader.iterables, loader._mode) if isinstance(loader, CombinedLoader) else (loader, "max_size_cycle")
