@@ -16,6 +16,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -46,6 +47,8 @@ _CHECK_EVERY = 50
 
 class IdlingLoader(CombinedLoader):
     """Yields this rank's batches, and then its last batch again until all nodes are done.
+
+    A rank that had no batch yet, because it was resumed, yields its first batch, or an empty tuple if it has no length.
 
     If all loaders have a length, ranks exchange the lengths when an epoch begins. Otherwise ranks of a node compare at
     every batch whether all have one, and nodes do so after every ``check_every()`` batches, at the latest of which the
@@ -79,7 +82,7 @@ class IdlingLoader(CombinedLoader):
         self._yielded = 0  # in this epoch, in this process
         self._first_idle: int | None = None  # of these
         self._begins_at: int | None = None  # the index of the first of these in the epoch
-        self._last: Any = ()
+        self._own: tuple[Any, int, int] | None = None  # the last batch
         self._has_warned = False
 
     def is_idle(self, batch_idx: int) -> bool:
@@ -95,13 +98,13 @@ class IdlingLoader(CombinedLoader):
         """Begin an epoch. Collective."""
         super().__iter__()
         self._yielded, self._first_idle, self._begins_at = 0, None, None
-        is_sized = all(sized_len(each) is not None for each in self.flattened)
+        is_sized = all(sized_len(each) is not None for each in self.flattened)  # on all ranks, or on none
         own = super().__len__() if is_sized else None
         everyone = self._topology.world.all_gather_object((own, self._divided_dataset()))
         lengths = [length for length, _ in everyone]
         self._check_division([samples for _, samples in everyone])
         self._length = self._own_length = None
-        if not any(length is None for length in lengths):
+        if is_sized:
             of_nodes = [min(lengths[rank] for rank in ranks) for ranks in self._topology.nodes]
             self._length, self._own_length = max(of_nodes), of_nodes[self._topology.node]
             self._warn_of_unused(lengths)
@@ -143,19 +146,18 @@ class IdlingLoader(CombinedLoader):
             TypeError: If it is not known, as ``len`` of an iterable without length does.
         """
         if self._length is None:
-            raise TypeError("the train dataloaders of some rank have no length")
+            raise TypeError("the train dataloaders have no length")
         return self._length
 
     @override
     def __next__(self) -> Any:
         is_own = self._takes_own()
-        if is_own:
-            batch, index, loader_index = self._own
-            self._last = copy.copy(batch) if isinstance(batch, dict | list) else batch
-        else:
-            batch, index, loader_index = copy.copy(self._last), self._yielded, 0
+        if not is_own and self._own is None and self._own_length is not None:
+            self._load_first()
+        own = ((), 0, 0) if self._own is None else self._own
         self._yielded += 1
-        return batch, index, loader_index
+        batch = own[0]
+        return (copy.copy(batch) if isinstance(batch, dict | list) else batch), *own[1:]
 
     def _takes_own(self) -> bool:
         """Load the next batch; return False if this rank idles, and raise ``StopIteration`` at the end of the epoch."""
@@ -181,6 +183,13 @@ class IdlingLoader(CombinedLoader):
         except StopIteration:
             return False
         return True
+
+    def _load_first(self) -> None:
+        """Load a batch for the hooks of an idle rank, if a resumed process has none."""
+        if not self._loads():  # the state of a checkpoint ends the iteration that has begun
+            with isolate_rng():
+                super().__iter__()
+                self._loads()
 
     def _all_in_node(self, has_batch: bool) -> bool:
         lacks = torch.tensor([int(not has_batch)], device=self._device)
@@ -335,6 +344,19 @@ class UnequalDataHooks(HierarchicalHooks):
         self._unequal = UnequalNodes(options, self.scheme, self._topology, self.root_device)
         self._unequal.attach(trainer)
         super().setup(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if self._unequal is not None and self._module.trainer.training:
+            has_length = self._topology.world.all_gather_object(sized_len(dataloader) is not None)
+            if len(set(has_length)) > 1:
+                ranks = [rank for rank, has in enumerate(has_length) if not has]
+                raise ValueError(
+                    f"unequal_data: the train dataloaders of ranks {ranks} have no length, and those of the other ranks"
+                    " have one: give all ranks an IterableDataset, or all a dataset with a length"
+                )
+        return dataloader
 
     @override
     def on_train_start(self) -> None:
