@@ -30,6 +30,7 @@ from lightning_hiercomm._lightning.trainer import (
     put_callback_first,
     raw_optimizer,
     remove_callback,
+    share_logged_names,
     takes_dataloader_iter,
     unwrap_train_dataloaders,
     wrap_train_dataloaders,
@@ -277,6 +278,9 @@ class UnequalNodes(pl.Callback):
                     f"unequal_data: the number of samples of a batch ({type(batch).__name__}) is unknown. Log a number"
                     " in training_step, self.log('samples', ...), and set unequal_data=UnequalData(samples='samples')"
                 ) from error
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        share_logged_names(trainer, self._topology.world.all_gather_object)
 
     def count(self, output: Any, trainer: pl.Trainer, weights: SampleWeights) -> None:
         """Count the samples of a batch after its forward pass, and store what ``training_step`` returned."""

@@ -187,7 +187,14 @@ def calculated(
 
 
 def strategy(scheme: Any, ranks_per_node: Any = 1, unequal_data: Any = True, **chosen: Any) -> dict[str, Any]:
-    return {"scheme": scheme, "ranks_per_node": ranks_per_node, "unequal_data": unequal_data, **chosen}
+    health = Health(hang_timeout=10.0)
+    return {
+        "scheme": scheme,
+        "ranks_per_node": ranks_per_node,
+        "unequal_data": unequal_data,
+        "health": health,
+        **chosen,
+    }
 
 
 def fit_uneven(fit: Any, module: pl.LightningModule, scheme: Any, **chosen: Any) -> Any:
