@@ -1,6 +1,7 @@
 """Test accuracy on digits of nodes with 100, 70 and 31 batches, against one process with all samples; paired by seed.
 
 Usage: ``python tools/unequal_data_accuracy.py --seeds 10 --split random`` (or ``sorted``: nodes have other classes).
+With ``--batches 67 67 67`` nodes have equal data, to see what a scheme itself costs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import AllReduce, DiLoCo, Health, HierarchicalStrategy, PeriodicAveraging, UnequalData
 
-BATCHES, BATCH, EPOCHS = (100, 70, 31), 7, 6
+BATCH, EPOCHS = 7, 6
+Samples = tuple[Tensor, Tensor]
 RUNS: dict[str, tuple[Any, Any]] = {
     "AllReduce": (AllReduce(), True),
     "PeriodicAveraging(10)": (PeriodicAveraging(10), True),
@@ -39,17 +41,17 @@ RUNS: dict[str, tuple[Any, Any]] = {
 class Digits(pl.LightningModule):
     """A small network on some of the digits."""
 
-    def __init__(self, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], batch: int, seed: int) -> None:
+    def __init__(self, train: Samples, test: Samples, batch: int, seed: int, lr: float) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        self.train_data, self.test_data, self.batch, self.seed = train, test, batch, seed
+        self.train_data, self.test_data, self.batch, self.seed, self.lr = train, test, batch, seed, lr
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(self.seed)
@@ -61,16 +63,16 @@ class Digits(pl.LightningModule):
         return 100.0 * (self.net(images).argmax(1) == labels).float().mean().item()
 
 
-def divided(seed: int, split: str) -> tuple[list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+def divided(seed: int, split: str, batches: list[int]) -> tuple[list[Samples], Samples]:
     """Return the samples of every node, and the test samples."""
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    count = sum(BATCHES) * BATCH
+    count = sum(batches) * BATCH
     train, test = order[:count], order[count:]
     if split == "sorted":
         train = train[y[train].argsort(stable=True)]
-    parts = train.split([own * BATCH for own in BATCHES])
+    parts = train.split([own * BATCH for own in batches])
     return [(x[part], y[part]) for part in parts], (x[test], y[test])
 
 
@@ -79,26 +81,27 @@ def quiet(**arguments: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", max_epochs=EPOCHS, use_distributed_sampler=False, **flags, **arguments)
 
 
-def of_rank(rank: int, seeds: int, split: str, folder: Path) -> None:
+def of_rank(rank: int, chosen: argparse.Namespace, folder: Path) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning_hiercomm").setLevel(logging.ERROR)
     found: dict[str, list[float]] = {}
-    for seed in range(seeds):
-        nodes, test = divided(seed, split)
+    for seed in range(chosen.seeds):
+        nodes, test = divided(seed, chosen.split, chosen.batches)
         if rank == 0:
             pooled = tuple(torch.cat(each) for each in zip(*nodes, strict=True))
-            module = Digits(pooled, test, len(BATCHES) * BATCH, seed)
+            module = Digits(pooled, test, len(nodes) * BATCH, seed, chosen.lr)
             _alone(module)
             found.setdefault("pooled", []).append(module.accuracy())
-        for name, (scheme, unequal) in RUNS.items():
-            module = Digits(nodes[rank], test, BATCH, seed)
+        for name in chosen.only:
+            scheme, unequal = RUNS[name]
+            module = Digits(nodes[rank], test, BATCH, seed, chosen.lr)
             strategy = HierarchicalStrategy(
                 scheme, ranks_per_node=1, unequal_data=unequal, health=Health(hang_timeout=60.0)
             )
-            quiet(devices=len(BATCHES), strategy=strategy).fit(module)
+            quiet(devices=len(nodes), strategy=strategy).fit(module)
             found.setdefault(name, []).append(module.accuracy())
     if rank == 0:
         torch.save(found, folder / "found.pt")
@@ -119,16 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--split", choices=("random", "sorted"), default="random")
+    parser.add_argument("--batches", type=int, nargs="+", default=[100, 70, 31])
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     chosen = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (chosen.seeds, chosen.split, Path(folder))
-        torch.multiprocessing.start_processes(of_rank, arguments, len(BATCHES), start_method="fork")
+        torch.multiprocessing.start_processes(of_rank, (chosen, Path(folder)), len(chosen.batches), start_method="fork")
         found = torch.load(Path(folder) / "found.pt")
     pooled = found.pop("pooled")
-    print(f"pooled: {statistics.mean(pooled):.2f} % ({chosen.seeds} seeds, {chosen.split} split, {EPOCHS} epochs)")
+    print(f"pooled: {statistics.mean(pooled):.2f} % ({vars(chosen)}, {EPOCHS} epochs)")
     for name, accuracies in found.items():
         differences = [own - other for own, other in zip(accuracies, pooled, strict=True)]
         half = 2.26 * statistics.stdev(differences) / math.sqrt(len(differences))  # Student's t, 10 seeds

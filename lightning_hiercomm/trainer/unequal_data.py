@@ -7,6 +7,7 @@ of the run come at the same batch on all ranks. On an idle node a batch is neith
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -172,11 +173,16 @@ class IdlingLoader(CombinedLoader):
                     f" {self._own_length}, but ended after {position} batches"
                 )
             return position < self._own_length
-        if self._first_idle is None and not self._all_in_node(self._loads()):
+        if self._first_idle is None and not self._all_in_node(not self._has_reached_limit() and self._loads()):
             self._first_idle = self._yielded
         if self._yielded % self._check_every() == 0 and not self._any_node(self._first_idle is None):
             raise StopIteration
         return self._first_idle is None
+
+    def _has_reached_limit(self) -> bool:
+        """Return whether ``limit_train_batches`` ends a loader without length, which Lightning loads one ahead."""
+        limit = min(self.limits or [math.inf])
+        return self._yielded > 0 and self._position() + 1 >= limit
 
     def _loads(self) -> bool:
         try:

@@ -970,10 +970,10 @@ def test_train_dataloaders_are_wrapped_before_their_length_counts(tmp_path):
     module = BoringModel()
 
     class Wraps(pl.Callback):
-        def setup(self, trainer, *_):
+        def setup(self, trainer, pl_module, stage):
             wrap_train_dataloaders(trainer, wrap)
 
-        def teardown(self, trainer, *_):
+        def teardown(self, trainer, pl_module, stage):
             unwrap_train_dataloaders(trainer)
 
     trainer.callbacks.append(Wraps())
@@ -1007,7 +1007,8 @@ def test_values_that_only_others_log_are_reduced_as_nothing(tmp_path):
             self.keys = list(trainer.fit_loop.epoch_loop._results)
 
     shares = Shares()
-    trainer = one_trainer(tmp_path, callbacks=[shares], max_epochs=1, limit_val_batches=0, limit_train_batches=2)
+    chosen = {"strategy": HierarchicalStrategy(), "callbacks": [shares], "max_epochs": 1, "limit_val_batches": 0}
+    trainer = one_trainer(tmp_path, **chosen, limit_train_batches=2)
     trainer.fit(Logs())
     assert list(own[0]) == ["training_step.mine"]
     assert shares.keys == [f"training_step.{name}" for name in ("mean", "max", "sum", "mine")]

@@ -198,7 +198,9 @@ def strategy(scheme: Any, ranks_per_node: Any = 1, unequal_data: Any = True, **c
 
 
 def fit_uneven(fit: Any, module: pl.LightningModule, scheme: Any, **chosen: Any) -> Any:
-    own = {name: chosen.pop(name) for name in ("ranks_per_node", "unequal_data", "health") if name in chosen}
+    own = {
+        name: chosen.pop(name) for name in ("ranks_per_node", "unequal_data", "health", "wire_dtype") if name in chosen
+    }
     return fit(
         module,
         strategy(scheme, **own),
@@ -397,11 +399,21 @@ def test_logged_tokens_weigh_gradients(fit):
 
 
 @pytest.mark.pooled
+@pytest.mark.parametrize("kind", ["combined", "stream"])
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=repr)
-def test_combined_loaders_and_limited_batches(fit, scheme):
-    reports = fit_uneven(fit, Uneven((12, 6, 3), "combined"), scheme, limit_train_batches=5)
+def test_combined_loaders_and_limited_batches(fit, scheme, kind):
+    reports = fit_uneven(fit, Uneven((12, 6, 3), kind), scheme, limit_train_batches=5)
     assert [len(report["report"]["seen"][0]) for report in reports] == [10, 10, 6]
     assert ends_of(reports) == pytest.approx(calculated(scheme, (5, 5, 3)), rel=1e-12)
+
+
+@pytest.mark.pooled
+@pytest.mark.parametrize("wire_dtype", ["bfloat16", "int4"])
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)
+def test_encoded_exchanges_end_near_the_unencoded_ones(fit, scheme, wire_dtype):
+    batches = (30, 20, 9)
+    reports = fit_uneven(fit, Uneven(batches), scheme, accumulate_grad_batches=2, wire_dtype=wire_dtype)
+    assert ends_of(reports) == pytest.approx(calculated(scheme, batches, accumulate=2), rel=0.05)
 
 
 class Normalized(Uneven):
