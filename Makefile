@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Directories are listed too: their time changes when a file goes away.
 SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
 
+MARKDOWN := $(wildcard *.md docs/*.md docs/*/*.md docs/*/*/*.md examples/*.md examples/*/*.md benchmarks/*.md)
+
 .PHONY: demo test docs format clean
 
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
@@ -17,6 +19,7 @@ test: $(VENV)/.installed-dev  ## all checks and tests, against the installed pac
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/codespell --dictionary tools/vocabulary.txt $(MARKDOWN)
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(NIGHTLY)
 
 docs: $(VENV)/.installed-dev  ## the documentation, in docs/_build/html; a warning is an error

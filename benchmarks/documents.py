@@ -358,11 +358,8 @@ def _with_accuracy(lines: Sequence[str], rows: Sequence[str]) -> str:
 
 @cache
 def _predictions(probes: str, percent: str) -> str:
-    """How many were within so many percent: of the first probe, or of the mean of all; or on settings held out.
-
-    Those of ``held-out-before`` were, until the model's last revision was chosen with them in sight.
-    """
-    is_held_out = probes.startswith("held-out")
+    """How many were within so many percent: of the first probe, or of the mean of all; or on settings held out."""
+    is_held_out = probes == "held-out"
     rows = _predicted(probes if is_held_out else "prediction", only_first=is_held_out or probes == "first")
     return f"{sum(abs(row.ratio - 1) <= float(percent) / 100 for row in rows)} of {len(rows)}"
 

@@ -5,8 +5,12 @@ Variants of a method (a narrower wire, another staleness) have its colour and an
 
 from __future__ import annotations
 
+import io
 import re
+from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 COLOURS = {
     "ddp": "#555555",
@@ -55,3 +59,11 @@ def styles_of(rows: list[str]) -> dict[str, dict[str, Any]]:
         alpha = (0.9, 0.45)[nth % 2] if method is None else 1.0
         styles[row] = {"color": colour_of(row), "marker": marker, "linestyle": dashes, "alpha": alpha}
     return styles
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure with a palette of 128 colours, which makes the file a third as large."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=90, bbox_inches="tight")
+    Image.open(drawn).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, "PNG", optimize=True)

@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.bounds import formula
 from benchmarks.contenders import BOUNDS, IN_NODE, ROWS, is_ours, is_peer
 from benchmarks.measure import Cell
-from benchmarks.palette import colour_of, styles_of
+from benchmarks.palette import colour_of, styles_of, write_png
 from benchmarks.report import WORDS, capitalised, layout_words, measured, setting_words
 from benchmarks.startup import DDP, PHASES, STARTING, Start
 
@@ -353,7 +353,6 @@ def _rates(samples: Sequence[Sequence[float]], window: int = 4) -> tuple[list[fl
 
 
 def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90, bbox_inches="tight", pil_kwargs={"optimize": True})
+    write_png(figure, path)
     plt.close(figure)
     print(path)

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -125,12 +126,29 @@ class Session:
         a.wait(timeout=300)
         self.write("elastic", self.printed("a"))
 
+    def record_hang(self) -> None:
+        """Write the report of a program in which ranks wait for each other."""
+        program = self.start("{bin}/python docs/howto/hang.py", "hang")
+        if program.wait(timeout=300) == 0:
+            raise RuntimeError("docs/howto/hang.py did not hang")
+        report = re.search(
+            r"^lightning_hiercomm: no rank made progress[^\n]*: the ranks wait.*?^Likely cause[^\n]*",
+            self.printed("hang"),
+            re.M | re.S,
+        )
+        if report is None:
+            raise RuntimeError(f"there is no report:\n{self.printed('hang')}")
+        lines = textwrap.wrap(report[0].splitlines()[-1], 115, subsequent_indent="    ", break_on_hyphens=False)
+        self.write("hang", "\n".join([*report[0].splitlines()[:-1], *lines]))
+
 
 def main() -> None:
     """Record all transcripts, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path)
-    parser.add_argument("--only", nargs="+", default=["quickstart", "digits", "digits_diloco", "torchrun", "elastic"])
+    parser.add_argument(
+        "--only", nargs="+", default=["quickstart", "digits", "digits_diloco", "torchrun", "elastic", "hang"]
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, venv = Path(name), arguments.venv
@@ -148,8 +166,8 @@ def main() -> None:
         }
         try:
             for each in arguments.only:
-                if each == "elastic":
-                    session.record_elastic()
+                if each in ("elastic", "hang"):
+                    getattr(session, f"record_{each}")()
                 else:
                     session.record(each, *commands[each])
         finally:

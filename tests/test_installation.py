@@ -5,10 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
+import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 import lightning_hiercomm
@@ -56,22 +59,81 @@ def test_the_version_is_written_once():
     assert f"version: {lightning_hiercomm.__version__}\n" in (CHECKOUT / "CITATION.cff").read_text()
 
 
-@pytest.mark.parametrize("target", ["wheel", "sdist"])
-def test_wheel_and_source_distribution_build_and_install(tmp_path, target):
-    def python(*arguments):
-        subprocess.run([sys.executable, "-m", *arguments], cwd=CHECKOUT, check=True, timeout=120)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, Path]:
+    """The wheel and the sdist, and the wheel and the sdist that are built from the unpacked sdist."""
+    folder = tmp_path_factory.mktemp("built")
 
-    python("hatchling", "build", "--target", target, "--directory", str(tmp_path))
-    (archive,) = tmp_path.iterdir()
+    def build(checkout: Path, where: str) -> tuple[Path, Path]:
+        command = [sys.executable, "-m", "hatchling", "build", "--directory", str(folder / where)]
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+        subprocess.run(command, cwd=checkout, check=True, timeout=120, env=environment)
+        (wheel,), (sdist,) = (folder / where).glob("*.whl"), (folder / where).glob("*.tar.gz")
+        return wheel, sdist
+
+    wheel, sdist = build(CHECKOUT, "first")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    again, sdist_again = build(folder / sdist.name.removesuffix(".tar.gz"), "second")
+    return {"wheel": wheel, "sdist": sdist, "wheel again": again, "sdist again": sdist_again}
+
+
+def sources() -> dict[str, bytes]:
+    """The files of the package, by their path in the checkout."""
+    files = (path for path in (CHECKOUT / "lightning_hiercomm").rglob("*") if path.is_file())
+    return {str(path.relative_to(CHECKOUT)): path.read_bytes() for path in files if "__pycache__" not in path.parts}
+
+
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_wheel_and_source_distribution_install(built, target, tmp_path):
     offline = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--quiet"]
-    python("pip", "install", *offline, "--target", str(tmp_path / "installed"), str(archive))
-    installed, source = tmp_path / "installed" / "lightning_hiercomm", CHECKOUT / "lightning_hiercomm"
-    shipped = {path.relative_to(installed): path.read_bytes() for path in installed.rglob("*") if path.is_file()}
-    assert shipped == {
-        path.relative_to(source): path.read_bytes()
-        for path in source.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(tmp_path), str(built[target])]
+    subprocess.run(command, check=True, timeout=120)
+    installed = tmp_path / "lightning_hiercomm"
+    files = (path for path in installed.rglob("*") if path.is_file())
+    assert {str(path.relative_to(tmp_path)): path.read_bytes() for path in files} == sources()
+
+
+def test_wheel_holds_the_package_and_nothing_else(built):
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert names == set(sources())
+    assert built["wheel"].stat().st_size < 1_000_000
+
+
+def test_source_distribution_holds_no_tests_and_no_results(built):
+    with tarfile.open(built["sdist"]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    others = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
+    assert names == {*sources(), *others, "tools/package_readme.py"}
+
+
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_package_is_reproducible_from_its_source_distribution(built, target):
+    assert built[target].read_bytes() == built[f"{target} again"].read_bytes()
+
+
+def test_metadata_is_valid_and_its_links_work_on_the_package_index(built):
+    with zipfile.ZipFile(built["wheel"]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Metadata.from_email(wheel.read(name), validate=True)
+    assert metadata.description_content_type == "text/markdown"
+    links = re.findall(r"\]\(([^)]+)\)", metadata.description)
+    assert links
+    assert [link for link in links if not link.startswith("https://")] == []
+    tag = f"lightning-hiercomm/lightning-hiercomm/blob/v{lightning_hiercomm.__version__}"
+    local = [link.partition(f"{tag}/")[2] for link in links if tag in link]
+    assert local
+    assert [link for link in local if not (CHECKOUT / link).exists()] == []
+
+
+def test_changelog_has_a_dated_section_of_this_version():
+    (section,) = re.findall(
+        rf"^## {re.escape(lightning_hiercomm.__version__)} \(\d{{4}}-\d\d-\d\d\)\n(.*?)(?=^## |\Z)",
+        (CHECKOUT / "CHANGELOG.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert len(section.splitlines()) <= 40
 
 
 def test_ci_tests_the_oldest_versions_that_we_allow():

@@ -3,6 +3,10 @@
 Prints, for the package, the documentation and the tests, how often words of a private dialect occur; the size of the
 Markdown; the words per sentence in the documentation; and very short docstrings and long names of tests.
 `tests/docs/test_prose.py` fails where a count rises.
+
+pre-commit and `make test` check the words in Markdown by `codespell --dictionary tools/vocabulary.txt`. This program
+checks docstrings and messages, which codespell does not tell from code, and phrases. Other linters fit less: vale's
+package downloads a program from GitHub when it first runs, and proselint takes no rules of a project.
 """
 
 from __future__ import annotations
@@ -18,14 +22,9 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
-DIALECT = [
-    *("agree", "agrees", "agreed", "agreeing", "agreement", "agreements", "lane", "lanes", "carrier"),
-    *("carriers", "anchor", "anchors", "sick", "void", "voided", "twin", "twins", "sibling", "siblings"),
-    *("meeting", "meetings", "newcomer", "newcomers", "seal", "seals", "sealed", "companion", "companions"),
-    *("thaw", "thaws", "thawed", "rehearsal", "rehearsals", "tier", "tiers", "storey", "storeys", "whoever"),
-    *("nobody", "somebody", "anew", "told", "hears", "beside"),
-]
-"""Words of the private dialect with one meaning."""
+VOCABULARY = CHECKOUT / "tools" / "vocabulary.txt"
+DIALECT = [line.partition("->")[0] for line in VOCABULARY.read_text().splitlines()]
+"""Words of the private dialect with one meaning. codespell reads the same file, and says what to write instead."""
 
 PHRASES = ("but for", "in place of", "once more", "as ever", "of which", "be it")
 MARKDOWN_OUTSIDE_DOCS = ("README.md", "CONTRIBUTING.md")
@@ -37,7 +36,7 @@ def sources(area: str) -> list[Path]:
     if area == "docs":
         pages = sorted((CHECKOUT / "docs").rglob("*.md"))
         outside = [CHECKOUT / name for name in MARKDOWN_OUTSIDE_DOCS]
-        return [*outside, *(page for page in pages if "_build" not in page.parts)]
+        return [*outside, *(page for page in pages if not {"_build", "announce"} & {*page.parts})]
     folder = CHECKOUT / {"package": "lightning_hiercomm", "tests": "tests"}[area]
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 

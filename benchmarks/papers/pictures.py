@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.palette import COLOURS, styles_of
+from benchmarks.palette import COLOURS, styles_of, write_png
 from benchmarks.papers import front
 from benchmarks.papers.front import Row
 from benchmarks.papers.paired import Difference
@@ -153,6 +153,5 @@ def legend(axis: Any) -> None:
 def save(figure: Any, path: Path, title: str) -> None:
     """Write it down."""
     figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90, bbox_inches="tight", pil_kwargs={"optimize": True})
+    write_png(figure, path)
     plt.close(figure)

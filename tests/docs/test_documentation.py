@@ -24,8 +24,10 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 DOCS = CHECKOUT / "docs"
 README = CHECKOUT / "README.md"
 EXAMPLES = sorted((CHECKOUT / "examples").rglob("README.md"))
-PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
-ALL = [README, CHECKOUT / "CONTRIBUTING.md", *PAGES, *EXAMPLES]
+ANNOUNCE = sorted((DOCS / "announce").glob("*.md"))  # drafts of letters, which the site does not show
+PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_build", "announce"} & {*page.parts})
+OUTSIDE = [CHECKOUT / name for name in ("CONTRIBUTING.md", "GOVERNANCE.md", "RELEASING.md", "SECURITY.md")]
+ALL = [README, *OUTSIDE, *PAGES, *ANNOUNCE, *EXAMPLES]
 
 
 def arguments_of(name: str) -> set[str]:
@@ -157,6 +159,13 @@ def test_every_page_is_in_the_index_and_its_kind_is_its_folder():
     for page in PAGES:
         name = str(page.relative_to(DOCS).with_suffix(""))
         assert name == "index" or f"\n{name}\n" in index
+
+
+def test_glossary_is_short_and_every_term_has_a_source():
+    lines = (DOCS / "reference" / "glossary.md").read_text().splitlines()
+    rows = [line.strip("|").split("|") for line in lines if re.match(r"\| (?!term )\w", line)]
+    assert 20 < len(rows) <= 30
+    assert [cells[0] for cells in rows if len(cells) != 3 or not all(map(str.strip, cells))] == []
 
 
 def test_every_measured_number_is_used():

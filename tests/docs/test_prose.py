@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +29,28 @@ def test_documentation_has_no_word_of_the_dialect(prose):
 
 def test_package_has_no_more_words_of_the_dialect(prose):
     assert prose.dialect_in_package() <= PACKAGE_CEILING
+
+
+def test_vocabulary_is_a_sorted_dictionary_of_codespell(prose):
+    lines = prose.VOCABULARY.read_text().splitlines()
+    assert lines == sorted(lines, key=lambda line: line.partition("->")[0])
+    assert [line for line in lines if not re.fullmatch(r"[a-z]+->[^,]+(,|, [^,]+,)?", line)] == []
+
+
+def test_codespell_finds_a_word_of_the_dialect(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Nodes meet on a lane.\n")
+    command = [
+        sys.executable,
+        "-m",
+        "codespell_lib",
+        "--dictionary",
+        str(CHECKOUT / "tools" / "vocabulary.txt"),
+        str(page),
+    ]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode
+    assert "lane ==> inter-node process group" in found.stdout
 
 
 def test_documentation_is_short(prose):
