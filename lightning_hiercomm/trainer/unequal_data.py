@@ -52,9 +52,8 @@ class IdlingLoader(CombinedLoader):
 
     A rank that had no batch yet, because it was resumed, yields its first batch, or an empty tuple if it has no length.
 
-    If all loaders have a length, ranks exchange the lengths when an epoch begins. Otherwise ranks of a node compare at
-    every batch whether all have one, and nodes do so after every ``check_every()`` batches, at the latest of which the
-    epoch ends.
+    If the loaders have a length, ranks exchange the lengths when an epoch begins. Otherwise ranks of a node compare at
+    every batch whether all have one. Nodes compare it after every ``check_every()`` batches, and the epoch ends there.
 
     Args:
         loader: The train dataloaders.
