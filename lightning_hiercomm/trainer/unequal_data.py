@@ -7,6 +7,7 @@ of the run come at the same batch on all ranks. On an idle node a batch is neith
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -42,6 +43,8 @@ from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.options import UnequalData
+
+log = logging.getLogger(__name__)
 
 _CHECK_EVERY = 50
 """Optimizer steps between two checks for the end of an epoch of unknown length, if nodes do not meet in it."""
@@ -137,7 +140,7 @@ class IdlingLoader(CombinedLoader):
         ]
         if unequal and not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(f"ranks of a node take equally many steps: {'; '.join(unequal)}. The others stay unused.")
+            rank_zero_warn(f"ranks of a node take equally many steps: {'; '.join(unequal)}. The others stay unused")
 
     @override
     def __len__(self) -> int:
@@ -200,6 +203,14 @@ class IdlingLoader(CombinedLoader):
     def _all_in_node(self, has_batch: bool) -> bool:
         lacks = torch.tensor([int(not has_batch)], device=self._device)
         self._topology.intra.all_reduce(lacks, op="max").wait()
+        if has_batch and lacks.item() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rank %d (node %d) has more batches than another rank of its node. Ranks of a node take equally many"
+                " steps, so its last batches stay unused",
+                self._topology.rank,
+                self._topology.node,
+            )
         return not lacks.item()
 
     def _any_node(self, has_batch: bool) -> bool:
