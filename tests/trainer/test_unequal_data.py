@@ -247,6 +247,7 @@ def test_nodes_average_by_fednova(fit, scheme):
     assert ends_of(reports) == pytest.approx(calculated(scheme, ISSUE, mean="normalized"), rel=1e-12)
 
 
+@pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(3), DiLoCo(3)], ids=repr)
@@ -257,6 +258,7 @@ def test_accumulated_gradients_of_a_node_that_ends_are_used(fit, scheme, kind):
     assert ends_of(reports) == pytest.approx(calculated(scheme, batches, accumulate=4), rel=1e-12)
 
 
+@pytest.mark.nightly
 @pytest.mark.pooled
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2), DiLoCo(2)], ids=repr)
@@ -293,15 +295,23 @@ def test_equal_loaders_keep_all_bits(fit, scheme):
     assert ends[0] == ends[1]
 
 
+class KeepsGradients(Uneven):
+    """Sets gradients to zero, which an optimizer with momentum would use."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
 @pytest.mark.pooled
 def test_idle_node_keeps_momentum_and_parameters(fit):
-    first, last = fit_uneven(fit, Uneven((12, 3), momentum=0.9), PeriodicAveraging(6))
+    first, last = fit_uneven(fit, KeepsGradients((12, 3), momentum=0.9), PeriodicAveraging(6))
     assert last["report"]["idle"] == [False] * 3 + [True] * 9
     assert not any(first["report"]["idle"])
     assert len({*last["report"]["x"][2:5]}) == 1
     assert len({*last["report"]["x"][5:11]}) == 1
 
 
+@pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(4), DiLoCo(4)], ids=repr)
 @pytest.mark.parametrize("kind", ["map", "stream"])
@@ -345,6 +355,7 @@ class SavesAt(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("step", [5, 14, 33])  # within a period; where one node idles; in the second epoch
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(4), DiLoCo(4)], ids=repr)
@@ -400,6 +411,7 @@ def test_logged_tokens_weigh_gradients(fit):
     assert ends_of(reports) == pytest.approx(x, rel=1e-12)
 
 
+@pytest.mark.nightly
 @pytest.mark.pooled
 @pytest.mark.parametrize("kind", ["combined", "stream"])
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=repr)
@@ -409,6 +421,7 @@ def test_combined_loaders_and_limited_batches(fit, scheme, kind):
     assert ends_of(reports) == pytest.approx(calculated(scheme, (5, 5, 3)), rel=1e-12)
 
 
+@pytest.mark.nightly
 @pytest.mark.pooled
 @pytest.mark.parametrize("wire_dtype", ["bfloat16", "int4"])
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)
@@ -430,6 +443,7 @@ class Normalized(Uneven):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("batches", [(9, 4), (4, 9)])
 @pytest.mark.parametrize("accumulated", [1, 2])
