@@ -44,22 +44,22 @@ def measure(ranks: int, seconds: float = 20.0) -> Crowd:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     plane = ControlPlane(0, ranks, "rank 0 (node 0)", hang_timeout=HANG_TIMEOUT)
-    invitation = plane.invite("127.0.0.1")
-    assert plane.hub_process is not None
+    invitation = plane.link.invite("127.0.0.1")
+    assert plane.link.process is not None
     began = time.perf_counter()
     crowd = _Ranks(ranks, invitation.port, invitation.token)
     try:
         crowd.until(lambda: crowd.received["welcome"] == ranks)
         joined = time.perf_counter() - began
-        used, began = _processor_seconds(plane.hub_process.pid), time.perf_counter()
+        used, began = _processor_seconds(plane.link.process.pid), time.perf_counter()
         crowd.beat(seconds)
         watched = time.perf_counter() - began
-        used = _processor_seconds(plane.hub_process.pid) - used
+        used = _processor_seconds(plane.link.process.pid) - used
         began = time.perf_counter()
         crowd.channels[-1].send({"kind": "failed", "message": "the last rank failed"})
         crowd.until(lambda: crowd.received["failed"] == ranks)
         reported = time.perf_counter() - began
-        megabytes = _megabytes(plane.hub_process.pid)
+        megabytes = _megabytes(plane.link.process.pid)
     finally:
         crowd.close()
         plane.close()

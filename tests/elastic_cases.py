@@ -66,7 +66,6 @@ def threads(name: str, elastic: Elastic | None = None, **training: Any) -> Threa
 
 
 def assert_equal(values: torch.Tensor, expected: torch.Tensor) -> None:
-    """To the bit."""
     torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 

@@ -23,8 +23,6 @@ LIGHTHOUSE = Path(__file__).parent / "jobs" / "elastic_lighthouse.py"
 
 
 class Process(Protocol):
-    """What `start` returns."""
-
     pid: int
 
     def poll(self) -> int | None: ...
@@ -143,7 +141,6 @@ class Cluster:
             time.sleep(0.01)
 
     def look(self, restarts: bool = True) -> None:
-        """Restart nodes that have failed."""
         for name, process in list(self._nodes.items()):
             code = process.poll()
             if code is None:
@@ -173,7 +170,6 @@ class Cluster:
         return seen
 
     def result(self, node: int | str) -> dict[str, Any]:
-        """Return a node's final state."""
         path = self.folder / f"{node}.json"
         assert path.exists(), self.said()
         return json.loads(path.read_text())

@@ -71,7 +71,6 @@ class ThreadLighthouse:
         pass
 
     def lose(self, node: str) -> None:
-        """Count a node as dead."""
         with self._changed:
             for replica_id in [replica_id for replica_id, name in self.alive.items() if name == node]:
                 del self.alive[replica_id]
@@ -256,7 +255,6 @@ class Threads:
         return self._address[node]
 
     def lose(self, node: str) -> None:
-        """Let a node die."""
         self.wires.lose(self._address[node])
         self.lights.lose(node)
         self._intra[node].fail(0, Died())
@@ -358,7 +356,6 @@ def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: 
 
 
 def wait_until(condition: Callable[[], bool], timeout: float = 60.0) -> None:
-    """Wait until a condition holds."""
     for _ in range(int(timeout / 0.005)):
         if condition():
             return

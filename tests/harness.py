@@ -143,22 +143,18 @@ class Rank:
 
     @property
     def rank(self) -> int:
-        """Its number."""
         return self.topology.rank
 
     @property
     def node(self) -> int:
-        """The node it lives on."""
         return self.topology.node
 
     @property
     def meter(self) -> Meter:
-        """Its own."""
         return self.topology.meter
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """All of them."""
         return [*self.module._parameters.values()]  # a ParameterDict's; parameters() walks through all modules
 
     @property
@@ -230,7 +226,6 @@ class Rank:
         return values
 
     def replica(self) -> Replica:
-        """What is trained now."""
         return self.replicas.of(self.optimizer)
 
     def state(self) -> dict[str, Any]:
@@ -247,7 +242,6 @@ class Rank:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from :meth:`state`."""
         for parameter, values in zip(self.parameters, state["values"], strict=True):
             parameter.copy_(values)
         self.optimizer.load_state_dict(state["optimizer"])
@@ -423,8 +417,6 @@ def run_to_end(work: Callable[[Rank], T], scheme: Scheme, nodes: Nodes = ((0,), 
 
 @dataclass
 class Trace:
-    """What one rank saw."""
-
     after_step: list[float] = field(default_factory=list)
     after_epoch: list[float] = field(default_factory=list)
     finished: float = 0.0

@@ -7,40 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def all_reduce_seconds(
-    replicas: int, elements: float, alpha: float, beta: float, gamma: float = 0.0, kept: float = 0.0
-) -> dict[str, float]:
-    """Table I of paper 000: seconds of an all-reduce, by method.
+def all_reduce_seconds(replicas: int, elements: float, alpha: float, beta: float) -> dict[str, float]:
+    """Table I of paper 000: seconds of an all-reduce by method, without reductions.
 
     The table prints ``2 R ((R - 1) / R) beta`` for the dense method, which would not depend on the size of the model;
-    its source (Ok-Topk) has the number of elements there, and so have we. It leaves alpha out of the ring's overhead.
-
-    ``ring`` and ``dense``, without gamma, are what :class:`~lightning_hiercomm.planning.cluster.Link` takes for the
-    algorithms ``"ring"`` and ``"halving"``: reductions are not counted there but where they were measured.
-
-    Source: "Node-based communication", Table I.
+    its source (Ok-Topk) has the number of elements there.
 
     Args:
         replicas: R.
         elements: Of the model.
         alpha: Seconds of latency per message.
         beta: Seconds to transmit one element.
-        gamma: Seconds to reduce one element.
-        kept: Elements that sparse methods keep, the paper's k.
     """
-    halvings = math.log2(replicas)
-    others = (replicas - 1) / replicas
-    sent, reduced = elements * beta, elements * gamma
-    return {
-        "dense": 2 * halvings * alpha + 2 * others * sent,
-        "TopkA": halvings * alpha + 2 * kept * (replicas - 1) * beta,
-        "Ok-Topk": (2 * replicas + 2 * halvings) * alpha + 2 * kept * others * beta,
-        "gTopk": 2 * halvings * alpha + 4 * kept * halvings * beta,
-        "Gaussian-k": 2 * halvings * alpha + 2 * kept * (replicas - 1) * beta,
-        "binary tree": 2 * alpha * halvings + (2 * sent + reduced) * halvings,
-        "ring": 2 * (replicas - 1) * alpha + others * reduced + 2 * others * sent,
-        "recursive doubling": halvings * alpha + (sent + reduced) * halvings,
-    }
+    sent = 2 * (replicas - 1) / replicas * elements * beta
+    return {"dense": 2 * math.log2(replicas) * alpha + sent, "ring": 2 * (replicas - 1) * alpha + sent}
 
 
 @dataclass(frozen=True)
@@ -133,14 +113,3 @@ class Iteration:
         if case == 1:
             return alone + (ends - alone - self.backward) / delay
         return self.push + (ends - self.backward - self.push) / delay
-
-    def saved_seconds(self, delay: int) -> float:
-        """Eq. 7: what k iterations save against synchronous SGD, for its second case and the sum of h_s = T_c / 2."""
-        first, last = self.layers[0], self.layers[-1]
-        if self.delayed_case() == 1:
-            per_iteration = self.communication - self.backward + last.backward - first.local
-            return (delay - 1) * per_iteration + self.forward + self.backward
-        if self.delayed_case() == 2:
-            waits = (delay - 1) * (self.communication / 2 + last.backward)
-            return delay * self.forward + waits + self.backward
-        return delay * (self.synchronous_seconds - self.delayed_seconds(delay))

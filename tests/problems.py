@@ -139,8 +139,6 @@ class Quadratic(pl.LightningModule):
 
 
 class Manual(Quadratic):
-    """Steps its optimizer itself."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

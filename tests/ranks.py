@@ -98,7 +98,6 @@ class Ranks:
         return [returned[rank] for rank in range(ranks)]
 
     def close(self) -> None:
-        """End all of them."""
         for ranks in list(self._worlds):
             self._stop(ranks)
 

@@ -133,7 +133,6 @@ class Launch:
             )
 
     def end(self) -> tuple[list[int], str]:
-        """Exit codes and everything printed."""
         outputs = [process.communicate(timeout=SECONDS)[0] for process in self.processes]
         return [process.returncode for process in self.processes], "\n".join(outputs)
 
@@ -145,7 +144,6 @@ class Launch:
         return json.loads(file.read_text())
 
     def close(self) -> None:
-        """End what is left."""
         if (self.folder / "fifo").exists():  # a child may still wait for it
             os.close(os.open(self.folder / "fifo", os.O_RDWR))
         for process in self.processes:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
-import torch
 from programs import (
     PATIENCE,
-    Death,
-    Hang,
-    Outcome,
-    Refusal,
-    Unexplained,
-    WrongAnswer,
     drawn,
-    goes_together,
     judge,
     ranks,
 )
-from programs_toy import ACTIONS, Action, Program
+from programs_toy import Action, Program
 
 BATCH, ON_PUSH = 8, 16
 FIRST = 540_000
@@ -98,63 +87,3 @@ UNEQUAL_RANKS = [
 def test_a_step_or_collective_on_one_rank_only_ends_with_its_name(program):
     error = _trouble(program)
     assert error is None, error
-
-
-PLAIN = Program("2x1", "periodic", (Action("lr", "on_train_batch_end", 1, (0, 1)),))
-RAISES = replace(PLAIN, actions=(Action("raise", "training_step", 2, (1,)),))
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> list[Outcome]:
-    return ranks.outcomes(PLAIN, hang_timeout=60.0)
-
-
-def test_a_program_that_is_right_passes(outcomes):
-    judge(PLAIN, outcomes)
-
-
-def _other_value_at_a_hook(outcome: Outcome) -> Outcome:
-    event = outcome.events[9]
-    events = [*outcome.events[:9], event._replace(values=[1 + event.values[0], *event.values[1:]])]
-    return replace(outcome, events=[*events, *outcome.events[10:]])
-
-
-TAMPERED: dict[str, tuple[type[AssertionError], Callable[[Outcome], Outcome]]] = {
-    "late": (Hang, lambda outcome: replace(outcome, late=6.0)),
-    "hang": (Hang, lambda outcome: replace(outcome, how="hangs")),
-    "signal": (Death, lambda outcome: replace(outcome, how="SIGABRT")),
-    "error": (Death, lambda outcome: replace(outcome, how="error")),
-    "end": (WrongAnswer, lambda outcome: replace(outcome, state={**outcome.state, "weight": torch.zeros(3)})),
-    "value": (WrongAnswer, _other_value_at_a_hook),
-    "hook": (WrongAnswer, lambda outcome: replace(outcome, events=outcome.events[:-1])),
-    "state": (WrongAnswer, lambda outcome: replace(outcome, states=(11, 10))),
-    "alarm": (WrongAnswer, lambda outcome: replace(outcome, output="lightning_hiercomm: no rank got on")),
-}
-
-
-@pytest.mark.parametrize("what", TAMPERED)
-def test_a_rank_that_is_not_right_is_noticed(outcomes, what):
-    kind, tamper = TAMPERED[what]
-    with pytest.raises(kind):
-        judge(PLAIN, [outcomes[0], tamper(outcomes[1])])
-
-
-@pytest.mark.parametrize(
-    ("program", "error", "kind"),
-    [
-        (PLAIN, "RankFailure: lightning_hiercomm: rank 1 failed", Refusal),
-        (RAISES, "RuntimeError: gloo: Connection closed by peer", Unexplained),
-        (RAISES, "TypeError: 'int' object is not callable lightning_hiercomm: rank 0 failed", Refusal),
-    ],
-    ids=["refused", "unexplained", "mistake"],
-)
-def test_an_error_without_its_cause_or_right_is_noticed(program, error, kind):
-    with pytest.raises(kind):
-        judge(program, [Outcome("error", error)] * 2)
-
-
-def test_programs_of_a_number_are_always_the_same_and_have_all_actions():
-    programs = [drawn(number) for number in range(1000)]
-    assert programs == [drawn(number) for number in range(1000)]
-    assert all(map(goes_together, programs))
-    assert {action.name for program in programs for action in program.actions} == {*ACTIONS}

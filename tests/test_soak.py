@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 
 def soak(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
-    """What each rank saw."""
     port = str(free_port())
     fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port, *fork)

@@ -5,8 +5,6 @@ threads, so a combination takes milliseconds. Its parameters are compared with a
 without buckets and wires, which shares no code with the schemes. If numbers must differ from it (encoded payloads,
 non-finite nodes), the ranks of a node must still be equal at all times, and all ranks at the end. Reading the averaged
 model and resuming from a file must change no bit.
-
-A failing combination is printed after features have been removed from it one by one, as long as it still fails.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -180,12 +178,10 @@ class Combination:
 
     @property
     def ranks(self) -> list[int]:
-        """All of them."""
         return [rank for node in _NODES[self.nodes] for rank in node]
 
     @property
     def total(self) -> int:
-        """How many steps there are."""
         return self.epochs * self.steps
 
     @property
@@ -194,11 +190,9 @@ class Combination:
         return round(self.warmup * self.total) if isinstance(self.warmup, float) else self.warmup
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """One of the scheme's."""
         return dict(self.arguments).get(name, default)
 
     def make(self) -> Scheme:
-        """The scheme."""
         arguments = dict(self.arguments)
         for name, table in (("outer_optimizer", _OUTER), ("outer_scheduler", _OUTER_SCHEDULERS), ("graph", _GRAPHS)):
             if name in arguments:
@@ -227,14 +221,12 @@ class Combination:
         return with_policy(scheme, on_nonfinite=self.policy, average_optimizer_state=self.state)
 
     def weights_at(self, step: int) -> list[float]:
-        """Of the ranks, normalised, before a step."""
         weights = list(self.weights or [1.0] * len(self.ranks))
         if self.reweight is not None and step >= self.reweight:
             weights.reverse()
         return [weight / sum(weights) for weight in weights]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a parameter."""
         dtypes = dict(zip(_SHAPES, _DTYPES[self.dtype], strict=True)) if self.dtype in _DTYPES else {}
         return getattr(torch, dtypes.get(name, self.dtype))
 
@@ -654,26 +646,21 @@ class Reference:
 
     @property
     def x(self) -> Vectors:
-        """What is trained, flat, by rank."""
         return {r: flattened([p[n] for n in self.names]) for r, p in self.parameters.items()}
 
     def put(self, rank: int, flat: Tensor) -> None:
-        """Write what is trained."""
         parts = flat.split([math.prod(self.shapes[name]) for name in self.names])
         for name, part in zip(self.names, parts, strict=True):
             self.parameters[rank][name].copy_(part.view(self.shapes[name]))
 
     @property
     def weights(self) -> list[float]:
-        """Of the ranks."""
         return self.c.weights_at(self.step)
 
     def mean(self, values: Vectors) -> Tensor:
-        """Over all ranks."""
         return sum((self.weights[r] * v for r, v in values.items()), torch.zeros(()))  # type: ignore[return-value]
 
     def node_mean(self, values: Vectors, node: int) -> Tensor:
-        """Over the ranks of a node."""
         ranks = self.nodes[node]
         total = sum(self.weights[r] for r in ranks)
         return sum((self.weights[r] / total * values[r] for r in ranks), torch.zeros(()))  # type: ignore[return-value]
@@ -697,7 +684,6 @@ class Reference:
 
     @torch.no_grad()
     def run(self) -> Reference:
-        """All of it."""
         c = self.c
         self.begin()
         for step in range(c.total if self.stop_after is None else self.stop_after):
@@ -927,13 +913,11 @@ class Averaging(Reference):
         return {node: new[node if self.reducer in _GRAPHS else 0] for node in means}
 
     def write(self, part: int, values: Vectors) -> None:
-        """Give every rank its part."""
         for rank, flat in self.x.items():
             flat[self.parts[part]] = values[rank]
             self.put(rank, flat)
 
     def synchronize_now(self, parts: Sequence[int], step: int) -> None:
-        """And wait for it."""
         self.nodes_meet(parts)
         for part in parts:
             arrived = self.arrive(part, self.means(self.x, part))
@@ -1035,7 +1019,6 @@ class Averaging(Reference):
             self.synchronize_now([0], step)
 
     def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
-        """Three phases."""
         args = dict(self.c.arguments)
         waits = epoch < args["warmup_epochs"]
         waits |= bool(args["cooldown_epochs"]) and epoch >= self.c.epochs - args["cooldown_epochs"]
@@ -1093,7 +1076,6 @@ class Delayed(Reference):
 
     @property
     def w(self) -> Tensor:
-        """The server's weights."""
         return flattened([self.server[name] for name in self.names])
 
     def averaged(self) -> Tensor:
@@ -1161,7 +1143,6 @@ class Gossiping(Reference):
         self.pending: tuple[int, dict[int, Tensor], dict[int, list[float]]] | None = None
 
     def scaled(self, unit: int, flat: Tensor, power: float) -> Tensor:
-        """By the unit's weights."""
         new = flat.clone()
         for part, weight in zip(self.parts, self.w[unit], strict=True):
             new[part] *= weight**power
@@ -1207,7 +1188,6 @@ class Gossiping(Reference):
             self.mix()
 
     def mix(self) -> None:
-        """Add what arrived."""
         if self.pending is None:
             return
         _, change, after = self.pending
@@ -1347,7 +1327,7 @@ def is_close(actual: Tensor, expected: Tensor, tolerance: float, message: str) -
     )
 
 
-# ---- the smallest that fails, and all of them ------------------------------------------------------------------------
+# ---- all of them ----------------------------------------------------------------------------------------------------
 
 
 C = TypeVar("C")
@@ -1364,71 +1344,13 @@ def failure(c: C, check: Callable[[C], None]) -> str | None:
     return None
 
 
-def smallest(
-    c: C,
-    check: Callable[[C], None],
-    goes_together: Callable[[C], bool],
-    seconds: float = 60.0,
-    simpler: Callable[[C], Iterator[C]] | None = None,
-) -> C:
-    """The same with features dropped one by one, as long as it fails; hangs take long, so not for ever."""
-    deadline = time.monotonic() + seconds
-    kind = (failure(c, check) or "").partition(":")[0]
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for each in (simpler or _simpler)(c):
-            if time.monotonic() > deadline:
-                return c
-            # and is not just refused
-            if goes_together(each) and (failure(each, check) or "").startswith(f"{kind}:"):
-                c, goes_on = each, True
-                break
-    return c
-
-
-def _simpler(c: C) -> Iterator[C]:
-    for each in fields(c):
-        if each.name not in ("scheme", "arguments", "nodes") and getattr(c, each.name) != each.default:
-            yield replace(c, **{each.name: each.default})
-    plain = {
-        "staleness": 0,
-        "keep_local": 0.0,
-        "gradients": "node",
-        "reducer": "sharded",
-        "overlap": False,
-        "fragments": 1,
-    }
-    arguments = dict(c.arguments)
-    for name, value in plain.items():
-        if arguments.get(name, value) != value:
-            yield replace(c, arguments=tuple({**arguments, name: value}.items()))
-    if c.nodes != "1+1" and c.weights is None and c.nonfinite is None and (c.skip is None or c.skip[1] < 2):
-        yield replace(c, nodes="1+1")
-    for name in ("epochs", "steps"):
-        smaller = replace(c, **{name: getattr(c, name) - 1})
-        events = [
-            c.reweight,
-            c.unfreeze,
-            c.freeze,
-            c.again,
-            c.resume,
-            *(s and s[0] for s in (c.nonfinite, c.skip)),
-            *c.looks,
-        ]
-        if smaller.total > 0 and max((e for e in events if e is not None), default=0) < smaller.total:
-            yield smaller
-
-
 def tell(
     doc: str | None,
     module: str,
     drawn: Callable[[int], C],
     check: Callable[[C], None],
-    goes_together: Callable[[C], bool],
     among: int = 200,
     places: Mapping[str, Callable[[], AbstractContextManager[object]]] = {"cpu": nullcontext},
-    simpler: Callable[[C], Iterator[C]] | None = None,
 ) -> int:
     """A command line that checks drawn combinations and tells what fails.
 
@@ -1437,10 +1359,8 @@ def tell(
         module: Its name.
         drawn: The combination of a number.
         check: Raises if one is not right.
-        goes_together: Whether no stated rule forbids one.
         among: How many are drawn if nothing is said.
         places: Where ranks can compute, by name.
-        simpler: Yields combinations with one feature less. Default: those of a :class:`Combination`.
 
     Returns:
         The exit status: whether any failed.
@@ -1451,7 +1371,6 @@ def tell(
     parser.add_argument(
         "--only", type=int, nargs="+", metavar="N", help="these alone, by the numbers that were printed"
     )
-    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one that fails smaller")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many")
     parser.add_argument("--device", choices=places, default="cpu", help="where ranks compute; a GPU may be played")
     arguments = parser.parse_args()
@@ -1470,14 +1389,11 @@ def tell(
             message = failure(combination, check)
             if message is not None:
                 failed += 1
-                small = smallest(combination, check, goes_together, arguments.shrink, simpler)
                 again = f"python -m {module} --device {arguments.device} --only {number}"
-                print(f"{number}: {small}\n    {failure(small, check)}\n    {again}", flush=True)
+                print(f"{number}: {combination}\n    {message}\n    {again}", flush=True)
     print(f"{done} combinations in {time.monotonic() - began:.0f} s: {failed} failed")
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(
-        tell(__doc__, "tools.combinations", drawn, check, goes_together, places={"cpu": nullcontext, "gpu": on_a_gpu})
-    )
+    sys.exit(tell(__doc__, "tools.combinations", drawn, check, places={"cpu": nullcontext, "gpu": on_a_gpu}))

@@ -38,7 +38,7 @@ for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from elastic_cluster import JOB, Cluster  # noqa: E402
+from elastic_cluster import Cluster  # noqa: E402
 from forked import ForkedPython  # noqa: E402
 
 HANGS_AFTER = 60.0
@@ -176,7 +176,6 @@ class Run:
         return is_there and (self._nodes.folder / f"{node}.{incarnation}.trains").exists()
 
     def all_train(self) -> bool:
-        """Whether all nodes do."""
         return all(map(self.trains, self._names))
 
     def is_with_others(self, node: int) -> bool:
@@ -188,7 +187,6 @@ class Run:
         return is_here
 
     def last_step(self) -> int:
-        """Of anybody."""
         return max((steps[-1][1] for steps in map(self._nodes.steps, self._names) if steps), default=0)
 
     # ---- faults --------------------------------------------------------------------------------------------------
@@ -308,7 +306,7 @@ class Run:
 class TorchftCluster(Cluster):
     """Nodes of torchft's own DiLoCo, and its lighthouse."""
 
-    job = JOB.with_name("torchft_diloco.py")
+    job = CHECKOUT / "benchmarks" / "torchft_diloco.py"
 
     def _lighthouse_command(self) -> list[str]:
         return [str(self.job), "lighthouse", f"{self._address}:{self.port}", str(self.dead_after)]
@@ -369,7 +367,6 @@ def network(nodes: int, may_cut: bool) -> Iterator[ThreadTransport]:
 
 
 def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
-    """One run with faults."""
     names = range(arguments.nodes)
     with network(arguments.nodes, "cut" in arguments.kinds) as wires:
         is_theirs = arguments.torchft is not None
@@ -448,7 +445,6 @@ def undisturbed_loss(arguments: argparse.Namespace, steps: int, seed: int) -> fl
 
 
 def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
-    """A page about it."""
     bound = arguments.dead_after + 1.0
     waits = sorted(fault.survivors_waited or 0.0 for fault in outcome.faults)
     back = sorted(fault.back_after for fault in outcome.faults if fault.back_after is not None)

@@ -42,8 +42,6 @@ def _merge(clock: Clock, other: Clock) -> None:
 
 
 class FakeStream:
-    """Does its work in order."""
-
     def __init__(self, device: FakeDevice, name: str) -> None:
         self.device, self.name = device, name
         self.number = device.number_of(self)
@@ -102,8 +100,6 @@ class _Memory:
 
 
 class _Rank:
-    """What a thread has of its own."""
-
     def __init__(self) -> None:
         self.name = threading.current_thread().name
         self.current: FakeStream | None = None
@@ -196,7 +192,6 @@ class FakeDevice:
     # ---- operations ----------------------------------------------------------------------------------------------
 
     def launch(self, operation: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """The current stream does something."""
         with self.lock:
             stream = self.current()
             self._free(stream)
@@ -240,7 +235,6 @@ class FakeDevice:
         return memory
 
     def _free(self, now: FakeStream) -> None:
-        """See what has gone since."""
         expired = torch.UntypedStorage._expired  # what StorageWeakRef asks in the end, a hundred times an operation
         for key in [key for key, memory in self._memory.items() if expired(memory.storage.cdata)]:
             memory = self._memory.pop(key)

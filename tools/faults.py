@@ -308,8 +308,6 @@ def _line(case: Case, outcome: Outcome) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What became of runs."""
-
     runs: list[tuple[Case, Outcome]]
 
     @property
@@ -330,7 +328,6 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The counts in words."""
         counts = self.counts
         waits = f"; after {counts['waits']} torchrun waited on" if counts["waits"] else ""
         return (

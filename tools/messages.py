@@ -72,7 +72,6 @@ def _value(node: ast.expr) -> str:
 
 
 def table() -> str:
-    """Return the contents of `TABLE`."""
     lines = []
     for path in sorted(PACKAGE.rglob("*.py"), key=str):
         rows = [f"  {kind}: {text}" for kind, text in messages(path)]

@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -153,24 +153,6 @@ def _fits(action: Action, program: Program) -> bool:
     kind = ACTIONS[action.name]
     is_on_all = len(action.ranks) == program.world
     return program.training in kind.needs and action.hook in kind.hooks and ("all" in kind.on or not is_on_all)
-
-
-def simpler(program: Program) -> Iterator[Program]:
-    """Yield simpler programs."""
-    for action in program.actions:
-        yield replace(program, actions=tuple(other for other in program.actions if other != action))
-    plain = {"wire": None, "optimizer": "sgd", "in_module": False, "training": "automatic", "scheme": "all_reduce"}
-    for name, value in plain.items():
-        if getattr(program, name) != value:
-            yield replace(program, **{name: value})
-    if program.layout != "2x1":
-        for some in (0,), (1,):
-            both = [(0, 1) if len(action.ranks) == program.world else some for action in program.actions]
-            actions = (replace(action, ranks=ranks) for action, ranks in zip(program.actions, both, strict=True))
-            yield replace(program, layout="2x1", actions=tuple(actions))
-    for action in program.actions:
-        if action.at:
-            yield replace(program, actions=tuple(replace(a, at=a.at - (a == action)) for a in program.actions))
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------
@@ -561,6 +543,6 @@ def _hooks_of(program: Program) -> list[str]:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    from programs import check, drawn, goes_together, simpler  # ranks find programs by this name
+    from programs import check, drawn  # ranks find programs by this name
 
-    sys.exit(tell(__doc__, "tools.programs", drawn, check, goes_together, among=10**7, simpler=simpler))
+    sys.exit(tell(__doc__, "tools.programs", drawn, check, among=10**7))

@@ -130,7 +130,6 @@ def check_subject(message: str) -> str | None:
 
 
 def report(lists_words: bool) -> None:
-    """Print all counts."""
     for area in ("package", "docs", "tests"):
         text = "\n".join(path.read_text() for path in sources(area))
         dialect = count_words(text, DIALECT, PHRASES)
@@ -150,7 +149,6 @@ def report(lists_words: bool) -> None:
 
 
 def main() -> None:
-    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--words", action="store_true", help="list the words")
     parser.add_argument("--commit-subject", type=Path, metavar="FILE", help="check the message of a commit instead")

@@ -112,7 +112,6 @@ class Fit(Combination):
 
     @property
     def optimizers(self) -> int:
-        """The number of samples."""
         return 2 if self.two else 1
 
     def rate_at(self, step: int) -> float:
@@ -642,7 +641,6 @@ _accelerator = "cpu"
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Let ranks share a GPU."""
     global _accelerator, ranks
     multiprocessing.set_forkserver_preload(["ranks", "lightning.pytorch", "lightning_hiercomm"])
     before, ranks, _accelerator = ranks, Ranks(of="forkserver"), "gpu"
@@ -870,7 +868,7 @@ if __name__ == "__main__":
     import warnings
 
     warnings.filterwarnings("ignore")
-    from trainer_combinations import check, drawn, goes_together, on_a_gpu  # ranks find programs by this name
+    from trainer_combinations import check, drawn, on_a_gpu  # ranks find programs by this name
 
     places = {"cpu": nullcontext, "gpu": on_a_gpu}
-    sys.exit(tell(__doc__, "tools.trainer_combinations", drawn, check, goes_together, places=places))
+    sys.exit(tell(__doc__, "tools.trainer_combinations", drawn, check, places=places))

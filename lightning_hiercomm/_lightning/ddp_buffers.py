@@ -110,11 +110,7 @@ class BufferBroadcast:
         }
 
     def _broadcast(self, group: Any, bytes_at_once: int, source: int) -> Tensor:
-        """Broadcast values, which a rank takes unless the sender has a new layout.
-
-        Returns:
-            Whether it has, as a number.
-        """
+        """Broadcast values, which a rank takes unless the sender has a new layout; return whether it has."""
         flag = self._selected[0].new_full((1,), not self._fits)
         if group.rank() == source:
             _broadcast_coalesced(group, [*self._selected, flag], bytes_at_once, source)

@@ -229,7 +229,6 @@ def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
 
 
 def _progresses(progress: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each progress of a loop, with the counts "total" and "current"."""
     if "current" in progress:
         yield progress
         return
@@ -239,7 +238,6 @@ def _progresses(progress: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _only_completed(progress: dict[str, Any]) -> None:
-    """Set progress to its completed steps."""
     for each in _progresses(progress):
         for which in ("total", "current"):
             each[which] = dict.fromkeys(each[which], each[which]["completed"])

@@ -103,7 +103,6 @@ def _is_there(own: os.stat_result, path: Path) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync renames to the disk, where the system can sync folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

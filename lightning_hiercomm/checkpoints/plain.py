@@ -190,7 +190,6 @@ class Checkpoints:
         path: str,
         storage_options: Any | None,
     ) -> None:
-        """Write this rank's sidecar and wait for those of all ranks."""
         own: Exception | None = None
         try:
             io.save_checkpoint(state(), path, storage_options)
@@ -285,10 +284,6 @@ class Checkpoints:
 
     def restore(self, run: TrainingRun, precision: Precision | None = None) -> None:
         """Restore this rank's sidecar, or else the schemes' schedules.
-
-        Args:
-            run: The run to restore.
-            precision: Gets this rank's own state from the sidecar.
 
         Raises:
             ValueError: If the checkpoint does not match this run.

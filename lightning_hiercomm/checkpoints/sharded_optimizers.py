@@ -22,13 +22,7 @@ from lightning_hiercomm.schemes.optimizer_state import evaluates_loss, is_placeh
 def numbered_by_optimizer(
     state: Mapping[str, Any], optimizer: Optimizer, parameters: Iterable[nn.Parameter]
 ) -> dict[str, Any]:
-    """Renumber a whole state as ``Optimizer.state_dict`` does; Lightning numbers the module's parameters instead.
-
-    Args:
-        state: Of the optimizer, on rank 0.
-        optimizer: The optimizer.
-        parameters: The module's, in its order.
-    """
+    """Renumber a whole state as ``Optimizer.state_dict`` does; Lightning numbers the module's parameters instead."""
     place = {id(parameter): index for index, parameter in enumerate(parameters)}
     groups: list[dict[str, Any]] = []
     number: dict[int, int] = {}

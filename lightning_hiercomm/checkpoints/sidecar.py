@@ -280,7 +280,6 @@ def _parts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return this rank's shards of the module's parameters and buffers."""
     reshard(module)
     return {name: local(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
 
@@ -306,7 +305,6 @@ def _held_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_state(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Undo :func:`_held_state`."""
     if "state" not in state:
         return state
     parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))

@@ -19,11 +19,7 @@ _IDLE_SECONDS = 0.5
 
 
 class JobThread:
-    """Runs jobs one after another on a daemon thread, which ends when it is idle.
-
-    Args:
-        name: The thread's.
-    """
+    """Runs jobs one after another on a daemon thread, which ends when it is idle."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -177,7 +173,6 @@ class _StreamJob(Handle):
         streams.current(self._device).wait_event(self._end)
 
     def wait_on_host(self) -> None:
-        """Block the host until the stream has finished the job."""
         self._end.synchronize()
 
     def is_done(self) -> bool:
@@ -243,10 +238,6 @@ class Reading(Handle):
 
     ``.item()`` would wait for all work of the current stream: on CUDA, training is ahead of the device by a step or
     more ("Asynchronous execution" in https://docs.pytorch.org/docs/stable/notes/cuda.html).
-
-    Args:
-        job: Makes the copies.
-        copies: The list to which it appends them.
     """
 
     def __init__(self, job: Handle, copies: list[Tensor]) -> None:
@@ -269,14 +260,7 @@ class Reading(Handle):
 
 
 class Timed(Handle):
-    """A handle whose waits are counted as exposed time.
-
-    Args:
-        handle: The handle.
-        meter: Times the training thread's waits.
-        tier: Their level.
-        device: The tensors' device.
-    """
+    """A handle whose waits are counted as exposed time."""
 
     def __init__(self, handle: Handle, meter: Meter, tier: str, device: torch.device) -> None:
         self._handle = handle

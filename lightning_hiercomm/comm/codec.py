@@ -297,14 +297,7 @@ class Blockwise(Codec):
     def _quantize(
         self, values: Tensor, scales: Tensor, codes: Tensor, numel: int, quotients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the scales and codes of blocks of values.
-
-        Args:
-            values: In an :func:`arithmetic_dtype`.
-            scales: Of every block.
-            codes: Of every row.
-            numel: Elements of a row; the rest of its last block is zero.
-            quotients: Of the same shape and type as ``values``; overwritten.
+        """Write the scales and codes of blocks of values, the last of which is zero after ``numel`` elements of a row.
 
         Returns:
             The largest magnitude of every block, its scale in the type of the values, and a code for every element.
@@ -333,13 +326,7 @@ class Blockwise(Codec):
         out.copy_(single).mul_(scales.to(out.dtype))
 
     def _bytes(self, codes: Tensor, single: Tensor, numel: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield bytes of whole blocks, then of a short one, and the elements of each byte, in one more dimension.
-
-        Args:
-            codes: Bytes, in rows.
-            single: A code for every element, in blocks.
-            numel: Elements of a row.
-        """
+        """Yield bytes of whole blocks, then of a short one, and the elements of each byte, in one more dimension."""
         whole, rest = numel // self.block, numel % self.block
         if whole:
             blocks = single[..., :whole, :] if rest else single
@@ -367,12 +354,9 @@ class Blockwise(Codec):
 
     @abstractmethod
     def _pack(self, elements: Tensor, packed: Tensor) -> None:
-        """Write codes to bytes.
+        """Write int8 codes to bytes.
 
-        Args:
-            elements: Codes as int8, with the elements of a group in the last dimension but one. Replaced by the
-                unpacked bytes.
-            packed: The bytes, as int8.
+        ``elements`` has those of a group in the last dimension but one, and is replaced by the unpacked bytes.
         """
 
     @abstractmethod

@@ -183,7 +183,6 @@ class EncodedSum:
             yield rest, sent[rows, : self.codec.payload_numel(rest.numel(), rest.dtype)]
 
     def _chunks(self, numel: int) -> list[slice]:
-        """Return every member's chunk; none is longer than the first."""
         length = -(-numel // self._members)
         if length >= _BLOCKS_WORTH_ALIGNING * self.codec.block:
             length += -length % self.codec.block

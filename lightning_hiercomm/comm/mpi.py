@@ -186,12 +186,7 @@ class MPICommunicator(Communicator):
 
 
 class _Collective(Handle):
-    """A collective in flight.
-
-    Args:
-        communicator: Its communicator.
-        tensors: Kept until its end, because MPI reads and writes their memory.
-    """
+    """A collective in flight; it keeps the tensors until its end, because MPI reads and writes their memory."""
 
     def __init__(self, communicator: MPICommunicator, tensors: Sequence[Tensor]) -> None:
         self.requests: list[Any] = []
@@ -211,7 +206,6 @@ class _Collective(Handle):
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """Mark it as ended."""
         if isinstance(error, load_mpi().Exception):
             failure = self._communicator._failure(error)
             failure.__cause__ = error

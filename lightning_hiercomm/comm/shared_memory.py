@@ -280,7 +280,6 @@ def _share(group: TorchCommunicator, timeout: timedelta) -> SharedMemoryCommunic
 
 
 def _attempt(attempt: Callable[[], T]) -> tuple[T | None, str]:
-    """Return the attempt's result and no error, or None and the error."""
     try:
         return attempt(), ""
     except (OSError, ValueError, AttributeError) as error:  # AttributeError: not on this system
@@ -288,7 +287,6 @@ def _attempt(attempt: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _have_failed(group: TorchCommunicator, failures: Sequence[str]) -> bool:
-    """Whether any member's attempt has failed."""
     reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in zip(group.ranks, failures, strict=True) if reason)
     if reasons:
         _logger.debug("the ranks %s share no memory: %s", list(group.ranks), reasons)

@@ -122,12 +122,7 @@ class _Staged(Handle):
 
 
 def connect_gloo(meter: Meter, timeout: timedelta | None = None) -> Connect:
-    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over gloo, for any backend of the default group.
-
-    Args:
-        meter: Counts the traffic.
-        timeout: Of the process groups.
-    """
+    """Return the :data:`~lightning_hiercomm.comm.base.Connect` over gloo, for any backend of the default group."""
     over_gloo = connect_torch(Meter(), timeout, launching=unprofiled, backend="gloo")
 
     def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:

@@ -165,8 +165,6 @@ def on_one_processor(wanted: bool = True) -> Iterator[None]:
 
 
 class _Slot:
-    """The values of one collective."""
-
     def __init__(self) -> None:
         self.values: dict[int, Any] = {}
         self.is_over = threading.Event()

@@ -6,14 +6,18 @@ import contextlib
 import errno
 import ipaddress
 import json
+import secrets
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hiercomm.control import hub
+from lightning_hiercomm.control import hub, process
 
+_JOIN_SECONDS = 20.0
 _BACKLOG = 4096  # all ranks connect at once; the kernel limits this to net.core.somaxconn
 
 
@@ -27,6 +31,75 @@ class Invitation:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class HubLink:
+    """Connects this rank to the hub; rank 0 also owns the hub's listening socket and starts its process."""
+
+    def __init__(self, rank: int, size: int, place: str, hang_timeout: float | None) -> None:
+        self.rank = rank
+        self.place = place
+        self._settings = {"size": size, "hang_timeout": hang_timeout}
+        self._ends_on_urgent_data = hang_timeout is not None
+        self.listener: socket.socket | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def invite(self, host: str, port: int = 0) -> Invitation:
+        """Start the hub (rank 0 only), or raise an ``OSError`` if the port is taken; 0 is any free port."""
+        self.listener = listen_on(host, port)
+        invitation = Invitation(host, self.listener.getsockname()[1], secrets.token_hex(16))
+        self._start(invitation)
+        return invitation
+
+    def restart(self, invitation: Invitation, gone: Iterable[int], patience: float) -> None:
+        """Start another hub, on rank 0, which waits ``patience`` seconds for all ranks that are not ``gone``."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self._start(invitation, gone, patience)
+
+    def _start(self, invitation: Invitation, gone: Iterable[int] = (), patience: float | None = None) -> None:
+        assert self.listener is not None
+        settings = {**self._settings, "token": invitation.token, "patience": patience, "gone": sorted(gone)}
+        self.process = start_hub(self.listener, **settings)
+
+    def join(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
+        """Return the channel and its first messages, or raise an ``OSError`` if the hub cannot be reached."""
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while True:
+            try:
+                return self.authenticate(self.connect(invitation, deadline - time.monotonic()), invitation)
+            except (ConnectionResetError, BrokenPipeError):
+                # the hub drops the oldest of too many unknown connections, which may have been this one
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def connect(self, invitation: Invitation, timeout: float) -> socket.socket:
+        return connect(invitation, timeout, self.listener)
+
+    def authenticate(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
+        link = authenticate(connection, invitation.token, self.rank, self.place)
+        if self._ends_on_urgent_data:
+            process.end_on_urgent_data(connection)
+        return link
+
+    def close(self) -> None:
+        """Wait a moment for the hub, which ends when rank 0 has left, and stop listening."""
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.communicate(timeout=2.0)
+            self.process = None
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+
+    def forget(self) -> None:
+        """Close in a forked child what it has inherited."""
+        if self.listener is not None:
+            self.listener.close()
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
 
 
 def listen_on(host: str, port: int) -> socket.socket:

@@ -310,7 +310,6 @@ class Hub:
                     self._proposals.pop(round_, None)
 
     def _release(self) -> None:
-        """Release a barrier at which all ranks have arrived."""
         if self.missing or self._left or len(self._arrived) < len(self.members):
             return
         number = min(member.barriers for member in self.members.values())
@@ -324,7 +323,6 @@ class Hub:
         self._send_to_all({"kind": "release", "number": number})
 
     def _propose(self, round_: int) -> None:
-        """Propose a stop, or a round of requeues, once."""
         if round_ not in self._proposals and len(self._holds.get(round_, {})) < self._size:
             self._proposals[round_] = {"kind": "propose", "round": round_}
             self._send_to_all(self._proposals[round_])
@@ -576,7 +574,6 @@ def in_line(line: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows as a table; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

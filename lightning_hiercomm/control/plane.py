@@ -7,11 +7,8 @@ import logging
 import math
 import os
 import queue
-import secrets
 import selectors
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -20,12 +17,11 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_hiercomm.control import hub, process
-from lightning_hiercomm.control.connection import Invitation, authenticate, connect, listen_on, start_hub
+from lightning_hiercomm.control.connection import HubLink, Invitation
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 log = logging.getLogger(__name__)
 
-_JOIN_SECONDS = 20.0
 _REJOIN_SECONDS = 60.0
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
 _CANNOT_ASK = "it cannot reach the other ranks, because the control plane is lost"
@@ -108,8 +104,7 @@ class ControlPlane:
         self._requeues = 0
 
         # connections
-        self.listener: socket.socket | None = None
-        self.hub_process: subprocess.Popen[bytes] | None = None
+        self.link = HubLink(rank, size, place, hang_timeout)
         self._channel: hub.Channel | None = None
         self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
         self._posted: dict[tuple[str, bool], hub.Message] = {}  # the last of each kind, for a new hub
@@ -121,45 +116,15 @@ class ControlPlane:
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
-    def invite(self, host: str, port: int = 0) -> Invitation:
-        """Start the hub (rank 0 only), or raise an ``OSError`` if the port is taken; 0 is any free port."""
-        self.listener = listen_on(host, port)
-        invitation = Invitation(host, self.listener.getsockname()[1], secrets.token_hex(16))
-        self._start_hub(invitation.token)
-        return invitation
-
-    def _start_hub(self, token: str, patience: float | None = None) -> None:
-        assert self.listener is not None
-        settings = {"size": self.size, "token": token, "hang_timeout": self.hang_timeout, "patience": patience}
-        self.hub_process = start_hub(self.listener, **settings, gone=sorted(self.gone))
-
     def join(self, invitation: Invitation) -> None:
         """Connect to the hub, or raise an ``OSError`` if it cannot be reached."""
         self._waker = socket.socketpair()
         self._waker[1].setblocking(False)
-        deadline = time.monotonic() + _JOIN_SECONDS
-        while True:
-            try:
-                link = self._authenticate(self._connect(invitation, deadline - time.monotonic()), invitation.token)
-                break
-            except (ConnectionResetError, BrokenPipeError):
-                # the hub drops the oldest of too many unknown connections, which may have been this one
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+        joined = self.link.join(invitation)
         self._thread = threading.Thread(
-            target=self._take_part, args=(*link, invitation), name="hiercomm-control", daemon=True
+            target=self._take_part, args=(*joined, invitation), name="hiercomm-control", daemon=True
         )
         self._thread.start()
-
-    def _connect(self, invitation: Invitation, timeout: float) -> socket.socket:
-        return connect(invitation, timeout, self.listener)
-
-    def _authenticate(self, connection: socket.socket, token: str) -> tuple[hub.Channel, list[hub.Message]]:
-        link = authenticate(connection, token, self.rank, self.place)
-        if self.hang_timeout is not None:
-            process.end_on_urgent_data(connection)
-        return link
 
     @property
     def is_connected(self) -> bool:
@@ -315,13 +280,7 @@ class ControlPlane:
             for end in self._waker:
                 end.close()
             self._waker = None
-        if self.hub_process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.hub_process.communicate(timeout=2.0)  # it ends when rank 0 has left
-            self.hub_process = None
-        if self.listener is not None:
-            self.listener.close()
-            self.listener = None
+        self.link.close()
 
     def _post(self, message: hub.Message) -> None:
         self._outbox.put(message)
@@ -331,8 +290,8 @@ class ControlPlane:
 
     def forget(self) -> None:
         """Close connections that a forked child has inherited, because they would hide the death of this rank."""
-        inherited = [self._channel, self.listener, self.hub_process and self.hub_process.stdin, *(self._waker or ())]
-        for connection in inherited:
+        self.link.forget()
+        for connection in (self._channel, *(self._waker or ())):
             if connection is not None:
                 connection.close()
 
@@ -395,19 +354,16 @@ class ControlPlane:
     def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
         """Return a new connection after the old one broke; None if rank 0 died, or starts no hub."""
         log.warning("%s lost the connection to the control plane's hub and connects to a new one", self.place)
-        if self.hub_process is not None:
-            self.hub_process.kill()
-            self.hub_process.wait()
-            self._start_hub(invitation.token, patience=_REJOIN_SECONDS)
+        self.link.restart(invitation, self.gone, patience=_REJOIN_SECONDS)
         deadline = time.monotonic() + _REJOIN_SECONDS
         while not self._closing.is_set() and time.monotonic() < deadline:
             try:
-                connection = self._connect(invitation, timeout=2.0)
+                connection = self.link.connect(invitation, timeout=2.0)
             except OSError:  # rank 0's socket accepts connections as long as rank 0 is alive
                 self._learn_failure("rank 0 died, and the control plane's hub with it")
                 return None
             with contextlib.suppress(OSError):
-                return self._authenticate(connection, invitation.token)
+                return self.link.authenticate(connection, invitation)
             self._closing.wait(0.2)
         if self._closing.is_set():
             return None
@@ -468,8 +424,10 @@ class ControlPlane:
         if not message.startswith((f"{self.place} failed", f"{self.place} was interrupted")):
             grace = min(self.grace, _STUCK_GRACE) if is_stuck else self.grace
             why = "" if is_stuck or message.startswith(self.place) else ", which is waiting for it"
+            first_line = message.partition("\n")[0]
+            last = f"{first_line}. Ending {self.place}{why}."
             end = threading.Thread(
-                target=self._end_after, args=(grace, message, why), name="hiercomm-grace", daemon=True
+                target=process.end_after, args=(grace, last, self._closing), name="hiercomm-grace", daemon=True
             )
             end.start()
 
@@ -484,14 +442,6 @@ class ControlPlane:
 
         self._ending = threading.Thread(target=end, name="hiercomm-ending", daemon=True)
         self._ending.start()
-
-    def _end_after(self, grace: float, message: str, why: str) -> None:
-        if not self._closing.wait(grace):
-            first_line = message.partition("\n")[0]
-            print(f"lightning_hiercomm: {first_line}. Ending {self.place}{why}.", file=sys.stderr)
-            sys.stderr.flush()
-            process.end_children()
-            os._exit(1)
 
 
 def _forget_in_child() -> None:
@@ -535,7 +485,7 @@ def start_control_plane(
     address, trouble = None, None
     try:
         if rank == 0:
-            address = asdict(plane.invite(host, port))
+            address = asdict(plane.link.invite(host, port))
     except OSError as error:
         trouble = f"{place} cannot listen on port {port}: {error}"
     address = broadcast(address)

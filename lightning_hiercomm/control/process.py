@@ -11,6 +11,7 @@ import multiprocessing.util
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -127,3 +128,12 @@ def end_children() -> None:
 def end_children_at_exit() -> None:
     """Call :func:`end_children` when this process ends by itself, before multiprocessing waits for them."""
     multiprocessing.util.Finalize(None, end_children, exitpriority=100)
+
+
+def end_after(grace: float, message: str, unless: threading.Event) -> None:
+    """Print ``message`` and end this process and its children after ``grace`` seconds, ``unless`` that is set."""
+    if not unless.wait(grace):
+        print(f"lightning_hiercomm: {message}", file=sys.stderr)
+        sys.stderr.flush()
+        end_children()
+        os._exit(1)

@@ -126,7 +126,6 @@ def _frames_of_main_thread() -> list[FrameType]:
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the frames of a stack, the innermost first."""
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -165,7 +164,6 @@ def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
 
 @lru_cache(maxsize=64)
 def _calls_wait(code: CodeType, offset: int) -> bool:
-    """Return whether the instruction at an offset calls a method ``wait``."""
     before = (each for each in dis.get_instructions(code) if each.offset <= offset)
     names = [each.argval for each in before if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     return names[-1:] == ["wait"]

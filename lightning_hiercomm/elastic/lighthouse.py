@@ -30,10 +30,6 @@ class TorchftLighthouse:
 
     A thread sends the heartbeats. After a suspension of more than ``dead_after`` seconds it sends none until the node
     asks, because the other nodes would wait for it.
-
-    Args:
-        address: The lighthouse's ``"host:port"``.
-        dead_after: Seconds of silence after which it counts a node as lost.
     """
 
     def __init__(self, address: str, dead_after: float) -> None:

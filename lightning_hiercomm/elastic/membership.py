@@ -61,7 +61,6 @@ class Membership:
         return quorum
 
     def _note_nodes(self, quorum: Quorum) -> None:
-        """Log which nodes have left and joined."""
         nodes = {member.replica_id: member.node for member in (*quorum.members, *quorum.joining)}
         if self._nodes:
             left = [f"node {node} has left" for replica, node in self._nodes.items() if replica not in nodes]

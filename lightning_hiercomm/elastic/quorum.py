@@ -298,7 +298,6 @@ def _with_one_history(members: Sequence[Request]) -> list[Request]:
 
 
 def _majority_position(members: Sequence[Request]) -> str:
-    """Return the most common position; ties are broken in favor of the oldest replica."""
     oldest_first = sorted(members, key=lambda member: member.replica_id)
     return Counter(member.position for member in oldest_first).most_common(1)[0][0]
 

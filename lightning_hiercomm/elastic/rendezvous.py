@@ -319,7 +319,6 @@ class Rendezvous:
         self._failures = frozenset(), 0
 
     def _check(self, members: Sequence[Request]) -> None:
-        """Store which of these nodes do not answer."""
         silent: tuple[str, ...] = ()
         if self.is_first and members:
             others = {each.store: each.replica_id for each in members if each.replica_id != self.me.replica_id}

@@ -74,7 +74,6 @@ class Transaction:
         return None
 
     def _attempt(self, work: Callable[[], object]) -> bool:
-        """Run ``work``; return whether all communication has succeeded on this node."""
         breaker, raised = self._topology.breaker, None
         self._topology.open()
         self._is_inside = True

@@ -26,13 +26,7 @@ T = TypeVar("T")
 
 
 class GlooTransport:
-    """Queries other nodes' stores, and connects gloo groups through the first member's store.
-
-    Args:
-        address: Of this machine, as other nodes reach it.
-        dead_after: Seconds after which a message counts as lost.
-        signer: Makes keys of the stores.
-    """
+    """Queries other nodes' stores, and connects gloo groups through the first member's store."""
 
     def __init__(self, address: str, dead_after: float, signer: Signer | None = None) -> None:
         self.address = address

@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, Bucket, ShardSpec, TensorSlice, filled_buckets
+from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, Bucket, ShardSpec
 from lightning_hiercomm.nodes.buffers import Buffers, Home
+from lightning_hiercomm.nodes.fragments import Fragments, Held, whole_tensors
 
-_UNBOUNDED = 2**62
 _LATE_FORMAT = (
     "`module.to(memory_format=...)` changed parameters after training had begun, and was undone: set the memory format"
     " before `fit`, or in `configure_model` or `setup`"
@@ -36,6 +36,7 @@ class Replica:
 
     Attributes:
         equal_in_node: As above.
+        held: Which ranks of the node hold each tensor.
         with_empty: The parameters, also those with an empty shard on this rank.
         names: The names, by the tensor's ``id``.
         buckets_of_parameters: All parameters.
@@ -56,7 +57,7 @@ class Replica:
         self.with_empty = list({id(tensor): tensor for tensor in parameters}.values())
         self.parameters = [tensor for tensor in self.with_empty if tensor.numel()]
         self._buffers = Buffers([*{id(t): t for t in buffers if t.numel()}.values()], homes or {})
-        self.shares = shares or {}
+        self.held = Held(shares or {})
         self.bucket_bytes = bucket_bytes
         self.names = {id(tensor): name for name, tensor in named}
         self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
@@ -68,7 +69,7 @@ class Replica:
         """Return a replica of the same tensors whose values differ between the ranks of a node."""
         homes = self._buffers.homes
         new = Replica(
-            self.with_empty, self.buffers, self.bucket_bytes, (), self.shares, equal_in_node=False, homes=homes
+            self.with_empty, self.buffers, self.bucket_bytes, (), self.held.shares, equal_in_node=False, homes=homes
         )
         new.names = self.names  # also of frozen parameters, which may name fragments
         return new
@@ -77,8 +78,8 @@ class Replica:
         """Return buckets of at most ``nbytes``, first those that all ranks of the node hold."""
         return [
             bucket
-            for held_by, tensors in self._by_holders(self.parameters).items()
-            for bucket in _buckets(tensors, nbytes, self.equal_in_node, held_by=held_by)
+            for held_by, tensors in self.held.grouped(self.parameters).items()
+            for bucket in whole_tensors(tensors, nbytes, self.equal_in_node, held_by)
         ]
 
     @property
@@ -114,7 +115,7 @@ class Replica:
     @property
     def whole_bytes(self) -> int:
         """Bytes of all whole parameters of the node."""
-        return sum(self._whole(tensor) * tensor.element_size() for tensor in self.with_empty)
+        return sum(self.held.whole(tensor) * tensor.element_size() for tensor in self.with_empty)
 
     def find_buffers(self) -> None:
         """Find replaced buffers, and restore the memory format of contiguous parameters."""
@@ -183,101 +184,12 @@ class Replica:
         Raises:
             ValueError: If a module has no parameters.
         """
-        if self.shares:
-            parts = self._cut_shares(into)
-        elif isinstance(into, int):
-            largest = max((parameter.element_size() for parameter in self.parameters), default=1)
-            elements = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters) / largest
-            part_bytes = -int(-elements // into) * largest
-            parts = [[bucket] for bucket in _buckets(self.parameters, part_bytes, self.equal_in_node)]
-        else:
-            groups = self._below(into)
-            parts = [_buckets(tensors, _UNBOUNDED, self.equal_in_node) for tensors in groups if tensors]
+        of_buffers = set(map(id, self.buffers))
+        names = {tensor: name for tensor, name in self.names.items() if tensor not in of_buffers}
+        parts = Fragments(self.with_empty, names, self.held, self.equal_in_node).cut(into)
         if bucket_bytes is None:
             return parts
         return [[smaller for bucket in part for smaller in bucket.cut(bucket_bytes)] for part in parts]
-
-    def _cut_shares(self, into: int | Sequence[str]) -> list[list[Bucket]]:
-        """Cut by whole tensors and holders, which are equal on every rank."""
-        if isinstance(into, int):
-            largest = max((tensor.element_size() for tensor in self.with_empty), default=1)
-            part_bytes = -int(-(self.whole_bytes / largest) // into) * largest
-            parts: list[list[TensorSlice]] = []
-            for dtype in dict.fromkeys(tensor.dtype for tensor in self.with_empty):
-                parts += self._runs(
-                    [t for t in self.with_empty if t.dtype == dtype], max(1, part_bytes // dtype.itemsize)
-                )
-        else:
-            groups = [group for group in self._below(into) if group]
-            parts = [[TensorSlice(tensor, 0, tensor.numel()) for tensor in tensors] for tensors in groups]
-        return [self._buckets_of_part(pieces) for pieces in parts]
-
-    def _runs(self, tensors: Sequence[Tensor], capacity: int) -> list[list[TensorSlice]]:
-        """Return slices of tensors of one dtype, in fragments of ``capacity`` elements of the whole tensors."""
-        total = sum(map(self._whole, tensors))
-        parts: list[list[TensorSlice]] = [[] for _ in range(-(-total // capacity))]
-        offset = 0
-        for tensor in tensors:
-            whole = self._whole(tensor)
-            share = self.shares.get(id(tensor)) or ShardSpec("node", whole, start=0)
-            if not tensor.is_contiguous():  # never cut
-                parts[offset // capacity].append(TensorSlice(tensor, 0, tensor.numel()))
-            else:
-                for index in range(offset // capacity, -(-(offset + whole) // capacity)):
-                    first, last = max(index * capacity - offset, 0), min((index + 1) * capacity - offset, whole)
-                    start, end = share.run(first, last, tensor.numel())
-                    parts[index].append(TensorSlice(tensor, start, end - start))
-            offset += whole
-        return parts
-
-    def _buckets_of_part(self, pieces: Sequence[TensorSlice]) -> list[Bucket]:
-        """Return one bucket for each kind of tensor, which may be empty on this rank."""
-        buckets = []
-        for held_by, tensors in self._by_holders([piece.tensor for piece in pieces]).items():
-            ids = set(map(id, tensors))
-            for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-                held = [p for p in pieces if id(p.tensor) in ids and p.length]
-                own = tuple(p for p in held if (p.tensor.dtype, p.tensor.device) == (dtype, device))
-                numel = sum(piece.length for piece in own)
-                buckets.append(Bucket(own, numel, dtype, device, self.equal_in_node, held_by))
-        return buckets
-
-    def _by_holders(self, tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
-        """Group tensors by holders, those of the node first: their buckets have equal indices on all of its ranks."""
-        held: dict[str, list[Tensor]] = {}
-        for tensor in tensors:
-            held.setdefault(self._held_by(tensor), []).append(tensor)
-        return {name: held[name] for name in sorted(held, key=lambda name: (name != "node", name == "rank", name))}
-
-    def _held_by(self, tensor: Tensor) -> str:
-        share = self.shares.get(id(tensor))
-        return "node" if share is None else share.held_by
-
-    def _whole(self, tensor: Tensor) -> int:
-        share = self.shares.get(id(tensor))
-        return tensor.numel() if share is None else share.numel
-
-    def _below(self, modules: Sequence[str]) -> list[list[Tensor]]:
-        """Return the parameters of each module, without those of a former one, then all others."""
-
-        def is_below(name: str, module: str) -> bool:
-            return name == module or name.startswith(module + ".")
-
-        for module in modules:
-            of_buffers = set(map(id, self.buffers))
-            known = [name for tensor, name in self.names.items() if tensor not in of_buffers]
-            if not any(is_below(name, module) for name in known):
-                names = ", ".join(known[:20]) or "not named"
-                raise ValueError(
-                    f"cannot cut the model into {list(modules)!r}: no parameter is in {module!r}. The parameters"
-                    f" are {names}"
-                )
-        groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
-        for parameter in self.with_empty if self.shares else self.parameters:
-            name = self.names.get(id(parameter), "")
-            index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
-            groups[index].append(parameter)
-        return groups
 
     @property
     def layout(self) -> list[str]:
@@ -285,7 +197,7 @@ class Replica:
         tensors = [*self.with_empty, *self.buffers]
         names = [self.names.get(id(tensor), f"number {place}") for place, tensor in enumerate(tensors)]
         return [
-            f"{name} ({self._whole(tensor)} x {str(tensor.dtype).removeprefix('torch.')}, {self._held_by(tensor)})"
+            f"{name} ({self.held.whole(tensor)} x {str(tensor.dtype).removeprefix('torch.')}, {self.held.by(tensor)})"
             for name, tensor in zip(names, tensors, strict=True)
         ]
 
@@ -299,15 +211,4 @@ class Replica:
 
 def _buckets_of_buffers(buffers: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     """Return buckets whose equal values, such as counters and tables, stay equal to the bit."""
-    return _buckets(buffers, bucket_bytes, equal_in_node=False, keeps_equal=True)
-
-
-def _buckets(
-    tensors: Sequence[Tensor],
-    bucket_bytes: int,
-    equal_in_node: bool,
-    held_by: str = "node",
-    keeps_equal: bool = False,
-) -> list[Bucket]:
-    pieces = [TensorSlice(tensor, 0, tensor.numel()) for tensor in tensors]
-    return filled_buckets(pieces, bucket_bytes, equal_in_node, held_by, keeps_equal)
+    return whole_tensors(buffers, bucket_bytes, equal_in_node=False, keeps_equal=True)

@@ -252,7 +252,6 @@ def _checked(nodes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 def _shares(
     weights: tuple[float, ...], nodes: tuple[tuple[int, ...], ...]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the normalized weights of ranks and of nodes."""
     total = float(sum(weights))
     of_ranks = tuple(weight / total for weight in weights)
     return of_ranks, _of_nodes(of_ranks, nodes)

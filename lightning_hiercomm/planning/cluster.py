@@ -131,14 +131,7 @@ class Link:
     contention: Contention = Contention()
 
     def cost(self, kind: Collective, members: int, whole: float, sharing: int = 1) -> Cost:
-        """Return the measured cost of a collective, or ``rounds * latency + bytes / bandwidth``.
-
-        Args:
-            kind: Its kind.
-            members: Number of ranks.
-            whole: Bytes of the whole tensor.
-            sharing: Number of such collectives that share the link.
-        """
+        """Return the measured cost of a collective, or ``rounds * latency + bytes / bandwidth``."""
         sent = sent_bytes(kind, members, whole)
         if sent == 0:
             return Cost(0.0, 0.0, 0.0, 0.0)

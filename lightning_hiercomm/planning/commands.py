@@ -150,7 +150,6 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def _curve(experiment: Experiment, site: Site) -> Curve:
-    """Run an experiment; one that diverges does not end the others."""
     began = time.perf_counter()
     try:
         return run_one(experiment, site)
@@ -159,7 +158,6 @@ def _curve(experiment: Experiment, site: Site) -> Curve:
 
 
 def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
-    """Return the experiments of the flags; all train on the same number of examples."""
     if not 0 < arguments.epochs < math.inf:
         raise PlanningError(f"--epochs {arguments.epochs} must be positive")
     ranks = 1 if arguments.ranks_per_node is None else arguments.ranks_per_node
@@ -194,7 +192,6 @@ def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
 
 
 def _schemes(arguments: argparse.Namespace) -> list[Scheme]:
-    """Return the schemes of ``--scheme``."""
     if arguments.scheme_args is not None and len(arguments.scheme) > 1:
         raise PlanningError("--scheme-args are for one scheme: give one name with --scheme")
     values = json_object("--scheme-args", arguments.scheme_args, '{"sync_every": 8}')
@@ -207,7 +204,6 @@ def _schemes(arguments: argparse.Namespace) -> list[Scheme]:
 
 
 def _site(arguments: argparse.Namespace, task: Task, nodes: int) -> Site:
-    """Return the cluster of the virtual clock, from a profile and flags, or from flags alone."""
     if arguments.profile is not None:
         profile = Profile.read(Path(arguments.profile))
         cluster, workload = _with_network(profile.cluster, nodes, arguments), profile.workload
@@ -260,7 +256,6 @@ def _changed(profile: Profile, arguments: argparse.Namespace) -> tuple[Cluster, 
 
 
 def _with_flags(cluster: Cluster, workload: Workload, arguments: argparse.Namespace) -> tuple[Cluster, Workload]:
-    """Replace measured values by those of flags."""
     if arguments.inter is not None:
         factor = arguments.inter / cluster.inter.bandwidth
         world = None if cluster.world is None else cluster.world.faster(factor)
@@ -279,7 +274,6 @@ def _with_flags(cluster: Cluster, workload: Workload, arguments: argparse.Namesp
 
 
 def _with_network(cluster: Cluster, nodes: int, arguments: argparse.Namespace) -> Cluster:
-    """Give a profile of one node a network, whose bandwidth ``--inter`` sets."""
     if cluster.nodes > 1 or nodes == 1:
         return cluster
     if arguments.inter is None:

@@ -59,7 +59,6 @@ def count(text: str) -> float:
 
 
 def _read(text: str, units: Mapping[str, float], what: str) -> float:
-    """Read a number and its unit; a final ``B`` stands for bytes."""
     match = _NUMBER.fullmatch(text)
     try:
         number = float(match[1]) if match else math.nan

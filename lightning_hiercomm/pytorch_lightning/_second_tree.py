@@ -80,7 +80,6 @@ def _home(module: str, name: str) -> str:
 
 
 def _second(module: str) -> str:
-    """The module's name in the second tree; the same, if it exists once."""
     if module == "lightning":
         raise ImportError(
             "import from `lightning.pytorch` or `lightning.fabric`: `lightning` itself has no second tree"

@@ -38,7 +38,6 @@ class _Own:
     averaged: Tensor | None = None
 
     def put_back(self, tensor: Tensor) -> None:
-        """Write this rank's own values back to the tensor."""
         values = self.now(tensor)
         if values is not tensor:
             tensor.copy_(values)
@@ -188,7 +187,7 @@ class AveragedModel:
 
     def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
         """Average what callbacks keep, without ranks whose own values are non-finite. Collective."""
-        self.means.average_without(tensors, equal_in_node, is_nonfinite=bool(self._nonfinite) or self.is_left_out)
+        self.means.average_without(tensors, equal_in_node, is_left_out=bool(self._nonfinite) or self.is_left_out)
 
     def stand_in(self, replaced: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`."""
@@ -261,7 +260,7 @@ class AveragedModel:
         if self._topology.num_nodes == 1 and not ranks_differ:
             return
         whole = self._replicas.whole()
-        if not whole.shares:
+        if not whole.held.shares:
             # the mean of equal values may differ in the last bit
             self.average_kept(self.means.differing(whole.tensors))
         else:

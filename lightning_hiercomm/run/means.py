@@ -74,28 +74,28 @@ class RankMeans:
 
     @outside_autocast()
     def average_without(
-        self, tensors: Sequence[Tensor], equal_in_node: bool = False, is_nonfinite: bool = False
+        self, tensors: Sequence[Tensor], equal_in_node: bool = False, is_left_out: bool = False
     ) -> None:
         """Average tensors without the non-finite ranks. Collective.
 
         Args:
             tensors: The same on all ranks.
             equal_in_node: Whether the ranks of a node are known to hold equal values.
-            is_nonfinite: Whether to leave this rank out, even if its tensors are finite now.
+            is_left_out: Whether to leave this rank out, even if its tensors are finite now.
         """
         if not tensors:
             return
-        weights = self._weights_of_finite(tensors, is_nonfinite)
+        weights = self._weights_of_finite(tensors, is_left_out)
         replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
         ShardedAllReduce(replica, self._topology, weights=None if weights is None else lambda _: weights)()
 
     @torch.no_grad()
-    def _weights_of_finite(self, tensors: Sequence[Tensor], is_nonfinite: bool) -> list[float] | None:
+    def _weights_of_finite(self, tensors: Sequence[Tensor], is_left_out: bool) -> list[float] | None:
         """Return the weights of ranks, where some are non-finite: 0 for these, whose tensors are zeroed. Collective."""
         topology = self._topology
         if not self.skips_nonfinite:
             return None
-        is_finite = not is_nonfinite and all(bool(tensor.isfinite().all()) for tensor in tensors)
+        is_finite = not is_left_out and all(bool(tensor.isfinite().all()) for tensor in tensors)
         finite = topology.world.all_gather_object(is_finite)
         if all(finite) or not any(finite):
             return None

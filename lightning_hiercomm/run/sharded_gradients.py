@@ -121,7 +121,6 @@ class ShardedGradients:
             self._send()
 
     def _send(self) -> None:
-        """Start the all-reduce of the next bucket, and finish the oldest one if too many are in flight."""
         index, bucket = self._sent, self._buckets[self._sent]
         self._sent += 1
         for stream in {self._written_in[id(p)] for p in self._owners[index] if id(p) in self._written_in}:

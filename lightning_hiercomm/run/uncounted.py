@@ -32,13 +32,7 @@ _version = attrgetter("_version")
 
 
 class _Watched:
-    """Parameters that should change only in batches with a counted step.
-
-    Attributes:
-        parameters: The parameters.
-        changed: The names of those that changed last.
-        changes: The number of changes since a step was counted.
-    """
+    """Parameters that should change only in batches with a counted step."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], schemes: Sequence[RunningScheme[Scheme]], known: Checksums | None

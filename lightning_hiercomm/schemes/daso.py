@@ -269,12 +269,7 @@ class RunningDASO(RunningParameterSync[DASO]):
             self.state.awaits_metric = True  # the validation that follows logs it
 
     def _adapt(self, weighted: float, total: float) -> None:
-        """Halve B and S if the loss has stopped falling; from 1 they return to their first values.
-
-        Args:
-            weighted: The weighted sum of all ranks' losses.
-            total: The sum of the weights.
-        """
+        """Halve B and S if the loss has stopped falling; from 1 they return to their first values."""
         state = self.state
         if total == 0.0:
             if not self._has_missed_a_loss:
@@ -376,7 +371,6 @@ class RunningDASO(RunningParameterSync[DASO]):
         return None if metric is self.state.last_metric else metric
 
     def _enter_phase(self) -> None:
-        """Set the phase of the next step."""
         epoch, step = self.state.epoch, self.state.steps
         if not self._warmup_ends.has_come(epoch, step):
             phase = "warm-up"

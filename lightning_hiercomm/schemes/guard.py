@@ -219,7 +219,7 @@ class NonFiniteGuard:
         if self.policy.on_nonfinite == "ignore":
             return None
         unfit = self._is_unfit(buckets)
-        if self.replica.shares:
+        if self.replica.held.shares:
             self._topology.intra.all_reduce(unfit, op="max").wait()
         if not unfit:
             return False
@@ -359,10 +359,6 @@ class NonFiniteGuard:
 
     def _find_finite_ranks(self, found: Sequence[str | None], wire: Wire) -> frozenset[int]:
         """Return the ranks whose values are finite; ranks of a node that hold the same are excluded together.
-
-        Args:
-            found: Each rank's non-finite values, or None.
-            wire: The encoding of the flagged exchange.
 
         Raises:
             NonfiniteError: On all ranks, if that is the policy, or all ranks are non-finite.

@@ -67,12 +67,6 @@ class _EvaluatedOnce:
     """A closure that was called once, and returns its loss again while the gradients are unchanged.
 
     An optimizer such as SAM changes the parameters, and then calls the closure for gradients at the new values.
-
-    Args:
-        optimizer: The optimizer of the gradients.
-        closure: The user's closure.
-        loss: The loss that it returned.
-        evaluating: Makes the context of every further call.
     """
 
     def __init__(

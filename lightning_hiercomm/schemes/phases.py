@@ -49,11 +49,6 @@ def check_length(name: str, length: float) -> None:
 def steps_of_phase(name: str, length: float, steps: int | None) -> int:
     """Return the optimizer steps of a phase whose length is a number of them, or a fraction of the run.
 
-    Args:
-        name: The name of the argument.
-        length: Its value.
-        steps: Optimizer steps of the run; None if they are not known.
-
     Raises:
         ValueError: For a fraction of an unknown number.
     """

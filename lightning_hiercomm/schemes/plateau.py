@@ -19,10 +19,6 @@ class Plateau:
     specific to this package. The rule is that of torch's ``ReduceLROnPlateau(threshold_mode="rel")``, except that a
     negative loss must fall to improve, too.
 
-    Args:
-        threshold: The relative improvement that counts, from 0 to below 1.
-        patience: The number of losses in a row that may fail to improve.
-
     Attributes:
         best: The lowest loss so far that was an improvement; infinity at first.
         bad_values: The number of losses in a row that have failed to improve.

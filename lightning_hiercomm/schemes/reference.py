@@ -154,12 +154,7 @@ class ReferenceParameters:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], replica: Replica) -> None:
-        """Restore the reference parameters from a scheme's whole state, or from its shared state.
-
-        Args:
-            state: The scheme's state.
-            replica: The parameters and buffers that are synchronized.
-        """
+        """Restore the reference parameters from a scheme's whole state, or from its shared state."""
         is_complete = "reducer" in state
         if is_complete:
             self._held.load_state_dict(state["reducer"])

@@ -186,12 +186,6 @@ def tuned(
 ) -> tuple[P | int, AutoPeriod | None]:
     """Return the initial period, and the settings of the tuner for ``"auto"``.
 
-    Args:
-        sync_every: The user's argument.
-        target: The user's ``overhead_target``.
-        least: The shortest period that the scheme can have.
-        parts: Exchanges in a period.
-
     Raises:
         ValueError: If ``sync_every`` is another string, or the target is out of range or not needed.
     """

@@ -248,7 +248,7 @@ def elastic_node(
         ranks=topology.ranks_on_node,
         store=f"{host}:{store.port if store is not None else 0}",
         checkpoint_step=int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
-        expects_state=_was_restarted(),
+        expects_state=was_restarted(),
     )
     transport = GlooTransport(host, elastic.dead_after, signer)
     around = Surroundings(elastic, topology, lighthouse, transport, before_change, store, leaves_by, signer)
@@ -290,6 +290,6 @@ def _fingerprint(run: TrainingRun) -> str:
     return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
 
 
-def _was_restarted() -> bool:
+def was_restarted() -> bool:
     """Return whether torchrun has restarted this node in this run; a program may fit again after the run's end."""
     return not has_ended_here() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0

@@ -17,22 +17,13 @@ from lightning_hiercomm.trainer.fabric_module import FabricModule
 
 @dataclass
 class _Saved:
-    """The state of a checkpoint: each module's, and where the loop was."""
-
     modules: list[dict[str, Any]] = field(default_factory=list)
     epoch: int = 0
     epoch_is_open: bool = False
 
 
 class FabricLoop:
-    """Begins and ends the run and its epochs in the schemes of all modules.
-
-    Attributes:
-        modules: Those with an optimizer in the order in which they got it.
-        epochs: The number of epochs, if known.
-        steps_of_epoch: The number of optimizer steps in an epoch, if known.
-        has_gone_backward: Whether the program has called ``fabric.backward``.
-    """
+    """Begins and ends the run and its epochs in the schemes of all modules."""
 
     def __init__(self) -> None:
         self.modules: list[FabricModule] = []

@@ -238,6 +238,5 @@ def _compared(total: dict[str, float], ddp_bytes: float) -> str:
 
 
 def _log_text(logger: Logger, name: str, text: str, step: int) -> None:
-    """Log text to TensorBoard, which separates it from metrics."""
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_text(name, text, step)

@@ -27,7 +27,6 @@ class Reports(StrategyState):
         return shown_with_tree(name, f"{name}({self._settings.as_written(sizes)})")
 
     def _announce(self) -> None:
-        """Log the nodes and the scheme."""
         topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
         if topology.is_one_node and self.scheme.gradients != "none":
             log = rank_zero_info if topology.world_size == 1 else rank_zero_warn

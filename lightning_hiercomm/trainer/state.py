@@ -99,7 +99,6 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
 
     @property
     def _knows_ranks(self) -> bool:
-        """Whether a Trainer has set the number of ranks."""
         return self.cluster_environment is not None and bool(self.parallel_devices)
 
     @property

@@ -109,12 +109,7 @@ class RunControl:
             )
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
-        """Stop this trainer's ranks together from now on.
-
-        Args:
-            trainer: The trainer.
-            leave: Called before an elastic node leaves to be queued again.
-        """
+        """Stop this trainer's ranks together from now on."""
         if self.plane is not None:
             self._ranks = self.plane
             replace_sigterm_broadcast(trainer, self.plane, leave)
@@ -150,10 +145,6 @@ class RunControl:
 
     def barrier(self, purpose: Purpose = "average", what: str = "") -> None:
         """Wait for all ranks on the control plane, before they exchange data outside of a training step.
-
-        Args:
-            purpose: Why the ranks wait.
-            what: Details, for an error message. Both must be the same on all ranks.
 
         Raises:
             RankFailure: If another rank failed, continues to train, or has taken another number of steps.

@@ -11,8 +11,6 @@ from lightning_hiercomm.comm import meter
 
 
 class ManualClock(threading.local):
-    """``time.perf_counter`` of each thread."""
-
     now = 0.0
 
     def perf_counter(self) -> float:

@@ -24,7 +24,6 @@ on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
 def on_ranks(nodes, work):
-    """``work(rank, topology)`` on every rank."""
     return harness.on_ranks(lambda topology: work(topology.rank, topology), nodes)
 
 

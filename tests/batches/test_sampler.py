@@ -56,7 +56,6 @@ class SizedStream(Stream):
 
 
 def divided(loader, sizes, **arguments):
-    """One loader per rank."""
     return [
         divide_dataloader(loader, Division(rank, sizes), seed=0, **{"sizes_may_change": False, **arguments})
         for rank in range(len(sizes))

@@ -42,8 +42,6 @@ def samples(count=48):
 
 
 class Net(pl.LightningModule):
-    """Reports its batch sizes."""
-
     def __init__(self, **loader) -> None:
         super().__init__()
         torch.manual_seed(0)

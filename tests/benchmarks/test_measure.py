@@ -1,7 +1,5 @@
 """From records to cells."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("benchmarks")
@@ -16,13 +14,6 @@ def record(row: str, rank: int, times: list[float], error: str | None = None) ->
         now += time
         ends.append(now)
     return Record(f"{row}.0", rank, node=rank // 2, step_ends=ends, window_bytes=600, disagreement=0.5, error=error)
-
-
-def test_a_job_is_whole_periods_after_a_whole_period() -> None:
-    job = measure.speed_job("periodic", "mlp85k", repetition=1, periods=2, least_steps=33, timeout=1)
-    assert (job.warmup, job.steps, job.seed, job.id) == (16, 48, 1, "periodic.1")
-    job = measure.speed_job("ddp", "mlp85k", repetition=0, periods=2, least_steps=5, timeout=1)
-    assert (job.warmup, job.steps) == (3, 5)
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -74,24 +65,6 @@ def test_every_repetition_is_kept_so_that_the_spread_is_known() -> None:
     assert cell.step_ms_each == pytest.approx([1000, 1500, 1200])
     assert (cell.step_ms, cell.uncertainty_ms) == (pytest.approx(1200), pytest.approx(250))
     assert report.measured(cell) == "1200 ± 250"
-
-
-def test_a_failed_row_gives_the_reason_in_the_table(tmp_path: Path) -> None:
-    jobs = [Job("ddp.0", "ddp", "mlp1m", 1, 1), Job("accelerate.0", "accelerate", "mlp1m", 1, 1)]
-    results = {"ddp.0": [record("ddp", 0, [1, 1])], "accelerate.0": [Record("accelerate.0", 0, 0, error="no | wheel")]}
-    cells = measure.cells(jobs, results, 2, 2, None)
-    table = report.table(cells)
-    assert "| accelerate LocalSGD(16) | no / wheel |" in table
-    assert len({line.count("|") for line in table.splitlines()}) == 1
-
-
-def test_stored_rows_survive_a_run_without_them(tmp_path: Path) -> None:
-    report.save(session({"local": [9, 1], "ddp": [9, 4]}), {"command": "first"}, tmp_path)
-    path = report.save(session({"local": [9, 2]}), {"command": "second"}, tmp_path)
-    assert path.name == "mlp1m-2x2-1000mbit.json"
-    [cells] = report.load(tmp_path)
-    assert {cell.row: cell.step_ms for cell in cells} == {"local": 2000, "ddp": 4000}
-    assert "## A perceptron of 1 M parameters, 2 nodes of 2 ranks, 1000 Mbit/s" in report.full_report(tmp_path)
 
 
 def test_time_to_accuracy_is_the_first_point_that_reaches_it() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 
 pytest.importorskip("benchmarks")
 
-from benchmarks import crowd, startup
+from benchmarks import startup
 from benchmarks.startup import DDP
 from lightning_hiercomm.comm import torch as over_torch
 from lightning_hiercomm.control import open_files
@@ -45,24 +43,3 @@ def test_small_process_groups_start_fully_connected():
     start = startup.measure(6, 1)
     assert start.keys["synchronization"] == 0
     assert start.open_files["synchronization"] == start.open_files["duplicate"]
-
-
-def test_a_rank_that_fails_is_named_and_none_is_left(monkeypatch):
-    def fail(rank, *_):
-        if rank == 1:
-            raise ValueError("no luck")
-
-    monkeypatch.setattr(startup, "_start", fail)
-    before = multiprocessing.active_children()  # ranks that stay for other tests
-    with pytest.raises(RuntimeError, match="rank 1: ValueError: no luck"):
-        startup.measure(3, 1)
-    monkeypatch.setattr(startup, "_start", lambda *_: startup.time.sleep(60))
-    with pytest.raises(RuntimeError, match="2 of 2 ranks are not done in time"):
-        startup.measure(2, 1, timeout=1.0)
-    assert set(multiprocessing.active_children()) <= set(before)
-
-
-def test_a_hub_serves_hundreds_of_ranks_that_one_process_plays():
-    played = crowd.measure(200, seconds=0.2)
-    assert played.ranks == 200
-    assert min(played.joined_seconds, played.failure_seconds, played.megabytes, played.watched_seconds) > 0

@@ -23,7 +23,6 @@ OLD, NEW = {"x": torch.zeros(5)}, {"x": torch.ones(500_000)}
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a checkpoint that is there already."""
     path = tmp_path / "folder" / "saved.ckpt"
     DurableCheckpointIO().save_checkpoint(OLD, path)
     return path

@@ -49,7 +49,6 @@ class Custom:
 
 
 def safe_state(rank: int) -> dict[str, Any]:
-    """What ``weights_only`` loading reads."""
     return {
         "set": {rank, "a"},
         "counter": Counter({"seen": rank}),
@@ -63,7 +62,6 @@ def safe_state(rank: int) -> dict[str, Any]:
 
 
 def unsafe_state(rank: int) -> dict[str, Any]:
-    """What it does not read."""
     shared = Custom(rank)
     return {
         "number": numpy.float64(10 + rank),
@@ -149,8 +147,6 @@ class Data(pl.LightningDataModule):
 
 
 class Plugin(Precision):
-    """Keeps a number of NumPy."""
-
     def __init__(self, value: Any = None) -> None:
         self.value = value
 

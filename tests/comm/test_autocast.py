@@ -8,7 +8,6 @@ from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
 
 
 def kind() -> torch.dtype:
-    """What a product of float32 becomes."""
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 

@@ -38,12 +38,10 @@ on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
 def encoded(codec, values):
-    """On the device."""
     return codec.encode(values.to(harness.place.device)).cpu()
 
 
 def decoded(codec, values):
-    """On the device."""
     values = values.to(harness.place.device)
     return codec.decode(codec.encode(values), torch.empty_like(values)).cpu()
 
@@ -53,7 +51,6 @@ def same_bits(a, b):
 
 
 def scales_of(codec, payload, numel):
-    """The scale of every element."""
     blocks = -(-numel // codec.block)
     return payload[: 2 * blocks].view(torch.bfloat16).double().repeat_interleave(codec.block)[:numel]
 

@@ -41,19 +41,16 @@ def on_members(members, codec, work):
 
 
 def values_of(rank, numel, dtype=torch.float32, round_=0):
-    """Of very different sizes."""
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
     sizes = 10.0 ** torch.randint(-6, 3, (numel,), generator=generator)
     return (torch.randn(numel, generator=generator) * sizes).to(dtype)
 
 
 def values_here(rank, numel, dtype=torch.float32, round_=0):
-    """The same, where ranks compute."""
     return values_of(rank, numel, dtype, round_).to(harness.place.device)
 
 
 def decoded(codec, values):
-    """What arrives of ``values``."""
     return codec.decode(codec.encode(values), torch.empty_like(values))
 
 

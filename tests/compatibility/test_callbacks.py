@@ -28,8 +28,6 @@ from lightning_hiercomm import PeriodicAveraging
 
 
 class Epochs(Quadratic):
-    """Reports the epochs it trained."""
-
     lr = 0.3
 
     def on_train_epoch_start(self):

@@ -60,8 +60,6 @@ def test_several_dataloaders(follows_one_device):
 
 
 class Reloading(Quadratic):
-    """Other samples in every epoch."""
-
     def train_dataloader(self):
         return self.loader(self.samples(self.steps, 1 + self.trainer.current_epoch), shuffle=True)
 

@@ -130,7 +130,6 @@ def _fit(make_trainer: Callable[..., pl.Trainer], program: str) -> tuple[pl.Trai
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What one device gives, by program."""
     folder = tmp_path_factory.mktemp("plain")
     return functools.cache(lambda program: _fit(partial(one_trainer, folder), program)[1])
 

@@ -159,8 +159,6 @@ def test_static_graph(follows_one_device):
 
 
 class Configured(Quadratic):
-    """Its layers come in ``configure_model``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.state = {name: getattr(self, name).state_dict() for name in ("backbone", "head")}

@@ -25,7 +25,6 @@ def one_process_per_rank(monkeypatch):
 
 
 def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
-    """What ``work`` gives each of these ranks."""
     port = port or free_port()
 
     def come(rank):
@@ -113,12 +112,13 @@ def test_the_store_has_as_much_to_do_as_there_are_ranks(size, monkeypatch):
     monkeypatch.setattr(bootstrap, "PrefixStore", CountingStore)
     everyone = [Bootstrap("host", 1, rank, size, timedelta(seconds=20)) for rank in range(size)]
 
-    def work(meeting):
+    def work(rank):
+        meeting = everyone[rank]
         assert meeting.broadcast("hello") == "hello"
-        assert meeting.gather(f"I am {meeting._rank}") == [f"I am {rank}" for rank in range(size)]  # noqa: SLF001
+        assert meeting.gather(f"I am {rank}") == [f"I am {other}" for other in range(size)]
 
     with ThreadPoolExecutor(size) as threads:
-        [*threads.map(work, everyone)]
+        [*threads.map(work, range(size))]
     assert [named[rank, "set"] for rank in range(size)] == [3, *[1] * (size - 1)]  # an answer is set once
     assert [named[rank, "get"] for rank in range(size)] == [1 + size, *[2] * (size - 1)]
     assert [named[rank, "check"] for rank in range(size)] == [1 + size, *[2] * (size - 1)]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from lightning_hiercomm.control.waiting import MainThread, Wait
 INSTALLED = "/x/site-packages"
 C10D = f"{INSTALLED}/torch/distributed/distributed_c10d.py"
 BACKWARD = f"{INSTALLED}/torch/autograd/graph.py"
-PACKAGE = waiting._PACKAGE  # noqa: SLF001
+PACKAGE = str(Path(waiting.__file__).parents[1])
 
 
 def function(name: str, file: str) -> Callable[..., object]:

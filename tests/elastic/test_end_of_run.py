@@ -213,7 +213,7 @@ def test_new_node_reports_that_it_begins_after_a_finished_run(is_program_of_two,
     nodes.start(0, train)
     nodes.end()
     if not is_program_of_two:
-        rendezvous._ended_here.clear()  # noqa: SLF001
+        monkeypatch.setattr(rendezvous, "_ended_here", set())
     nodes.start(1, train)
     assert len(nodes.end()) == 2
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]

@@ -151,7 +151,7 @@ def test_a_node_asked_to_leave_leaves_and_the_others_continue(cluster):
         for node in range(3):
             nodes.start(node)
         nodes.watch(until=lambda: bool(nodes.steps(2)) and nodes.steps(2)[-1][1] > 10)
-        os.kill(nodes._nodes["2"].pid, signal.SIGTERM)  # noqa: SLF001
+        os.kill(nodes.living["2"].pid, signal.SIGTERM)
         nodes.watch(restarts=False)
         ends_equal(nodes, [0, 1])
         assert "node 2 has left" in nodes.log(0)
@@ -166,7 +166,7 @@ def test_node_waiting_for_a_lost_lighthouse_leaves_when_terminated(cluster, rank
         nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 10)
         nodes.stop_lighthouse()
         time.sleep(1.0)  # they come to their next agreement
-        for node in nodes._nodes.values():  # noqa: SLF001
+        for node in nodes.living.values():
             os.kill(node.pid, signal.SIGTERM)
         nodes.watch(timeout=20.0, restarts=False)
         assert "failed" not in nodes.log(0, 0)

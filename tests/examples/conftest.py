@@ -13,8 +13,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 class Folder:
-    """Where one test runs programs."""
-
     examples = EXAMPLES
     digits = EXAMPLES / "digits"
 

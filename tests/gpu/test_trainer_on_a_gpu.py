@@ -52,7 +52,6 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def check(found: Found) -> None:
-    """What holds wherever it ran."""
     for own in found:
         for name, fit in own.items():
             assert all(tensor.isfinite().all() for tensor in fit["state"].values()), name

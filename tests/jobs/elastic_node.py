@@ -165,7 +165,6 @@ def data(size: int) -> TensorDataset:
 
 @torch.no_grad()
 def loss_of(model: Net) -> float:
-    """Over all data."""
     x, y = (tensor.to(model.device) for tensor in data(4096).tensors[:2])
     return torch.nn.functional.cross_entropy(model.net.eval()(x), y).item()
 
@@ -202,7 +201,6 @@ class Fault:
         return True
 
     def install(self) -> None:
-        """Look for its moment."""
         meet, vote, launch = (
             membership.Membership.form_quorum,
             membership.Membership.vote,
@@ -258,8 +256,6 @@ def take_times() -> None:
 
 
 def timed(function: Any, taken: list[float]) -> Any:
-    """The same function, which notes its seconds."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         try:

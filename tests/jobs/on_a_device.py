@@ -82,8 +82,6 @@ class Net(pl.LightningModule):
 
 
 class Sharded(Net):
-    """The same without the buffer, by FSDP2."""
-
     def configure_model(self) -> None:
         if len(self.net) == 4:  # type: ignore[arg-type]
             self.net = nn.Sequential(self.net[0], self.net[2], self.net[3])  # type: ignore[index]

@@ -77,7 +77,7 @@ class Oracle(pl.LightningModule):
     def on_train_start(self) -> None:
         control = self.trainer.strategy._control.plane  # noqa: SLF001
         if control is not None and control.rank == 0:
-            (self.arguments.out / "hub").write_text(str(control.hub_process.pid))
+            (self.arguments.out / "hub").write_text(str(control.link.process.pid))
 
     def on_train_batch_end(self, *_: object) -> None:
         self.trace.append(self.x.item())

@@ -53,7 +53,6 @@ _libc = ctypes.CDLL(None)
 
 
 def held() -> dict[str, int]:
-    """What this process holds; memory in KiB."""
     gc.collect()
     if hasattr(_libc, "malloc_trim"):
         _libc.malloc_trim(0)  # what is free, but not given back, goes up and down
@@ -86,7 +85,6 @@ class Long(BoringModel):
 
 
 def fit(scheme: Scheme, ranks_per_node: int, module: pl.LightningModule, steps: int, *callbacks: pl.Callback) -> None:
-    """Train for so many steps."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -161,8 +161,6 @@ def _resume(names, files, folder):
 
 
 class Begins(pl.Callback):
-    """What the module is when training starts."""
-
     def on_train_start(self, trainer, pl_module):
         self.state = whole_state(pl_module)
 

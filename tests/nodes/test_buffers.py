@@ -37,16 +37,6 @@ def test_torch_still_stores_which_buffers_are_persistent():
     assert all(is_persistent(scripted, name) for name, _ in scripted.named_buffers())
 
 
-def test_nothing_is_found_or_copied_where_nothing_was_assigned():
-    layer = Layer()
-    buffers = found(layer)
-    layer.one.add_(1.0)
-    layer.computed = torch.ones(3)
-    assert not buffers.find()
-    assert buffers.tensors[0] is layer.one
-    assert buffers.tensors[1] is layer.two
-
-
 def test_layers_get_a_copy_so_that_who_writes_to_it_writes_to_nothing_else():
     layer, weight = Layer(), torch.ones(3, requires_grad=True)
     buffers = found(layer)

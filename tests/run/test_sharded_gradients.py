@@ -20,8 +20,6 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 
 
 class Recording(InterNodeMean):
-    """Says when a bucket leaves."""
-
     def __init__(self, topology: Topology, said: list[str]) -> None:
         super().__init__(topology, Wire())
         self.said = said

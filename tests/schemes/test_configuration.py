@@ -1,31 +1,21 @@
-"""A scheme is a value until it runs, and what runs is whole from its first line."""
+"""A scheme is a value."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from harness import TWO_BY_TWO, on_ranks, place
-from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_hiercomm.arguments import Value
-from lightning_hiercomm.comm.base import Communicator, finished
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
     DASO,
     SCHEMES,
     AllReduce,
-    Context,
     Delta,
     DiLoCo,
     DirectedExponential,
@@ -38,7 +28,6 @@ from lightning_hiercomm.schemes import (
     RandomPermutation,
     Replace,
     Ring,
-    RunningScheme,
     Scheme,
     Staggered,
     StaleSum,
@@ -76,16 +65,6 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "RandomPermutation(fair=None, seed=3)": lambda: RandomPermutation(None, 3),
     "Every(period=5, of='epoch')": lambda: Every(5, of="epoch"),
     "Staggered(period=5)": lambda: Staggered(5),
-}
-RUNNING: dict[str, Callable[[], Scheme]] = {
-    **{name: make for name, make in SCHEMES.items() if name != "steps_delay"},
-    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
-    "periodic, auto": lambda: PeriodicAveraging("auto"),
-    "periodic, before the step": lambda: PeriodicAveraging(2, order="before_step", gradients="none"),
-    "daso, cycling": lambda: DASO(2, 1, 0, 0, narrow_phases="blocking"),
-    "streaming": lambda: DiLoCo(4, fragments=2, staleness=1),
-    "gossip, overlapped": lambda: Gossip(segments=2, hierarchical=False, overlap=True),
-    "noloco": lambda: ParameterSync(2, reducer=RandomPermutation(), merge=OuterOptimizer()),
 }
 
 
@@ -171,102 +150,3 @@ def test_a_scheme_of_ones_own_is_a_value_too_and_its_types_are_checked():
         Own("6")
     with pytest.raises(TypeError, match=r"^Own has no argument 'evry'\. Did you mean 'every'\?"):
         Own(evry=6)
-
-
-# ---- what runs -------------------------------------------------------------------------------------------------------
-
-
-def built(scheme: Scheme, topology: Topology) -> tuple[RunningScheme[Scheme], torch.optim.Optimizer]:
-    parameters = [nn.Parameter(torch.zeros(3, device=place.device)) for _ in range(2)]
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    return scheme.build(Context(Replica(parameters), topology, optimizer)), optimizer
-
-
-def step(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-
-
-def live(running: RunningScheme[Scheme], optimizer: torch.optim.Optimizer) -> None:
-    """All that a run does with a scheme."""
-    running.begin_run(2, None)
-    for epoch in range(2):
-        running.begin_epoch(epoch, dict)
-        for number in range(6):
-            running.step(partial(step, optimizer), last=number == 5)
-            running.scalars()
-        running.end_epoch(torch.tensor(1.0))
-    running.state.settle()
-    running.load_state_dict(running.state_dict())
-    running.synchronize()
-    running.load_state_dict(running.state_dict(shared=True))
-    running.follow(running.replica)
-    running.state.undo_point()
-    running.step(partial(step, optimizer))
-    running.finish()
-
-
-@pytest.mark.parametrize("nodes", [TWO_BY_TWO, ((0, 1),), ((0,),)], ids=["nodes", "node", "rank"])
-@pytest.mark.parametrize("name", RUNNING)
-def test_a_built_object_has_all_its_attributes(name, nodes):
-    def work(topology: Topology) -> None:
-        running, optimizer = built(RUNNING[name](), topology)
-        held = set(vars(running))
-        declared = {each for kind in type(running).__mro__ for each in vars(kind).get("__annotations__", ())}
-        assert all(hasattr(running, each) for each in declared)
-        live(running, optimizer)
-        assert set(vars(running)) == held
-
-    on_ranks(work, nodes)
-
-
-@pytest.mark.parametrize("name", RUNNING)
-def test_building_twice_shares_nothing_and_keeps_the_value(name):
-    scheme = RUNNING[name]()
-    written = pickle.dumps(scheme)
-
-    def work(topology: Topology) -> None:
-        (one, optimizer), (other, _) = built(scheme, topology), built(scheme, topology)
-        live(one, optimizer)
-        assert one.config is other.config is scheme
-        shared = {id(thing) for thing in owned(one)} & {id(thing) for thing in owned(other)}
-        assert [thing for thing in owned(other) if id(thing) in shared] == []
-        assert (other.state.steps, other.state.synchronizations) == (0, 0)
-        other.close()
-
-    on_ranks(work)
-    assert pickle.dumps(scheme) == written
-
-
-COMMON = (Value, Topology, Communicator, Meter)
-"""What the context and the configuration bring."""
-
-
-def owned(running: RunningScheme[Scheme]) -> list[Any]:
-    """All that can change and that it reaches, but by functions."""
-    found: dict[int, Any] = {}
-
-    def walk(thing: Any) -> None:
-        if id(thing) in found or isinstance(thing, COMMON) or thing is finished:
-            return
-        children = list(_children(thing))
-        if is_dataclass(thing) and thing.__dataclass_params__.frozen:
-            pass
-        elif isinstance(thing, list | dict | set | deque | torch.Tensor) or hasattr(thing, "__dict__"):
-            found[id(thing)] = thing
-        for child in children:
-            walk(child)
-
-    walk(running)
-    return list(found.values())
-
-
-def _children(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, dict):
-        yield from thing.values()
-    elif isinstance(thing, list | tuple | set | deque):
-        yield from thing
-    elif type(thing).__module__.startswith("lightning_hiercomm"):
-        yield from vars(thing).values() if hasattr(thing, "__dict__") else ()

@@ -29,8 +29,6 @@ HALF_A_SCALE = {None: 1e-6, "bfloat16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 
 
 
 def on_ranks(work, nodes, gradients="world", wire=None, weights=None, chunk_bytes=4 * 2**20, parameters=()):
-    """``work(path, topology)`` on every rank."""
-
     def body(rank, world):
         meter = Meter()
         topology = Topology(nodes, rank, world.connect(rank, meter), meter, weights)

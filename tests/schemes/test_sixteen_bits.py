@@ -47,7 +47,6 @@ SCHEMES = {
 
 
 def numbers(dtype, count=185, seed=0):
-    """Of all magnitudes, and minus zero."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(count, generator=generator) * 10.0 ** torch.randint(-4, 4, (count,), generator=generator)
     values[0] = -0.0

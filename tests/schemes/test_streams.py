@@ -53,7 +53,6 @@ train = partial(on_nodes, shapes=SHAPES, targets=None, bucket_bytes=40, inner=pa
 
 
 def that_looks(scheme: Scheme) -> Scheme:
-    """As the strategies have it by default."""
     return harness.with_policy(scheme, on_nonfinite="raise")
 
 

@@ -53,7 +53,6 @@ class Logging(Quadratic):
 
 
 def node(trainer=None, leads: bool = True, nodes: int = 1, kind=ElasticNode, **membership) -> ElasticNode:
-    """A node without a lighthouse."""
     own = ElasticTopology(Topology([[0]], 0, ThreadWorld(1).connect(0, Meter()), Meter()))
     run = SimpleNamespace(topology=own, schemes=[])
     history = SimpleNamespace(nodes=nodes)
@@ -281,6 +280,6 @@ def test_a_second_fit_does_not_count_as_a_restart(monkeypatch):
     """Every node would take the second run for the first one, which is over."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     monkeypatch.setattr(rendezvous, "_ended_here", set())
-    assert elastic._was_restarted()  # noqa: SLF001
-    rendezvous._ended_here.add("the first")  # noqa: SLF001
-    assert not elastic._was_restarted()  # noqa: SLF001
+    assert elastic.was_restarted()
+    monkeypatch.setattr(rendezvous, "_ended_here", {"the first"})
+    assert not elastic.was_restarted()

@@ -51,7 +51,6 @@ def trainer(tmp_path, scheme, *, devices=2, ranks_per_node=1, start_method="fork
 
 
 def logged(tmp_path):
-    """What was logged, as {step: {name: value}}."""
     rows = defaultdict(dict)
     with Path(tmp_path, "metrics.csv").open() as file:
         for row in csv.DictReader(file):

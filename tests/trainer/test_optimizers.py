@@ -871,8 +871,6 @@ def batches(fabric, steps=6):
 
 
 def loop(optimizer_of, step=None, loss_of=lambda fabric, model, x: model(x).square().mean(), backward=None):
-    """What a loop does that trains :func:`layers`."""
-
     def work(fabric, strategy):
         module = layers()
         model, optimizer = fabric.setup(module, optimizer_of(module, strategy))

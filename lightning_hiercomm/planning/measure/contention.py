@@ -33,10 +33,6 @@ class Traffic:
     Args:
         group: The inter-node group, which nothing else uses meanwhile. None: this rank has none.
         device: Of this rank.
-
-    Attributes:
-        count: Number of all-reduces.
-        seconds: Their total time.
     """
 
     def __init__(self, group: Communicator | None, device: torch.device) -> None:

@@ -50,10 +50,6 @@ class Finding:
 def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = print) -> int:
     """Check this process, or all processes of a launcher; return the exit status, 1 if training would fail.
 
-    Args:
-        ranks_per_node: As for the strategy.
-        say: Receives each line, on rank 0.
-
     Raises:
         ValueError: If ``ranks_per_node`` does not divide the world.
     """
@@ -120,11 +116,7 @@ def _installed(package: str) -> str | None:
 
 
 def versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Check the versions of packages.
-
-    Args:
-        installed: Returns the version of a package, or None.
-    """
+    """Check the versions of packages."""
     requirements = map(Requirement, metadata.requires("lightning-hiercomm") or ())
     required = [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
     found = {each.name: installed(each.name) for each in required}

@@ -19,12 +19,7 @@ _START = "start `python -m lightning_hiercomm lighthouse`, and open its port to 
 
 
 def examine_elastic(lighthouse: str | None = None, say: Callable[[str], None] = print) -> int:
-    """Check this machine for an elastic run; return the exit status, 1 if the run would fail.
-
-    Args:
-        lighthouse: The lighthouse's ``"host:port"``. Default: ``HIERCOMM_LIGHTHOUSE``.
-        say: Receives each line.
-    """
+    """Check this machine for an elastic run; return the exit status, 1 if the run would fail."""
     status = 0
     for finding in _findings(lighthouse, os.environ):
         say(str(finding))
@@ -56,7 +51,6 @@ def _findings(given: str | None, environment: Mapping[str, str]) -> Iterator[Fin
 
 
 def _round_trip(address: str) -> float:
-    """Return the seconds of the fastest of a few connections."""
     host, _, port = address.rpartition(":")
     taken = []
     for _ in range(_CONNECTIONS):

@@ -43,14 +43,7 @@ def cluster_environment() -> ClusterEnvironment:
 
 @dataclass(frozen=True)
 class Ranks:
-    """All connected ranks, from the view of one.
-
-    Attributes:
-        environment: Of the launcher.
-        topology: The nodes.
-        device: Of this rank.
-        backend: Of the process groups.
-    """
+    """All connected ranks, from the view of one."""
 
     environment: ClusterEnvironment
     topology: Topology
@@ -68,10 +61,6 @@ def connected(
     ranks_per_node: int | Sequence[int] | None = None, timeout: timedelta = timedelta(seconds=120)
 ) -> Iterator[Ranks]:
     """Connect all ranks; collective.
-
-    Args:
-        ranks_per_node: As for the strategy.
-        timeout: Of every wait.
 
     Raises:
         ValueError: If ``ranks_per_node`` does not make the world.

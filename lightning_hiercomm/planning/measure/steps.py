@@ -244,8 +244,6 @@ class StandIn(pl.LightningModule):
 
 
 class _Same(IterableDataset[Any]):
-    """Repeats one batch without end."""
-
     def __init__(self, batch: Any) -> None:
         self._batch = batch
 
@@ -256,7 +254,6 @@ class _Same(IterableDataset[Any]):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Lightning's messages about devices and loaders."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

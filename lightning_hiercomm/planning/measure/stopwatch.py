@@ -104,13 +104,7 @@ def queued_seconds() -> float:
 
 
 class Stopwatch:
-    """Times what all ranks do at once; every call is collective.
-
-    Args:
-        world: All ranks.
-        device: Of this rank.
-        seconds: For how long each kind of collective is repeated.
-    """
+    """Times what all ranks do at once; every call is collective."""
 
     def __init__(self, world: Communicator, device: torch.device, seconds: float = 0.2) -> None:
         self._world = world
@@ -183,7 +177,6 @@ class Stopwatch:
         return time.perf_counter() - start, time.process_time() - processor_start
 
     def _launch(self, group: Communicator, kind: Collective, size: int) -> StartCollective:
-        """Return a function that starts a collective of ``size`` bytes, each time in other buffers."""
         part = max(1, size // 4 // group.size)
         numel = part * group.size
         turns = min(max(IN_FLIGHT, _COLD // (8 * numel)), _MOST_TURNS)

@@ -51,16 +51,7 @@ def untouched(node: Node, buckets: BucketGroup, ready: Operation) -> Operation:
 
 
 class Node:
-    """Collects the operations of a node, step by step, and then computes their times.
-
-    Args:
-        cluster: The cluster that the node belongs to.
-        workload: The training of each rank.
-
-    Attributes:
-        inter_bytes: Bytes that this node sent to others so far.
-        intra_bytes: Bytes that its ranks sent each other so far.
-    """
+    """Collects the operations of a node, step by step, and then computes their times."""
 
     def __init__(self, cluster: Cluster, workload: Workload) -> None:
         self.cluster = cluster
@@ -83,12 +74,7 @@ class Node:
     # ---- the training thread -----------------------------------------------------------------------------------------
 
     def train(self, steps: int = 1, average: Average = average_in_node) -> None:
-        """Add optimizer steps: forward, backward overlapped with the averaging of DDP's buckets, update.
-
-        Args:
-            steps: Number of steps without other communication.
-            average: Averages the gradients.
-        """
+        """Add optimizer steps: forward, backward overlapped with the averaging of DDP's buckets, update."""
         if steps <= _MOST_STEPS_IN_DETAIL:
             for _ in range(steps):
                 self.train_once(average)
@@ -99,12 +85,7 @@ class Node:
         self.train_once(average)
 
     def train_once(self, average: Average, before_update: Callable[[], object] | None = None) -> None:
-        """Add one optimizer step.
-
-        Args:
-            average: Averages the gradients.
-            before_update: Adds operations between backward and update.
-        """
+        """Add one optimizer step."""
         workload = self.workload
         self._compute(workload.forward)
         backward = workload.backward + (workload.averaging if self._averages(average) else 0.0)
@@ -120,7 +101,6 @@ class Node:
         self.mark()
 
     def _averages(self, average: Average) -> bool:
-        """Whether gradients are averaged at all; otherwise strategies do not use DDP."""
         return average is not untouched and (average is not average_in_node or self.cluster.ranks_per_node > 1)
 
     def _train_at_once(self, steps: int, average: Average) -> None:
@@ -162,14 +142,7 @@ class Node:
     def intra(
         self, kind: Collective, buckets: BucketGroup, after: Iterable[Operation] = (), resource: str = "node"
     ) -> Operation:
-        """Add a collective of the ranks of the node.
-
-        Args:
-            kind: Its kind.
-            buckets: The whole tensors.
-            after: Operations that it waits for.
-            resource: Collectives on different resources overlap, but share the network inside the node.
-        """
+        """Add a collective of the ranks of the node."""
         ranks = self.cluster.ranks_per_node
         if ranks == 1:
             return self._timeline.add(resource, after=after)
@@ -260,8 +233,6 @@ class Result:
 
 @dataclass(frozen=True)
 class _Mark:
-    """The end of a step."""
-
     task: Operation
     steps: int
     inter_bytes: float

@@ -16,12 +16,7 @@ _COLUMNS = (
 
 
 def table(plan: Plan, everything: bool = False) -> str:
-    """Return a text table with one line per configuration.
-
-    Args:
-        plan: The plan.
-        everything: Show all settings of each scheme. Default: the best one.
-    """
+    """Return a text table with one line per configuration."""
     rows = plan.rows if everything else plan.best_of_each()
     lines = [_COLUMNS, *(_cells(row, row is plan.chosen) for row in rows)]
     absent = [f"not in the table: {name}: {reason}" for name, reason in plan.left_out().items()]
@@ -29,12 +24,7 @@ def table(plan: Plan, everything: bool = False) -> str:
 
 
 def aligned(lines: list[tuple[str, ...]], left: tuple[int, ...]) -> str:
-    """Return lines of cells as columns; the first line is the header.
-
-    Args:
-        lines: Equally many cells each.
-        left: Columns that are aligned on the left.
-    """
+    """Return lines of cells as columns; the first line is the header."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
         "  ".join(

@@ -53,12 +53,7 @@ _STEPS_COUNTED = 24  # whole rounds of most time-varying graphs
 
 @dataclass(frozen=True)
 class Payload:
-    """The encoded form of a tensor between nodes.
-
-    Attributes:
-        codec: Encodes it.
-        dtype: Type of the tensor.
-    """
+    """The encoded form of a tensor between nodes."""
 
     codec: Codec
     dtype: torch.dtype
@@ -163,8 +158,6 @@ def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
 
 
 class _Exchange:
-    """Adds the operations of a synchronization to a node."""
-
     def __init__(self, scheme: ParameterSync, node: Node, payload: Payload) -> None:
         self._scheme = scheme
         self._node = node
@@ -193,7 +186,6 @@ class _Exchange:
             finish()
 
     def average_in_node(self) -> None:
-        """Average parameters over the node, and wait."""
         node = self._node
         for group in self._groups:
             packed = node.passes(group.bytes)
@@ -252,7 +244,6 @@ class _Exchange:
 def _sum(
     node: Node, group: BucketGroup, payload: Payload, after: Sequence[Operation], senders: int | None = None
 ) -> Operation:
-    """Add the sum over nodes in each inter-node group."""
     smaller = group.scaled(payload.ratio)
     if payload.codec.adds or not payload.narrows:
         return node.inter("all_reduce", smaller, after, senders)
@@ -357,14 +348,7 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
 
 @singledispatch
 def own_bytes(scheme: Scheme | None, cluster: Cluster, workload: Workload, payload: Payload) -> float:
-    """Return the bytes that a scheme holds on every rank besides model, gradients and optimizer state.
-
-    Args:
-        scheme: The scheme; None is Lightning's ``DDPStrategy``, which copies gradients into buckets.
-        cluster: The cluster.
-        workload: The training of a rank.
-        payload: The payload between nodes.
-    """
+    """Return the bytes that a scheme holds on every rank besides model, gradients and optimizer state."""
     return workload.model_bytes
 
 
@@ -404,7 +388,6 @@ def outer_copies(scheme: ParameterSync) -> int:
 
 
 def _in_flight_bytes(scheme: ParameterSync, model: float) -> float:
-    """Return the largest size of all packed buckets."""
     fragment = model / fragments_of(scheme)
     return fragment if scheme.staleness else min(fragment, BUCKETS_IN_FLIGHT * BUCKET_BYTES)
 

@@ -121,7 +121,6 @@ class Timeline:
         ends: list[float],
         now: float,
     ) -> None:
-        """Start all operations that can start; those of no length may let others start at once."""
         has_ended = True
         while has_ended:
             has_ended = False
@@ -154,7 +153,6 @@ class Timeline:
             heapq.heappush(ends, task.end)
 
     def _speeds(self, tasks: Sequence[Operation]) -> list[float]:
-        """Return the speeds, from 0 to 1, of operations that run at the same time."""
         speeds = [1.0] * len(tasks)
         wanted = sorted((task.processors, index) for index, task in enumerate(tasks) if task.processors > 0)
         if sum(processors for processors, _ in wanted) <= self.processors:
@@ -182,8 +180,6 @@ class Timeline:
 
 
 class _Link:
-    """The times in which a link is in use."""
-
     def __init__(self) -> None:
         self._begins: list[float] = []  # ascending
         self._ends: list[float] = []

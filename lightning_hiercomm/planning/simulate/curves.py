@@ -35,7 +35,6 @@ def table(curves: Sequence[Curve]) -> str:
 
 
 def _by_experiment(curves: Iterable[Curve]) -> list[list[Curve]]:
-    """Group runs that differ in their seeds only."""
     found: dict[tuple[Any, ...], list[Curve]] = {}
     for curve in curves:
         experiment = curve.experiment

@@ -36,12 +36,7 @@ _SECONDS_BETWEEN_WAKES = 1e-4
 
 @dataclass(frozen=True)
 class Site:
-    """The cluster whose step times are predicted.
-
-    Attributes:
-        cluster: Links; the number of nodes is replaced by that of the experiment.
-        workload: The training of a rank, and its step time.
-    """
+    """The cluster whose step times are predicted."""
 
     cluster: Cluster
     workload: Workload
@@ -167,12 +162,7 @@ class Curve:
 
 
 class VirtualClock:
-    """Predicts each step's time on a cluster, by the phase of the scheme.
-
-    Args:
-        experiment: The experiment.
-        site: The cluster.
-    """
+    """Predicts each step's time on a cluster, by the phase of the scheme."""
 
     def __init__(self, experiment: Experiment, site: Site) -> None:
         self._experiment = experiment
@@ -194,11 +184,6 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
     """Train all replicas as threads of this process, with the scheme's own code.
 
     Sums are made in rank order and every replica has its own random batches, so a run gives the same bits each time.
-
-    Args:
-        experiment: The experiment.
-        site: The cluster whose step times are predicted.
-        evaluations: How often the averaged model is evaluated.
 
     Raises:
         PlanningError: If the scheme does not support the experiment.
@@ -244,8 +229,6 @@ def _on_threads(experiment: Experiment, task: Callable[[_Replica], object]) -> l
 
 
 class _Replica:
-    """One rank of an experiment, on its own thread."""
-
     def __init__(self, experiment: Experiment, initial: nn.Module, rank: int, world: ThreadWorld) -> None:
         torch.set_num_threads(1)  # the setting belongs to a thread
         self._experiment = experiment

@@ -193,17 +193,12 @@ class RunningOuterOptimizer:
         }
 
     def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
-        """Continue with a new optimizer that has this state."""
         self._runs, self.optimizer, self._scheduler = self._made(states, schedule)
 
     def _made(
         self, states: _States, schedule: Mapping[str, Any]
     ) -> tuple[list[list[torch.nn.Parameter]], Optimizer, LRScheduler | None]:
-        """Make an optimizer of this rank's shard of every bucket, given the length and state of each run.
-
-        Returns:
-            The runs, the optimizer of them, and the scheduler of its learning rate.
-        """
+        """Make the runs of this rank's shard of every bucket, their optimizer, and its scheduler."""
         of_buckets = [
             [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
             for reference, runs in zip(self._reducer.references, states, strict=True)
@@ -317,7 +312,6 @@ class RunningOuterOptimizer:
 
 
 def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a scheduler may change: the learning rate and, in cyclic ones, the momentum."""
     return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
 
 

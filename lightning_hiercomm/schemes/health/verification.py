@@ -70,7 +70,7 @@ def first_difference(replica: Replica, topology: Topology) -> str | None:
     """
     held: dict[str, list[Tensor]] = {}
     for parameter in replica.parameters:
-        share = replica.shares.get(id(parameter))
+        share = replica.held.shares.get(id(parameter))
         held.setdefault("node" if share is None else share.held_by, []).append(parameter)
     for held_by in sorted(held):
         group = topology.holders[held_by].group

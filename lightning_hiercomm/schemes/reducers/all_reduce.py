@@ -271,11 +271,7 @@ class ShardedAllReduce(Reducer):
     def _average_in_node(
         self, index: int, flat: Tensor, intra: Communicator, route: _Route
     ) -> Callable[[], None] | None:
-        """Start to average values that differ inside the node.
-
-        Returns:
-            A function that waits, and writes the mean to this rank's shard of ``flat``; None if the values are equal.
-        """
+        """Start to average values that differ inside the node; return a function that waits; None if they are equal."""
         if self.buckets[index].equal_in_node:
             return None
         topology = self.topology
@@ -303,19 +299,7 @@ class ShardedAllReduce(Reducer):
         preflight: Preflight | None = None,
         waiting: bool = False,
     ) -> Callable[[], None]:
-        """Start to average a packed bucket over the nodes.
-
-        Args:
-            index: Of the bucket.
-            flat: The packed bucket.
-            averaged_in_node: The result of :meth:`_average_in_node`.
-            route: Its senders and weights.
-            preflight: Of the exchange; None if it is not flagged.
-            waiting: Whether training waits for it.
-
-        Returns:
-            A function that waits, and writes the mean to ``flat``.
-        """
+        """Start to average a packed bucket over the nodes; return a function that waits, and writes the mean to it."""
         part = route.shard(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
         has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))

@@ -175,7 +175,6 @@ class Peers:
         return self._duplicate.holders[self.segments[index].held_by]
 
     def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
-        """Return the factor of a node's parameters in its messages."""
         return weights[node] * round_.share(node) if self._push_sum else 1.0
 
 
@@ -202,12 +201,10 @@ class _Mixing:
 
     @property
     def node(self) -> int:
-        """This rank's node."""
         return self.peers._topology.node
 
     @property
     def is_unencoded(self) -> bool:
-        """Whether messages are sent unencoded."""
         return self.payload is self.share
 
     def change(self, out: Tensor) -> Tensor:
@@ -266,7 +263,6 @@ class _Mixing:
         return is_unfit([values]).to(values.device) == 0
 
     def _compare(self, own: Tensor, theirs: Tensor) -> None:
-        """Store the distance between this node's and a peer's parameters."""
         peer = self.round.receive_from[self.node][0]
         samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
         self.peers.disagreement.compare(self.index, *samples, own.numel())

@@ -21,12 +21,7 @@ MIN_BUCKET_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements ``start`` to ``end`` of a parameter, which lie in a flat tensor from element ``offset`` on.
-
-    Attributes:
-        piece: Index among the bucket's pieces.
-        tensor: The parameter.
-    """
+    """Elements ``start`` to ``end`` of a parameter, which lie in a flat tensor from element ``offset`` on."""
 
     piece: int
     tensor: Tensor

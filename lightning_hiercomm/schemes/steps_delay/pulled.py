@@ -73,7 +73,6 @@ def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _cut(whole: Mapping[str, Tensor], parts: Sequence[Bucket]) -> list[dict[str, Tensor]]:
-    """Undo :func:`_joined`, on the device of the parts."""
     lengths = [part.numel for part in parts]
     tensors = {name: values.split(lengths) if values.dim() else [values] * len(parts) for name, values in whole.items()}
     return [

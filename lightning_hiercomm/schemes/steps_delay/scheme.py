@@ -266,7 +266,6 @@ class ServedStepsDelay(RunningStepsDelay):
         return self._run_iteration
 
     def _run_iteration(self, optimizer_step: Callable[[], object] | None) -> None:
-        """Run one iteration instead of the optimizer's step."""
         if self.state.holds_final_weights:
             self._writes, self.state.holds_final_weights = None, False
         if optimizer_step is not None:
@@ -314,11 +313,7 @@ class ServedStepsDelay(RunningStepsDelay):
     # ---- the method: one iteration of Algorithm 1, from the gradient on ------------------------------------------
 
     def _step_synchronously(self, has_gradient: bool) -> None:
-        """Step in the warm-up.
-
-        Args:
-            has_gradient: Whether the parameters hold the node's mean gradient; otherwise it overflowed.
-        """
+        """Step in the warm-up; without a gradient if it overflowed."""
         exchange, server = self.exchange, self.server
         hyperparameters = server.hyperparameters()
         self._handle_writes(verify=True)
@@ -424,7 +419,6 @@ class ServedStepsDelay(RunningStepsDelay):
             self._disagreement.compare(index, torch.cat(samples), sample(arrived[:offset]), offset)
 
     def _rule_settings(self, bucket: ShardedBucket) -> dict[str, Any]:
-        """Return the numbers that the local rule uses."""
         group = self._required_optimizer.param_groups[bucket.group]
         learning_rate = float(group["lr"])
         return {

@@ -29,8 +29,6 @@ State: TypeAlias = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Owned:
-    """A parameter that the shard's optimizer steps: a view of the shard, and the slices that it consists of."""
-
     parameter: torch.nn.Parameter
     offset: int
     slices: tuple[Slice, ...]

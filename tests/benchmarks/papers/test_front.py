@@ -137,24 +137,6 @@ def test_settings_see_as_many_examples_per_step_on_any_number_of_nodes():
     assert len(front.SETTINGS) == 36
 
 
-def test_curves_are_stored_and_a_second_call_trains_nothing(tmp_path, monkeypatch):
-    arena = Arena("tiny", 4, 250, 2)  # 4 steps per epoch
-    ways = [WAYS["AllReduce"], WAYS["AllReduce, int4"]]
-    comparison = tuned.Comparison(arena, tuple(way.contender(arena) for way in ways), (0, 1), looks=4)
-    monkeypatch.setattr(tuned, "_HIGHEST", -5)
-    monkeypatch.setattr(tuned, "_LOWEST", -5)
-    monkeypatch.setattr(tuned, "TUNING_SEEDS", (100,))
-    tuned.climb(comparison, tmp_path)
-    known = tuned.load(comparison, tmp_path)
-    assert list(known) == ["AllReduce", "AllReduce, int4"]
-    for climb in known.values():
-        assert [len(curve) for curve in climb.judged_curves.values()] == [4, 4]
-        assert {seed: pytest.approx(curve[-1], abs=0.01) for seed, curve in climb.judged_curves.items()} == climb.judged
-    assert json.loads((tmp_path / "tiny.json").read_text())["looks"] == [2, 4, 6, 8]
-    monkeypatch.setattr(tuned, "train", None)
-    tuned.climb(comparison, tmp_path)
-
-
 def test_stored_results_of_the_front_belong_to_its_methods():
     for name, comparison in front.SETTINGS.items():
         path = front.STORED / f"{name}.json"

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.__main__ import make_parser
 from benchmarks.papers import command, hetgrad
 from benchmarks.papers.asynchronous import asynchronous
-from benchmarks.papers.command import papers
 from benchmarks.papers.optimizers import AdaBelief
 from benchmarks.papers.studies import STUDIES
-from benchmarks.papers.study import Results, Setting, known_results
+from benchmarks.papers.study import known_results
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, simulate
 from lightning_hiercomm.schemes import AllReduce
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("number", STUDIES)
-def test_a_study_that_has_just_begun_can_be_reported(number, tmp_path):
-    study = STUDIES[number]
-    nothing = Results({key: {} for key in study.by_key})
-    assert study.report(nothing)
-    study.draw(nothing, tmp_path / "it.png")
 
 
 @pytest.mark.parametrize("number", STUDIES)
@@ -45,34 +33,6 @@ def test_every_stored_run_belongs_to_the_settings_of_today(number):
     path = Path(command.__file__).parents[1] / "results" / "papers" / f"{number}.json"
     stored = sum(map(len, json.loads(path.read_text())["runs"].values()))
     assert sum(map(len, known_results(STUDIES[number], path).runs.values())) == stored > 0
-
-
-@dataclass(frozen=True)
-class LaterWorkload(Workload):
-    energy: float = 0.0
-
-
-def test_fingerprint_ignores_a_new_field_at_its_default():
-    def fingerprint(workload):
-        site = Site(Cluster(2, 1, Link(math.inf), Link(4e6)), workload)
-        experiment = Experiment("it", AllReduce(), 1, 12, 0.1, 8, TASKS["characters"])
-        return Setting("it", lambda seed: experiment, site).fingerprint(0)
-
-    of_today = fingerprint(Workload(1e6, 0.3, 0.7))
-    assert fingerprint(LaterWorkload(1e6, 0.3, 0.7)) == of_today
-    assert fingerprint(LaterWorkload(1e6, 0.3, 0.7, energy=1.0)) != of_today
-    assert fingerprint(Workload(1e6, 0.3, 0.7, update=0.1)) != of_today
-
-
-def test_results_of_other_settings_make_no_empty_document(tmp_path, capsys):
-    (tmp_path / "004.json").write_text(json.dumps({"runs": {"it": {"0": {"fingerprint": "of another"}}}}))
-    assert "has no run of the settings of today" in papers([], 1, 1, tmp_path, stored=True)
-    assert "1 runs are of settings that are no more" in capsys.readouterr().err
-
-
-def test_an_unknown_paper_gets_one_line(tmp_path):
-    assert "there is no study 005: choose from tasks, 000" in papers(["005"], 1, 1, tmp_path, False)
-    assert make_parser().parse_args(["papers", "003", "--seeds", "2"]).numbers == ["003"]
 
 
 # ---- what the studies bring along ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.papers import tuned
 from benchmarks.papers.many import Arena
 from benchmarks.papers.paired import difference
-from benchmarks.papers.tuned import COMPARISONS, Climb, Comparison, Contender, climb, load, rate_of, table
+from benchmarks.papers.tuned import COMPARISONS, Climb, Comparison, Contender, climb, load, rate_of
 
 
 def stage(monkeypatch, peaks):
@@ -69,41 +69,10 @@ def test_seeds_that_tune_do_not_judge(tmp_path, monkeypatch):
     assert found.judged[3] == pytest.approx(80 - 1 + 0.3), "on judging data"
 
 
-def test_stored_results_are_reused_unless_settings_changed(tmp_path, monkeypatch):
-    stage(monkeypatch, {"a": -6, "b": -8})
-    climb(comparison("a", "b"), tmp_path)
-    again = stage(monkeypatch, {"a": -6, "b": -8})
-    climb(comparison("a", "b"), tmp_path)
-    assert again == []
-    path = tmp_path / "try.json"
-    path.write_text(path.read_text().replace("about b", "about another"))
-    stored = json.loads(path.read_text())
-    stored["contenders"]["b"]["fingerprint"] = "of another"
-    path.write_text(json.dumps(stored))
-    climb(comparison("a", "b"), tmp_path)
-    assert {method for method, _ in again} == {"b"}
-
-
-def test_nothing_begins_after_its_time(tmp_path, monkeypatch):
-    played = stage(monkeypatch, {"a": -6})
-    climb(comparison("a"), tmp_path, until=0.0)
-    assert played == []
-
-
 def test_a_rate_that_makes_a_run_diverge_is_no_peak():
     found = Climb(tuning={-6: {100: 50.0, 101: 50.0}, -5: {100: 90.0, 101: None}, -7: {100: 40.0, 101: 40.0}})
     assert found.peak == -6
     assert found.missing(-6) == []
-
-
-def test_a_table_has_rates_accuracies_and_paired_differences(tmp_path, monkeypatch):
-    stage(monkeypatch, {"a": -4, "b": -8})
-    climb(comparison("a", "b"), tmp_path)
-    rows = table(comparison("a", "b"), load(comparison("a", "b"), tmp_path))
-    assert rows == [
-        ["a", "0.25", "", "79.5 ± 0.3", ""],
-        ["b", "0.0625", "0.25", "79.5 ± 0.3", "+0.0, from 0.0 to 0.0"],
-    ]
 
 
 def test_an_interval_is_students():

@@ -56,32 +56,6 @@ def test_sizes_that_would_take_too_long_are_left_out(monkeypatch):
     assert len(ThreadWorld(2).run(work)[0].points) == 2
 
 
-def test_tensors_alternate_so_that_no_cache_holds_them(monkeypatch):
-    monkeypatch.setattr(stopwatch, "_COLD", 5 * 2 * 1024)
-    places = []
-
-    class Group:
-        size, rank = 1, 0
-
-        def all_reduce(self, tensor):
-            places.append(tensor.data_ptr())
-
-    watch = Stopwatch(ThreadWorld(1).connect(0)([range(1)], "world"), torch.device("cpu"))
-    launch = watch._launch(Group(), "all_reduce", 1024)  # noqa: SLF001
-    for i in range(10):
-        launch(i)
-    assert len(set(places)) == 5
-    assert places[5:] == places[:5]
-
-
-def test_copying_is_timed():
-    def work(rank, world):
-        group = world.connect(rank)([range(2)], "world")
-        return Stopwatch(group, torch.device("cpu"), seconds=0.001).copy(2**16)
-
-    assert ThreadWorld(2).run(work)[0].seconds > 0
-
-
 # ---- crowded processors ----------------------------------------------------------------------------------------------
 
 

@@ -29,8 +29,6 @@ def is_derangement(sources):
 
 
 class Given(Graph):
-    """Says what it was told."""
-
     def __init__(self, *send_to):
         self.answer = send_to
 

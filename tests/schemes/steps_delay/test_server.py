@@ -298,8 +298,6 @@ def test_a_narrow_wire_loses_no_small_updates():
 
 
 class Communicating(torch.optim.SGD):
-    """Averages gradients by itself."""
-
     def step(self, closure=None):
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is not None:

@@ -495,7 +495,6 @@ class Wrapping(torch.optim.SGD):
 
 
 def lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """One that wraps another."""
     wrapping: torch.optim.Optimizer = pytest.importorskip("pytorch_optimizer").Lookahead(optimizer)
     return wrapping
 

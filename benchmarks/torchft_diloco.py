@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_node import Net, data, go_to_namespace, life, loss_of
 from torch.distributed import TCPStore
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
+
+from elastic_node import Net, data, go_to_namespace, incarnation, loss_of
 
 
 @dataclass
@@ -57,7 +60,7 @@ class Node:
 
 def main(node: Node) -> None:
     name, folder = os.environ["HIERCOMM_NODE"], Path(node.folder)
-    mark = lambda what: (folder / f"{name}.{life()}.{what}").touch()  # noqa: E731
+    mark = lambda what: (folder / f"{name}.{incarnation()}.{what}").touch()  # noqa: E731
     address = os.environ.get("NODE_ADDRESS", "127.0.0.1")
     socket.gethostname = lambda: address  # by which healing is offered, and which nothing resolves here
     store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
