@@ -113,6 +113,12 @@ class Launch:
                 environment={**job, **place},
             )
 
+    def processes_on(self, hosts: Sequence[str], variables: Callable[[int], dict[str, str]], *arguments: str) -> None:
+        """Start a process per name of a host, with the variables that a scheduler sets for its rank."""
+        for rank, host in enumerate(hosts):
+            job = [str(JOB), "--out", str(self.folder), "--host-name", host]
+            self.python(*job, *arguments, environment=variables(rank))
+
     def ranks_of_torchrun(self, *arguments: str, nodes: int = 2, ranks: int = 2, address: str = "127.0.0.1") -> None:
         """Start ranks as torchrun does, without an agent that watches them."""
         port = str(free_port())
@@ -241,6 +247,83 @@ def test_host_names_define_nodes_under_mpiexec(launch):
     assert [report["nodes"] for report in reports] == [[[0, 1, 3], [2]]] * 4
     assert [report["trace"][1] for report in reports] == [3.0] * 4
     assert sorted(sample for report in reports for sample in report["samples"]) == [*range(20)]
+
+
+def _check_nodes(launch: Launch, nodes: list[list[int]]) -> str:
+    """Check that a run of four ranks had these nodes, and synchronized them by the oracle's table; its output."""
+    codes, output = launch.end()
+    assert not any(codes), output
+    reports = [launch.report(rank) for rank in range(4)]
+    assert [report["nodes"] for report in reports] == [nodes] * 4, output
+    assert [report["trace"][1] for report in reports] == [3.0] * 4
+    assert sorted(sample for report in reports for sample in report["samples"]) == [*range(20)]
+    return output
+
+
+@pytest.mark.parametrize("ranks_per_node", [None, 1])
+def test_kubeflow_processes_of_one_host_are_one_node(launch, ranks_per_node):
+    port = str(free_port())
+
+    def variables(rank: int) -> dict[str, str]:  # as the operator sets them in pods
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "4", "RANK": str(rank)}
+
+    options = ["--kubeflow", "--devices", "1", "--num-nodes", "4"]
+    options += ["--ranks-per-node", str(ranks_per_node)] if ranks_per_node else []
+    launch.processes_on(["pod-a", "pod-a", "pod-b", "pod-b"], variables, *options)
+    output = _check_nodes(launch, [[0, 1], [2, 3]] if ranks_per_node is None else [[0], [1], [2], [3]])
+    warning = (
+        "KubeflowEnvironment reports the nodes [0] [1] [2] [3], but by host name they are [0, 1] [2, 3] (on pod-a,"
+        " pod-b). The host names are used. Set ranks_per_node to choose the nodes, such as ranks_per_node=1 for those"
+        " of the environment."
+    )
+    assert output.count(warning) == (ranks_per_node is None), output
+
+
+def test_lsf_nodes_are_hosts_of_the_rank_file(launch, tmp_path):
+    hosts = ["localhost", "localhost", "127.0.0.1", "127.0.0.1"]
+    (tmp_path / "ranks").write_text("\n".join(["launch-node", *hosts]))
+    job = {"LSB_JOBID": "7", "LSB_DJOB_RANKFILE": str(tmp_path / "ranks"), "MASTER_PORT": str(free_port())}
+
+    def variables(rank: int) -> dict[str, str]:  # as jsrun sets them
+        place = {"JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_LOCAL_RANK": str(rank % 2)}
+        return {**job, "JSM_NAMESPACE_SIZE": "4", **place}
+
+    launch.processes_on(hosts, variables, "--devices", "2", "--num-nodes", "2")
+    assert "The host names are used" not in _check_nodes(launch, [[0, 1], [2, 3]])
+
+
+def test_components_of_a_slurm_heterogeneous_job_are_unequal_nodes(launch):
+    """In a step over several components SLURM counts tasks and nodes over all of them."""
+    job = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "digits",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_NTASKS": "4",
+        "SLURM_NNODES": "2",
+        "MASTER_ADDR": "127.0.0.1",  # SLURM_NODELIST is that of a component
+        "MASTER_PORT": str(free_port()),
+    }
+    places = [("a", 0, 0, 3), ("a", 0, 1, 3), ("a", 0, 2, 3), ("b", 1, 0, 1)]
+    for rank, (host, node, local_rank, devices) in enumerate(places):
+        place = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
+        launch.python(
+            *(str(JOB), "--out", str(launch.folder), "--host-name", host),
+            *("--num-nodes", "2", "--devices", str(devices)),
+            environment={**job, **place, "SLURM_NTASKS_PER_NODE": str(devices), "SLURM_NODELIST": host},
+        )
+    assert "The host names are used" not in _check_nodes(launch, [[0, 1, 2], [3]])
+
+
+def test_slurm_tasks_that_each_have_a_node_id_on_one_host_are_one_node(launch):
+    """Several jobs' steps or containers may each count their nodes from their own; host names then decide."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "digits", "SLURM_NTASKS": "4", "SLURM_NNODES": "4"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS_PER_NODE": "1"}
+
+    def variables(rank: int) -> dict[str, str]:
+        return {**job, **address, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
+
+    launch.processes_on(["a", "a", "b", "b"], variables, "--devices", "1", "--num-nodes", "4")
+    assert _check_nodes(launch, [[0, 1], [2, 3]]).count("SLURMEnvironment reports the nodes [0] [1] [2] [3]") == 1
 
 
 def test_devices_must_be_the_ranks_of_this_node(launch):

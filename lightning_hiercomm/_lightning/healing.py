@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm._lightning.places import drop_places, is_stateful, restores_module
 from lightning_hiercomm._lightning.saves import model_checkpoints, taking_shapes, with_plain_numbers
 
 _FIT = "fit_loop"
@@ -40,6 +41,7 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     connector = trainer._checkpoint_connector
     require_attribute(connector, "dump_checkpoint")
     checkpoint = connector.dump_checkpoint(weights_only=False)
+    drop_places(checkpoint)  # a joining node takes over another part of the data, from the next batch on
     loops = checkpoint["loops"][_FIT]
     for progress in (key for key in loops if key.startswith(f"{_EPOCH}.") and key.endswith("progress")):
         _only_completed(loops[progress])
@@ -86,6 +88,12 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
     with taking_shapes(trainer.lightning_module):  # buffers may have grown since the run began
         connector.restore_model()
     connector.restore_datamodule()
+    if restores_module(trainer, checkpoint):
+        warnings.warn(
+            "elastic nodes: the data module of this node gets the state of another node's. If that is a place in the"
+            " data, this node repeats samples of the other one.",
+            stacklevel=2,
+        )
     connector.restore_callbacks()
     for name, buffer in trainer.lightning_module.named_buffers():  # including non-persistent ones
         given = state["buffers"].get(name)
@@ -168,7 +176,14 @@ def note_stage_of_dataloaders(
             stage[0] = None
         if mode == RunningStage.TRAINING and (done := batches_done()):
             epochs: Any = trainer.fit_loop.epoch_progress.current
-            _begin_later(prepared, done, epochs.processed)
+            has_begun = _begin_later(prepared, done, epochs.processed)
+            if not has_begun and is_stateful(prepared):
+                warnings.warn(
+                    f"elastic nodes: this node joins in mid-epoch, where {type(prepared).__name__} starts at the"
+                    " beginning of its stream, because other nodes do not know its place. Use a dataset with a length"
+                    " to train on each sample once.",
+                    stacklevel=2,
+                )
         return prepared
 
     connector._prepare_dataloader = prepare  # type: ignore[method-assign]
@@ -212,8 +227,8 @@ class _Later(Iterable[Any]):
         return getattr(self._batches, name)
 
 
-def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
-    """Make a dataloader's next iteration the rest of an epoch, before its workers start.
+def _begin_later(dataloader: Any, done: int, epoch: int) -> bool:
+    """Make a dataloader's next iteration the rest of an epoch, before its workers start; return whether it is.
 
     torch does not allow replacing a loader's sampler, but reads it when an iteration starts. A loader without batches
     of indices, or with an ``IterableDataset``, resumes by itself.
@@ -221,11 +236,12 @@ def _begin_later(dataloader: Any, done: int, epoch: int) -> None:
     batches = getattr(dataloader, "batch_sampler", None)
     length = sized_len(batches)
     if not length:
-        return
+        return False
     for sampler in (getattr(batches, "sampler", None), batches):
         if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
     vars(dataloader)["batch_sampler"] = _Later(batches, done % length)
+    return True
 
 
 def _progresses(progress: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -57,6 +58,7 @@ class Checkpoints:
         self._resumed_from: tuple[str, str | None] | None = None
         self._sidecar: dict[str, Any] | None = None
         self._random_state: Mapping[str, Any] | None = None
+        self._places_differ = self._has_warned = False
         self._paths: dict[str, str] = {}  # rank 0's paths of checkpoints, by the paths on this rank
         self._written: dict[str, str] = {}  # the identity of this rank's newest sidecar, by the checkpoint's path
 
@@ -112,6 +114,36 @@ class Checkpoints:
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
         run.averaged_model.average_kept(numbers, ranks_are_equal)
         checkpoint["state_dict"] = state_dict
+
+    def check_places(self, places: Mapping[str, str], redrawn: str | None, topology: Topology) -> None:
+        """Warn once if a resume from this checkpoint would not continue where this rank is in its data.
+
+        Collective over the world if there are places.
+
+        Args:
+            places: Digests of this rank's places, by whose they are; the checkpoint holds rank 0's.
+            redrawn: The type of a dataloader whose order no checkpoint holds, if it shuffles in mid-epoch.
+            topology: The nodes.
+        """
+        if redrawn is not None and not self._has_warned and topology.rank == 0:
+            warnings.warn(
+                f"{redrawn} draws another order when this run resumes in mid-epoch, so some samples come twice and"
+                " others not at all: its place holds no order under Lightning's distributed sampler. Give it"
+                " sampler=DistributedSampler(dataset, num_replicas=..., rank=...) instead of shuffle=True.",
+                stacklevel=2,
+            )
+            self._has_warned = True
+        if places and not self._places_differ:
+            everyone: list[Mapping[str, str]] = topology.world.all_gather_object(places)
+            differing = [whose for whose in places if any(each.get(whose) != places[whose] for each in everyone)]
+            self._places_differ = bool(differing)
+            if differing and topology.rank == 0:
+                warnings.warn(
+                    f"The state of {' and of '.join(differing)} differs between ranks, and the checkpoint holds rank"
+                    " 0's: after a resume all ranks continue at rank 0's place in the data. Use"
+                    " HierarchicalStrategy(checkpoint_replicas=True) to store every rank's.",
+                    stacklevel=2,
+                )
 
     @contextmanager
     def sidecars(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hiercomm._lightning.places import draws_another_order, places_in_data
 from lightning_hiercomm._lightning.saves import copied_where, entries_of_rank, taking_shapes, with_base_io
 from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tuner, raw_optimizer
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
@@ -95,6 +96,11 @@ class CheckpointHooks(StrategyState):
         if together or run.is_closed:
             checkpoints.average_foreign_weights(checkpoint, run)
         checkpoints.add_to(checkpoint, run, self.batches, together)
+        if together and self._elastic_node is None:
+            trainer = self._module.trainer
+            places = {} if has_sidecars else places_in_data(trainer, checkpoint)
+            redrawn = None if trainer.is_last_batch else draws_another_order(trainer)
+            checkpoints.check_places(places, redrawn, run.topology)
         if self._elastic_node is not None and not self._elastic_node.writes:
             return  # another node writes
         io = self.checkpoint_io

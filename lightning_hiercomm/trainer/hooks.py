@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.averages import heal_averages
 from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
+from lightning_hiercomm._lightning.places import begin_stateful_loader
 from lightning_hiercomm._lightning.saves import dump_within, restore_dump
 from lightning_hiercomm._lightning.trainer import (
     draw_first_indices,
@@ -33,6 +34,7 @@ from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
+from lightning_hiercomm.nodes.hosts import Place
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import (
@@ -97,7 +99,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             self.topology = connect_world(
                 self.global_rank,
                 self.world_size,
-                place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks),
+                self._place(),
                 self._settings.ranks_per_node,
                 self._settings.transport.inter_node,
                 self._timeout,
@@ -107,6 +109,10 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         if not is_first:
             world = self.topology.world
             self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
+
+    def _place(self) -> Place:
+        """Return where this rank is."""
+        return place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks)
 
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
@@ -176,6 +182,9 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     def process_dataloader(self, dataloader: object) -> object:
         if self.batches is not None and self._module.trainer.training:
             return self.batches.process_dataloader(dataloader)
+        trainer = self._trainer_or_none
+        if trainer is not None and self._is_fitting:
+            begin_stateful_loader(dataloader, trainer.current_epoch)
         return super().process_dataloader(dataloader)
 
     # ---- training begins -----------------------------------------------------------------------------------------

@@ -1,15 +1,22 @@
-"""The commands of docs/howto/start_a_run.md, as they stand there, and what they train."""
+"""The commands of docs/howto/start_a_run.md and the files of examples/clusters, as they stand there.
+
+Launchers that are not installed here are played: ``srun``, ``jsrun``, and what operators put into the environment.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from forked import ForkedPython, stand_in_for_python
 from ports import free_port
 
@@ -19,6 +26,7 @@ SECTIONS = dict(
         r"^## (\w+)\n(.*?)(?=^## |\Z)", (ROOT / "docs/howto/start_a_run.md").read_text(), re.DOTALL | re.MULTILINE
     )
 )
+CLUSTERS = ROOT / "examples" / "clusters"
 SHORT = "--trainer.max_epochs=1 --trainer.limit_train_batches=2"
 
 pytestmark = pytest.mark.slow
@@ -73,6 +81,14 @@ def run(folder: Path, *commands: str, **environment: str) -> str:
     return output
 
 
+def run_with_torchrun(checkout: Path, *commands: str, **environment: str) -> str:
+    """Run shell commands that start torchrun, which forks here."""
+    torchrun = (checkout / ".venv").readlink() / "bin" / "torchrun"
+    (checkout / ".venv").unlink()
+    make_program(checkout / ".venv/bin/torchrun", f'exec {stand_in_for_python()} {torchrun} "$@"')
+    return run(checkout, *commands, PYTHON_EXEC=stand_in_for_python(), **environment)
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The only checkpoint's parameters and buffers."""
     (path,) = folder.glob("runs/digits/*/checkpoints/*.ckpt")
@@ -84,18 +100,14 @@ def test_torchrun(checkout):
     first = f"{command('torchrun', '.venv/bin/torchrun')} {SHORT}"
     second = first.replace("--node-rank 0", "--node-rank 1")
     assert first != second
-    torchrun = (checkout / ".venv").readlink() / "bin" / "torchrun"
-    (checkout / ".venv").unlink()
-    has_torch = f'exec {stand_in_for_python()} {torchrun} "$@"'
-    make_program(checkout / ".venv/bin/torchrun", has_torch)
-    assert "on 4 ranks" in run(checkout, first, second, PYTHON_EXEC=stand_in_for_python())
+    assert "on 4 ranks" in run_with_torchrun(checkout, first, second)
 
 
 @pytest.mark.long("eight ranks, as many as the script asks for, read the configuration and train")
 def test_slurm(checkout):
     """``srun`` is played by this test; what it does to the environment is what SLURM's documentation says."""
     make_program(checkout / "srun", 'while [[ $1 == --* ]]; do shift; done\nprintf "%s\\n" "$@" > command')
-    text = (ROOT / "examples/slurm/digits.sbatch").read_text()
+    text = (ROOT / "examples/clusters/digits.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     nodes, tasks_per_node = int(options["nodes"]), int(options["ntasks-per-node"])
     job = {
@@ -106,7 +118,7 @@ def test_slurm(checkout):
         "SLURM_NTASKS": str(nodes * tasks_per_node),
         "SLURM_NODELIST": "localhost",
     }
-    run(checkout, "bash examples/slurm/digits.sbatch", **job, PATH=f"{checkout}:{os.environ['PATH']}")
+    run(checkout, "bash examples/clusters/digits.sbatch", **job, PATH=f"{checkout}:{os.environ['PATH']}")
     python, *arguments = (checkout / "command").read_text().splitlines()
     assert python == ".venv/bin/python"
     tasks = []
@@ -121,6 +133,111 @@ def test_slurm(checkout):
     output = "".join(process.communicate(timeout=200)[0] for process in tasks)
     assert not any(process.returncode for process in tasks), output
     assert "on 8 ranks" in output
+
+
+@pytest.mark.long("four ranks that train")
+def test_lsf(checkout):
+    make_program(checkout / "jsrun", 'printf "%s\\n" "$@" > command')
+    run(checkout, f"bash {CLUSTERS}/digits.lsf", PATH=f"{checkout}:{os.environ['PATH']}")
+    words = (checkout / "command").read_text().splitlines()
+    start = words.index(".venv/bin/python")
+    options = dict(zip(words[:start:2], words[1:start:2], strict=True))
+    hosts, ranks = int(options["--nrs"]), int(options["--tasks_per_rs"])
+    assert options["--rs_per_host"] == "1"
+    assert re.search(rf"^#BSUB -nnodes {hosts}$", (CLUSTERS / "digits.lsf").read_text(), re.MULTILINE)
+    (checkout / "hosts").write_text("launch\n" + f"{socket.gethostname()}\n" * hosts * ranks)
+    port, tasks = str(free_port()), []
+    for rank in range(hosts * ranks):
+        job = {
+            "LSB_JOBID": "7",
+            "LSB_DJOB_RANKFILE": str(checkout / "hosts"),
+            "MASTER_PORT": port,
+            "JSM_NAMESPACE_SIZE": str(hosts * ranks),
+            "JSM_NAMESPACE_RANK": str(rank),
+            "JSM_NAMESPACE_LOCAL_RANK": str(rank % ranks),
+        }
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **job}
+        tasks.append(ForkedPython([*words[start + 1 :], *SHORT.split()], environment, checkout / f"{rank}", checkout))
+    output = "".join(process.communicate(timeout=200)[0] for process in tasks)
+    assert not any(process.returncode for process in tasks), output
+    assert "on 4 ranks" in output
+
+
+@pytest.mark.long("two torchruns, and three ranks that train")
+def test_slurm_heterogeneous_job(checkout):
+    make_program(checkout / "scontrol", '[ "$1 $2" = "show hostnames" ] && echo "$3"')
+    make_program(
+        checkout / "srun",
+        """
+        node=0 command=() status=0
+        start() { SLURM_NODEID=$node "${command[@]}" & node=$((node + 1)); command=(); }
+        for word in "$@"; do
+            if [ "$word" = : ]; then start; elif [ "${word#--}" = "$word" ] || [ ${#command[@]} -gt 0 ]; then
+                command+=("$word"); fi
+        done
+        start
+        for job in $(jobs -p); do wait $job || status=1; done
+        exit $status""",
+    )
+    script = (CLUSTERS / "heterogeneous.sbatch").read_text()
+    (checkout / "script").write_text(script.replace("ranks_per_node=null", f"ranks_per_node=null {SHORT}"))
+    job = {
+        "SLURM_JOB_ID": str(free_port() - 15_000),
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "127.0.0.1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "localhost",
+    }
+    path = f"{checkout}:{os.environ['PATH']}"
+    assert "on 3 ranks" in run_with_torchrun(checkout, "bash script", **job, PATH=path)
+
+
+@pytest.mark.nightly
+def test_skypilot(checkout):
+    task = yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text())
+    nodes = task["num_nodes"]
+    command = task["run"].replace("29500", str(free_port())).rstrip() + f" {SHORT}"
+    every = f"SKYPILOT_NUM_NODES={nodes} SKYPILOT_NODE_IPS=$'127.0.0.1\\n127.0.0.1'"
+    commands = [f"export SKYPILOT_NODE_RANK={node} {every}\n{command}" for node in range(nodes)]
+    assert "on 4 ranks" in run_with_torchrun(checkout, *commands)
+
+
+def test_kubeflow(checkout):
+    job = yaml.safe_load((CLUSTERS / "kubeflow.yaml").read_text())["spec"]
+    replicas = [job["pytorchReplicaSpecs"][kind] for kind in ("Master", "Worker")]
+    pods = [replica["template"] for replica in replicas for _ in range(replica["replicas"])]
+    port, commands = free_port(), []
+    for rank, pod in enumerate(pods):
+        (container,) = pod["spec"]["containers"]
+        variables = {
+            "PET_NNODES": len(pods),
+            "PET_NODE_RANK": rank,
+            "PET_NPROC_PER_NODE": job["nprocPerNode"],
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": port,
+            "WORLD_SIZE": len(pods) * int(job["nprocPerNode"]),
+            "RANK": rank,
+        }
+        exports = " ".join(f"{name}={value}" for name, value in variables.items())
+        commands.append(f"export {exports}\n.venv/bin/{' '.join(container['command'])} {SHORT}")
+    assert "on 4 ranks" in run_with_torchrun(checkout, *commands)
+
+
+def test_skypilots_schema_accepts_the_task():
+    schemas = pytest.importorskip("sky.utils.schemas", reason="needs skypilot")
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text()), schemas.get_task_schema())
+
+
+def test_kubeflows_client_reads_and_writes_the_job_unchanged():
+    models = pytest.importorskip("kubeflow.training.models", reason="needs kubeflow-training")
+    client = pytest.importorskip("kubernetes.client")
+    for name, model in vars(models).items():  # where the client's deserializer finds types
+        if name.startswith("KubeflowOrg"):
+            setattr(client.models, name, model)
+    job = yaml.safe_load((CLUSTERS / "kubeflow.yaml").read_text())
+    api = client.ApiClient()
+    read = api.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1PyTorchJob")
+    assert api.sanitize_for_serialization(read) == job  # it drops names that it does not know
 
 
 def daso(folder: Path, text: str) -> dict[str, torch.Tensor]:

@@ -22,11 +22,12 @@ from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.control.open_files import needed_files
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.measure.ranks import Machine, Ranks, cluster_environment, connected, this_machine
+from lightning_hiercomm.planning.measure.round_trip import between_nodes, round_trips, window
 
 Level = Literal["ok", "note", "FAIL"]
 
 _CONNECT = timedelta(seconds=60)
-_CONNECT_TO_PORT = 5.0
+_FAR = 0.005  # seconds of a round trip, from which on the TCP window may limit a stream
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def _together(ranks: Ranks) -> Iterator[Finding]:
     )
     machines: list[Machine] = topology.world.all_gather_object(this_machine())
     yield from layout(topology.nodes, machines)
-    yield control_port(topology, ranks.environment.main_address)
+    yield from control_port(topology, ranks.environment.main_address)
     yield threads(machines, topology.world.all_gather_object(torch.get_num_threads()))
 
 
@@ -287,27 +288,38 @@ def layout(nodes: Sequence[Sequence[int]], machines: Sequence[Machine]) -> Itera
         yield Finding("note", "all ranks are one node: every scheme trains as DDP does")
 
 
-def control_port(topology: Topology, host: str) -> Finding:
+def control_port(topology: Topology, host: str) -> Iterator[Finding]:
     """Check that every rank reaches rank 0 at a free port, as the control plane needs; collective."""
-    with contextlib.ExitStack() as stack:
-        port = 0
-        if topology.rank == 0:
-            server = stack.enter_context(socket.create_server(("", 0), backlog=topology.world_size))
-            port = server.getsockname()[1]
-        port = topology.world.all_gather_object(port)[0]
-        has_reached = topology.rank == 0
-        with contextlib.suppress(OSError):
-            stack.enter_context(socket.create_connection((host, port), timeout=_CONNECT_TO_PORT))
-            has_reached = True
-        everyone = topology.world.all_gather_object(has_reached)
-    shut_out = [rank for rank, reached in enumerate(everyone) if not reached]
+    port, seconds = round_trips(topology, host)
+    shut_out = [rank for rank, own in enumerate(seconds) if own is None]
     if shut_out:
-        return Finding(
+        yield Finding(
             "FAIL",
             f"{named(shut_out)} cannot reach {host}:{port}: failures would show after the timeout only",
             "open rank 0's ephemeral ports to the other nodes",
         )
-    return Finding("ok", f"every rank reaches an ephemeral port of {host}, as the control plane needs")
+    else:
+        yield Finding("ok", f"every rank reaches an ephemeral port of {host}, as the control plane needs")
+    trips = between_nodes(topology.nodes, seconds)
+    if trips:
+        yield distance(max(trips), window())
+
+
+def distance(seconds: float, window: int | None) -> Finding:
+    """Report the longest round trip, and the rate that the TCP window then leaves to one stream.
+
+    Args:
+        seconds: From a node to the first one and back.
+        window: Most bytes in flight on a TCP connection, if known.
+    """
+    found = f"the longest round trip to the first node takes {1e3 * seconds:.3g} ms"
+    if window is None or seconds < _FAR:
+        return Finding("ok", found)
+    return Finding(
+        "note",
+        f"{found}, so one TCP stream carries at most {8e-9 * window / seconds:.2g} Gbit/s",
+        "on a faster link raise net.ipv4.tcp_rmem and tcp_wmem, or use several streams",
+    )
 
 
 def threads(machines: Sequence[Machine], per_rank: Sequence[int]) -> Finding:

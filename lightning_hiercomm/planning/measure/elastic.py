@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPException
@@ -13,8 +12,8 @@ from importlib import metadata
 from lightning_hiercomm.elastic.configuration import Elastic, check_torchft
 from lightning_hiercomm.elastic.lighthouse import own_address
 from lightning_hiercomm.planning.measure.doctor import Finding, interfaces
+from lightning_hiercomm.planning.measure.round_trip import connect_seconds
 
-_CONNECTIONS = 5
 _START = "start `python -m lightning_hiercomm lighthouse`, and open its port to all nodes"
 
 
@@ -36,7 +35,8 @@ def _findings(given: str | None, environment: Mapping[str, str]) -> Iterator[Fin
         return
     yield Finding("ok", f"torchft {metadata.version('torchft')}")
     try:
-        seconds = _round_trip(address)
+        host, _, port = address.rpartition(":")
+        seconds = connect_seconds(host.strip("[]"), int(port))
         is_lighthouse = _serves_a_lighthouse(address)
     except OSError as error:
         yield Finding("FAIL", f"no lighthouse answers at {address} ({error})", _START)
@@ -48,16 +48,6 @@ def _findings(given: str | None, environment: Mapping[str, str]) -> Iterator[Fin
     yield own(environment.get("HIERCOMM_ADDRESS"), own_address(address), address, interfaces())
     name = environment.get("HIERCOMM_NODE")
     yield Finding("ok", f"this node's name is {name or socket.gethostname()!r}" + ("" if name else ", its host name"))
-
-
-def _round_trip(address: str) -> float:
-    host, _, port = address.rpartition(":")
-    taken = []
-    for _ in range(_CONNECTIONS):
-        began = time.perf_counter()
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=5.0):
-            taken.append(time.perf_counter() - began)
-    return min(taken)
 
 
 def _serves_a_lighthouse(address: str) -> bool:

@@ -147,8 +147,9 @@ def in_threads(work, size=3):
 
 
 def test_a_reachable_port_is_ok():
-    found = in_threads(lambda topology: doctor.control_port(topology, "127.0.0.1"))
-    assert levels(found) == ["ok"] * 3
+    found = in_threads(lambda topology: list(doctor.control_port(topology, "127.0.0.1")))
+    assert [levels(each) for each in found] == [["ok", "ok"]] * 3
+    assert "the longest round trip to the first node takes 0." in found[1][1].text
 
 
 def test_ranks_that_cannot_reach_the_port_are_named(monkeypatch):
@@ -156,9 +157,17 @@ def test_ranks_that_cannot_reach_the_port_are_named(monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    found = in_threads(lambda topology: doctor.control_port(topology, "127.0.0.1"))
-    assert found[0].level == "FAIL"
-    assert "ranks 1-2 cannot reach 127.0.0.1" in found[0].text
+    for (found,) in in_threads(lambda topology: list(doctor.control_port(topology, "127.0.0.1"))):
+        assert found.level == "FAIL"
+        assert "ranks 1-2 cannot reach 127.0.0.1" in found.text
+
+
+def test_a_far_node_is_noted_with_the_rate_of_one_stream():
+    assert doctor.distance(0.001, 2**22).level == "ok"
+    assert doctor.distance(0.08, None).level == "ok"
+    far = doctor.distance(0.08, 4_000_000)
+    assert far.level == "note"
+    assert far.text.endswith("takes 80 ms, so one TCP stream carries at most 0.4 Gbit/s")
 
 
 def test_equal_findings_of_several_ranks_are_one_line():

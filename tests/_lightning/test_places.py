@@ -1,0 +1,118 @@
+"""Places in the data: what Lightning saves of loaders and data modules, and which samplers it wraps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from lightning_hiercomm._lightning.healing import note_stage_of_dataloaders
+from lightning_hiercomm._lightning.places import (
+    begin_stateful_loader,
+    draws_another_order,
+    drop_places,
+    places_in_data,
+    restores_module,
+)
+
+
+class Loader(DataLoader):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Module(pl.LightningDataModule):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 1}
+
+
+class MyRandomSampler(Sampler):
+    def __iter__(self):
+        return iter(range(4))
+
+    def __len__(self):
+        return 4
+
+
+def trainer_with(loader: object, datamodule: object = None) -> Any:
+    loop = SimpleNamespace(_combined_loader=CombinedLoader(loader))
+    return SimpleNamespace(fit_loop=loop, datamodule=datamodule)
+
+
+def saved(state: object) -> dict[str, Any]:
+    return {"loops": {"fit_loop": {"state_dict": {"combined_loader": [state]}}}, "Module": {"at": 1}}
+
+
+def test_only_loaders_and_modules_with_a_state_have_a_place():
+    assert places_in_data(trainer_with(DataLoader([1])), saved(None)) == {}
+    assert places_in_data(trainer_with(DataLoader([1]), pl.LightningDataModule()), saved(None)) == {}
+    assert [*places_in_data(trainer_with(Loader([1]), Module()), saved({}))] == [
+        "a train dataloader",
+        "the data module",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ({"at": 3, "of": (4, torch.ones(2))}, True),
+        ({"of": [4, torch.ones(2)], "at": 3, "_base_seed": 7}, True),
+        ({"at": 3, "of": [4, torch.zeros(2)]}, False),
+        ({"at": 2, "of": [4, torch.ones(2)]}, False),
+    ],
+)
+def test_places_are_equal_whatever_the_order_and_the_seeds_of_workers(other, same):
+    trainer = trainer_with(Loader([1]))
+    first = places_in_data(trainer, saved({"at": 3, "of": [4, torch.ones(2)], "_base_seed": 1}))
+    assert (places_in_data(trainer, saved(other)) == first) is same
+
+
+def test_an_order_drawn_by_a_wrapped_sampler_is_known():
+    def loader(kind: type, sampler: Any) -> Any:
+        wrapped = _get_distributed_sampler(
+            DataLoader([1] * 4, sampler=sampler), True, 0, mode=RunningStage.TRAINING, num_replicas=2, rank=0
+        )
+        return trainer_with(kind([1] * 4, sampler=wrapped))
+
+    assert draws_another_order(loader(Loader, MyRandomSampler())) == "Loader"
+    assert draws_another_order(loader(DataLoader, MyRandomSampler())) is None
+    assert draws_another_order(loader(Loader, None)) is None, "Lightning gives torch's samplers a seed"
+
+
+def test_only_stateful_loaders_get_their_epoch_early():
+    for kind, epoch in ((DataLoader, 0), (Loader, 3)):
+        sampler = DistributedSampler([1] * 4, 2, 0)
+        begin_stateful_loader(kind([1] * 4, sampler=sampler), 3)
+        assert sampler.epoch == epoch
+
+
+def test_a_state_without_places_gives_a_data_module_its_own():
+    checkpoint = saved({"at": 1})
+    drop_places(checkpoint)
+    assert checkpoint["loops"] == {"fit_loop": {"state_dict": {}}}
+    assert restores_module(trainer_with(Loader([1]), Module()), checkpoint)
+    assert not restores_module(trainer_with(Loader([1]), pl.LightningDataModule()), checkpoint)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(("kind", "warns"), [(DataLoader, False), (Loader, True)])
+def test_a_stream_that_starts_again_on_a_joining_node_is_reported(kind, warns, recwarn):
+    trainer = pl.Trainer(accelerator="cpu", strategy=SingleDeviceStrategy(), logger=False, enable_checkpointing=False)
+    note_stage_of_dataloaders(trainer, [None], lambda: 3)
+    trainer._data_connector._prepare_dataloader(kind(Stream()), False, RunningStage.TRAINING)
+    assert any("starts at the beginning of its stream" in str(each.message) for each in recwarn) is warns

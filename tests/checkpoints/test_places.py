@@ -1,0 +1,210 @@
+"""Loaders and data modules that remember their place: each sample once after a resume in mid-epoch, or a warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+RANKS, SAMPLES, BATCH, STOP = 4, 64, 2, 3
+STEPS = SAMPLES // RANKS // BATCH
+PLACE = "differs between ranks, and the checkpoint holds rank 0's"
+SCHEMES = ["all_reduce", "periodic", "diloco", "daso", "gossip", "steps_delay"]
+
+
+class Samples(IterableDataset):
+    """The samples of this rank, in order; it remembers those that are left."""
+
+    def __init__(self, rank: int) -> None:
+        self.left = list(range(rank, SAMPLES, RANKS))
+
+    def __iter__(self) -> Iterator[float]:
+        while self.left:
+            yield float(self.left.pop(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": list(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = list(state["left"])
+
+
+class Loader(DataLoader):
+    """Remembers the place of its dataset."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dataset": self.dataset.state_dict(), "_base_seed": torch.seed()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state_dict(state["dataset"])
+
+
+class Cursor(pl.LightningDataModule):
+    """Remembers the place of each rank."""
+
+    samples: Samples
+
+    def train_dataloader(self) -> DataLoader:
+        if not hasattr(self, "samples"):
+            self.samples = Samples(self.trainer.global_rank)
+        return DataLoader(self.samples, batch_size=BATCH)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.samples.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples = Samples(0)
+        self.samples.load_state_dict(state)
+
+
+class Data(pl.LightningDataModule):
+    def __init__(self, kind: str, folder: Path) -> None:
+        super().__init__()
+        self.kind, self.folder = kind, folder
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        if self.kind == "own":
+            return Loader(Samples(rank), batch_size=BATCH)
+        name, _, how = self.kind.partition(" ")
+        workers = 2 if "workers" in how else 0
+        if name == "litdata":
+            import litdata
+
+            dataset = litdata.StreamingDataset(str(self.folder), shuffle=True, seed=1)
+            return litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers)
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        make = partial(StatefulDataLoader, batch_size=BATCH, num_workers=workers)
+        samples = [float(sample) for sample in range(SAMPLES)]
+        if "stream" in how:
+            return make(Samples(rank))
+        if "sampler" in how:
+            return make(samples, sampler=DistributedSampler(samples, RANKS, rank, seed=3))
+        return make(samples, shuffle="shuffle" in how)
+
+
+class Seen(pl.LightningModule):
+    """Notes its samples; saves a checkpoint after some steps, and then stops noting."""
+
+    def __init__(self, path: Path, stop: int) -> None:
+        super().__init__()
+        self.x = torch.nn.Parameter(torch.zeros(1))
+        self.path, self.stop = path, stop
+        self.seen: list[float] = []
+        self.warned: list[str] = []
+        self.saved = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if not self.saved:
+            self.seen += batch.flatten().tolist()
+        return ((self.x - batch.float().mean()) ** 2).sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.stop:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                self.trainer.save_checkpoint(self.path)
+                self.trainer.save_checkpoint(self.path)
+            self.warned, self.saved = [str(each.message) for each in caught], True
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.5)
+
+    @property
+    def report(self) -> Any:
+        return {"seen": self.seen, "warned": self.warned}
+
+
+@pytest.fixture
+def resumed(fit, tmp_path):
+    """Train until a save, resume from it; the samples of both fits, and what rank 0 warned of at the save."""
+
+    def run(kind: str, scheme: str = "periodic", replicas: bool = False, stop: int = STOP, epochs: int = 1) -> Any:
+        folder = tmp_path / "data"
+        if kind.startswith("litdata"):
+            litdata = pytest.importorskip("litdata")
+            if not folder.exists():
+                litdata.optimize(fn=float, inputs=list(range(SAMPLES)), output_dir=str(folder), chunk_size=4)
+        elif kind.startswith("torchdata"):
+            pytest.importorskip("torchdata.stateful_dataloader")
+        path = tmp_path / "mid.ckpt"
+        batches = STEPS if kind in ("own", "module") or "stream" in kind else 1.0
+        fits = []
+        for stops, checkpoint in ((stop, None), (0, path)):
+            data = Cursor() if kind == "module" else Data(kind, folder)
+            arguments = {"datamodule": data, "ckpt_path": checkpoint}
+            strategy = {"scheme": scheme, "checkpoint_replicas": replicas}
+            settings = {"fit_arguments": arguments, "limit_train_batches": batches, "max_epochs": epochs}
+            fits.append([each["report"] for each in fit(Seen(path, stops), strategy, **settings)])
+        seen = [sample for reports in fits for report in reports for sample in report["seen"]]
+        places = [text for text in fits[0][0]["warned"] if "place" in text]
+        assert not any("place" in text for report in fits[0][1:] for text in report["warned"]), "rank 0 warns"
+        return seen, places
+
+    return run
+
+
+def check_each_once(seen: list[float], epochs: int = 1) -> None:
+    assert sorted(seen) == sorted([*range(SAMPLES)] * epochs)
+
+
+@pytest.mark.parametrize("kind", ["own", "module"])
+@pytest.mark.parametrize(
+    "scheme", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "periodic")) for name in SCHEMES]
+)
+def test_each_sample_comes_once_with_checkpoint_replicas(resumed, kind, scheme):
+    seen, warned = resumed(kind, scheme, replicas=True)
+    check_each_once(seen)
+    assert warned == []
+
+
+@pytest.mark.parametrize(("kind", "whose"), [("own", "a train dataloader"), ("module", "the data module")])
+def test_a_place_that_only_rank_0_had_is_reported_once_at_a_save(resumed, kind, whose):
+    seen, (warned,) = resumed(kind)
+    assert len(set(seen)) == STOP * BATCH * RANKS + (STEPS - STOP) * BATCH, "all continue with rank 0's samples"
+    assert f"The state of {whose} {PLACE}" in warned
+    assert "checkpoint_replicas=True" in warned
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["torchdata", "torchdata sampler", "torchdata sampler, workers", "litdata", "litdata workers"],
+)
+def test_loaders_that_count_batches_resume_with_each_sample_once(resumed, kind, replicas):
+    seen, warned = resumed(kind, replicas=replicas)
+    check_each_once(seen)
+    assert warned == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ["torchdata sampler", "litdata"])
+def test_loaders_that_count_batches_resume_under_every_scheme(resumed, kind, scheme):
+    check_each_once(resumed(kind, scheme)[0])
+
+
+@pytest.mark.parametrize("kind", ["torchdata sampler", "litdata"])
+def test_loaders_that_count_batches_resume_in_the_second_epoch(resumed, kind):
+    check_each_once(resumed(kind, stop=STEPS + STOP, epochs=2)[0], epochs=2)
+
+
+def test_torchdata_streams_need_checkpoint_replicas(resumed):
+    check_each_once(resumed("torchdata stream", replicas=True)[0])
+    _, (warned,) = resumed("torchdata stream")
+    assert f"The state of a train dataloader {PLACE}" in warned
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_a_shuffled_order_that_no_checkpoint_holds_is_reported(resumed, replicas):
+    _, (warned,) = resumed("torchdata shuffle", replicas=replicas)
+    assert "StatefulDataLoader draws another order" in warned
+    assert "DistributedSampler(dataset, num_replicas=..., rank=...)" in warned
