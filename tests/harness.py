@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 T = TypeVar("T")
 Nodes = Sequence[Sequence[int]]
@@ -204,6 +205,17 @@ class Rank:
             self.trace.append(self.values.tolist())
         return seen[0]
 
+    def train_on(self, samples: float) -> None:
+        """One step on a batch of so many samples; on none, the node idles."""
+        assert self.scheme.samples is not None
+        if samples:
+            self.scheme.samples.count(samples)
+            self.scheme.samples.count_step()
+            self.train()
+        else:
+            self.scheme.step(lambda: None)
+            self.trace.append(self.values.tolist())
+
     def averaged(self) -> Tensor:
         """Return the averaged values; the rank keeps its own."""
         snapshot = self.scheme.replica.snapshot()
@@ -315,6 +327,7 @@ def attached(
     epochs: int | None = None,
     steps: int | None = None,
     begins_epoch: bool = True,
+    unequal_data: Literal["weighted", "normalized"] | None = None,
 ) -> Iterator[Rank]:
     """What ``scheme`` makes for parameters, ready to train; it is closed in the end.
 
@@ -333,6 +346,7 @@ def attached(
         epochs: How long the run will be.
         steps: The same, in steps.
         begins_epoch: Whether the first epoch has begun.
+        unequal_data: The mean of nodes with unequal data; None if ranks keep their weights.
     """
     named = shapes.items() if isinstance(shapes, Mapping) else ((str(i), shape) for i, shape in enumerate(shapes))
     dtypes = dtype if isinstance(dtype, Mapping) else defaultdict(lambda: dtype)
@@ -355,9 +369,10 @@ def attached(
     )
     replicas = Replicas(module, [optimizer], bucket_bytes)
     policy = vars(scheme).get("policy_of_test", Policy())
+    samples = None if unequal_data is None else SampleWeights(topology, place.device, unequal_data == "normalized")
     with ExitStack() as closing:
         closing.callback(gradients.close, timeout=1.0)
-        own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy))
+        own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy, samples))
         closing.callback(own.close, timeout=1.0)
         if isinstance(gradients, PhasedGradients):
             gradients.is_first = lambda: own.gradients != own.config.gradients

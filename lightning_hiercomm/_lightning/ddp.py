@@ -231,6 +231,14 @@ class SettledDDP(CopiedDDP):
             self._begins_step = self.require_forward_param_sync = ends_step
         return output
 
+    def forward_nothing(self) -> None:
+        """Take part in the broadcast of buffers that other ranks begin in :meth:`forward`."""
+        ends_step = self.require_backward_grad_sync
+        self.require_forward_param_sync = self._begins_step
+        if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+            self._sync_buffers()  # type: ignore[no-untyped-call]
+        self._begins_step = self.require_forward_param_sync = ends_step
+
 
 def in_ddp(
     module: nn.Module,
@@ -311,3 +319,39 @@ def time_buffer_broadcasts(model: DistributedDataParallel, waiting: Callable[[],
             original()
 
     model.__dict__["_sync_buffers"] = sync_buffers
+
+
+def forward_nothing(model: nn.Module | None) -> None:
+    """Take part in what DDP exchanges in other ranks' forward passes; DDP does this only inside of ``join``."""
+    if isinstance(model, SettledDDP):
+        require_attribute(model, "_check_sync_bufs_pre_fwd")
+        model.forward_nothing()
+
+
+@torch.no_grad()
+def average_present_gradients(model: nn.Module | None, factor: float = 1.0) -> None:
+    """Average the present gradients over DDP's ranks without a backward pass; a missing gradient counts as zero.
+
+    Other ranks of the group may average theirs in a backward pass. DDP's ``join`` does the same with zeros.
+
+    Args:
+        model: The model; nothing happens if it is not wrapped in DDP.
+        factor: This rank's gradients are multiplied by it.
+    """
+    if not isinstance(model, SettledDDP):
+        return
+    require_attribute(model.reducer, "_get_zeros_like_grad_buckets")
+    require_attribute(model.reducer, "_run_comm_hook")
+    reduced = []
+    for bucket in model.reducer._get_zeros_like_grad_buckets():
+        for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter.grad is not None:
+                part.copy_(parameter.grad).mul_(factor)
+        reduced.append((bucket, model.reducer._run_comm_hook(bucket)))
+    for bucket, future in reduced:
+        future.wait()
+        for parameter, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter.grad is None:
+                parameter.grad = part.view_as(parameter).clone()
+            else:
+                parameter.grad.copy_(part.view_as(parameter))

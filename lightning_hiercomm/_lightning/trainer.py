@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -12,9 +13,11 @@ from traceback import walk_tb
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _lr_find
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
@@ -275,3 +278,62 @@ def restart_train_dataloaders(trainer: pl.Trainer) -> None:
     """Restart the iteration of the train dataloaders, which Lightning starts when it makes them."""
     assert trainer.fit_loop._data_fetcher is not None
     iter(trainer.fit_loop._data_fetcher)
+
+
+def wrap_train_dataloaders(trainer: pl.Trainer, wrap: Callable[[Any], object]) -> None:
+    """Replace what ``train_dataloader`` returns, before Lightning measures its length."""
+    source = trainer.fit_loop._data_source
+    require_attribute(source, "dataloader")
+    original = type(source).dataloader
+    source.__dict__["dataloader"] = lambda: wrap(original(source))
+
+
+def unwrap_train_dataloaders(trainer: pl.Trainer) -> None:
+    """Undo :func:`wrap_train_dataloaders`."""
+    trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
+
+
+def batches_begun(trainer: pl.Trainer) -> int:
+    """Return the number of batches that have begun in this epoch, also before a resume in the middle of it."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def parts_of_loader(loader: Any) -> tuple[Any, Any]:
+    """Return the loaders in a ``CombinedLoader`` and its mode, which has no public name; else Lightning's default."""
+    return (loader.iterables, loader._mode) if isinstance(loader, CombinedLoader) else (loader, "max_size_cycle")
+
+
+_NOTHING = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}
+
+
+def share_logged_names(trainer: pl.Trainer, gather: Callable[[Any], list[Any]]) -> None:
+    """Register values that other ranks log with ``sync_dist=True``, as nothing, before Lightning reduces an epoch.
+
+    A rank that has logged no such value in this epoch would not take part, and ranks would reduce different values.
+
+    Args:
+        trainer: The trainer.
+        gather: Returns the objects of all ranks.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    own: dict[str, dict[str, Any]] = {}
+    for key, result in results.valid_items():
+        meta = result.meta
+        if result.is_tensor and meta.on_epoch and meta.sync.should and meta.sync.group is None:
+            names = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
+            arguments = {name: getattr(meta, name) for name in names}
+            own[key] = {**arguments, "reduce_fx": meta.reduce_fx.__name__, "value": result.value.dtype}
+    everyone = gather(own)
+    if all([*each] == [*own] for each in everyone):
+        return
+    every = {key: arguments for each in everyone for key, arguments in each.items()}
+    for key, arguments in every.items():
+        if key not in own:
+            strategy, nothing = trainer.strategy, _NOTHING[arguments["reduce_fx"]]
+            value = torch.tensor(nothing, dtype=arguments["value"], device=strategy.root_device)
+            arguments = {**arguments, "value": value}
+            results.log(**arguments, sync_dist=True, sync_dist_fn=strategy.reduce, batch_size=0)
+    # they are reduced in this order
+    ordered = {key: results[key] for key in (*every, *(key for key in results if key not in every))}
+    results.clear()
+    results.update(ordered)

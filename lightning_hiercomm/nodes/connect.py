@@ -148,6 +148,6 @@ def check_equal_work(topology: Topology, batches: int | float) -> None:
         lengths = f"{everyone} batches" if len(everyone) <= 16 else f"{min(everyone)} to {max(everyone)} batches"
         raise ValueError(
             f"the ranks' train dataloaders have unequal lengths: {lengths}. Every rank must take the same"
-            " number of steps: give all ranks dataloaders of one length, or set Trainer(limit_train_batches="
-            f"{min(everyone)})."
+            " number of steps: give all ranks dataloaders of one length, set Trainer(limit_train_batches="
+            f"{min(everyone)}), or let nodes without batches wait with HierarchicalStrategy(unequal_data=True)."
         )

@@ -110,8 +110,20 @@ class Topology:
             raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
         self._given_weights = tuple(weights)
         self.weights, self._node_weights = _shares(self._given_weights, self.nodes)
+        self._weight_in_node = self.rank_weight / self.node_weight
         for other in self.duplicates:
             other.set_weights(weights)
+
+    def weigh(self, weights: Sequence[float]) -> None:
+        """Weigh the ranks for the next synchronizations; inside a node, gradients keep the weights that were set.
+
+        Args:
+            weights: A number per world rank (the same on every rank), 0 for one that contributes nothing. If all are 0,
+                the weights that were set count again.
+        """
+        self.weights, self._node_weights = _shares(tuple(weights) if any(weights) else self._given_weights, self.nodes)
+        for other in self.duplicates:
+            other.weigh(weights)
 
     @property
     def num_nodes(self) -> int:
@@ -165,7 +177,7 @@ class Topology:
     @property
     def weight_in_node(self) -> float:
         """This rank's share of its node, w_r / W_m; over a node they sum to 1."""
-        return self.rank_weight / self.node_weight
+        return self._weight_in_node
 
     def own_shard(self, flat: Tensor) -> Tensor:
         """Return this rank's shard of ``flat`` as a view, empty for a rank in no inter-node group."""

@@ -32,6 +32,7 @@ from lightning_hiercomm import (
     StepsDelay,
     Topology,
     Transport,
+    UnequalData,
 )
 from lightning_hiercomm.pytorch_lightning._second_tree import SecondTreeFinder
 
@@ -84,6 +85,7 @@ __all__ = [
     "StepsDelay",
     "Topology",
     "Transport",
+    "UnequalData",
 ]
 
 HierarchicalStrategy.register_strategies(StrategyRegistry)

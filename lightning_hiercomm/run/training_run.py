@@ -31,6 +31,7 @@ from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, 
 from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.health.verification import VerifyReplicas
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class TrainingRun:
         on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
         verify_replicas: What happens when ranks of a node hold different parameters.
         collectives: The program's own collectives between nodes that differ. None if there cannot be any.
+        samples: Weighs nodes with unequal data in synchronizations. None: all ranks keep their weights.
 
     Attributes:
         schemes: One per optimizer, in their order.
@@ -78,6 +80,7 @@ class TrainingRun:
         on_nonfinite: OnNonfinite = "raise",
         verify_replicas: VerifyReplicas = "off",
         collectives: Collectives | None = None,
+        samples: SampleWeights | None = None,
     ) -> None:
         self.replicas = replicas
         self.topology = topology
@@ -96,8 +99,11 @@ class TrainingRun:
             replicas.fix_slots()  # joining nodes build their buckets alone
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
-        contexts = (Context(r, topology, o, self.wire, policy) for r, o in zip(held, replicas.optimizers, strict=True))
-        self.schemes = [scheme.build(context) for context in contexts]
+        self.samples = samples
+        self.schemes = [
+            scheme.build(Context(replica, topology, optimizer, self.wire, policy, samples))
+            for replica, optimizer in zip(held, replicas.optimizers, strict=True)
+        ]
         self._scheme = scheme
         if isinstance(self.gradients, PhasedGradients):
             self.gradients.is_first = lambda: self.gradients_over != scheme.gradients

@@ -39,6 +39,7 @@ class AllReduce(Scheme):
             super().requirements,
             needs_fixed_nodes="AllReduce waits for all nodes at every step, so none may leave: use"
             " PeriodicAveraging or DiLoCo",
+            needs_equal_data=None,
         )
 
 

@@ -20,6 +20,7 @@ from lightning_hiercomm.schemes.guard import NonFiniteGuard, Policy
 from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
 from lightning_hiercomm.schemes.requirements import Requirements
+from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.schemes.state import SchemeState, Scope
 
 _CHECK_EVERY = 10
@@ -41,6 +42,7 @@ class Context:
         optimizer: The user's optimizer of these parameters.
         wire: The encoding of parameters between nodes. Default: unencoded.
         policy: The user's settings for all synchronizations. Default: sent values are not checked.
+        samples: Weighs nodes with unequal data in synchronizations. None: all ranks keep their weights.
     """
 
     replica: Replica
@@ -48,6 +50,7 @@ class Context:
     optimizer: Optimizer | None = None
     wire: Wire = field(default_factory=Wire)
     policy: Policy = field(default_factory=Policy)
+    samples: SampleWeights | None = None
 
 
 class Scheme(Value):
@@ -99,6 +102,8 @@ class Scheme(Value):
         return Requirements(
             needs_whole_parameters=alone if self.gradients == "none" else None,
             needs_fixed_nodes=f"{kind} does not support nodes that leave and join: use PeriodicAveraging or DiLoCo",
+            needs_equal_data=f"{kind} needs equal numbers of steps on all nodes: use AllReduce, PeriodicAveraging or"
+            " DiLoCo",
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -144,6 +149,7 @@ class RunningScheme(Generic[S]):
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.
         wire: The encoding of parameters between nodes.
+        samples: Weighs nodes with unequal data in synchronizations; None if all ranks keep their weights.
         is_alone: Whether there is no other replica: one node, of one rank or of ranks that share their gradients.
         guard: Averages, and finds and repairs values that are non-finite or differ inside a node.
     """
@@ -160,6 +166,7 @@ class RunningScheme(Generic[S]):
         self.topology = topology
         self.optimizer = context.optimizer
         self.wire = context.wire
+        self.samples = context.samples
         self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
         can_skip = config.gradients != "world"
         self.state = self._new_state()
@@ -180,6 +187,8 @@ class RunningScheme(Generic[S]):
         self.replica = _held_by_ranks(replica, self.config)
         self.state.unsynchronized_steps = 0
         self.guard.follow(self.replica)
+        if self.samples is not None:
+            self.samples.end()
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         """Start or resume training.
@@ -258,6 +267,8 @@ class RunningScheme(Generic[S]):
         """
         self.state.settle()
         if not self.state.is_synchronized:
+            if self.samples is not None:
+                self.samples.weigh()
             self.topology.synchronize(self._write_mean)
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -277,12 +288,18 @@ class RunningScheme(Generic[S]):
         if shared:
             return state
         state |= self.state.saved(Scope.LOCAL)
+        if self.samples is not None:
+            state["samples"] = self.samples.state_dict()
         optimizer_average = self.guard.state_dict()
         return {**state, "optimizer_average": optimizer_average} if optimizer_average else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. From shared state, all ranks resume with the averaged parameters."""
         self.state.load(state)
+        if self.samples is not None:
+            self.samples.end()
+            if "samples" in state:
+                self.samples.load_state_dict(state["samples"])
         self.guard.load_state_dict(state.get("optimizer_average", {}))
 
     def before_nodes_change(self) -> Callable[[], None]:

@@ -163,6 +163,8 @@ class DASO(ParameterSync):
         return replace(
             super().requirements,
             needs_fixed_nodes=fixed,
+            needs_equal_data="DASO changes its period by steps that a node without batches does not take: use"
+            " PeriodicAveraging or DiLoCo",
             can_average_optimizer_state=True,  # in the blocking phases
         )
 

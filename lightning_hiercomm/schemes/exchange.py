@@ -22,6 +22,7 @@ from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
 from lightning_hiercomm.schemes.reference import ReferenceParameters
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 if TYPE_CHECKING:
     from lightning_hiercomm.schemes.parameter_sync import ParameterSync, SyncState
@@ -52,7 +53,10 @@ class Exchanger:
         wire: Wire,
         inbound: Background,
         outbound: Background | None,
+        samples: SampleWeights | None = None,
     ) -> None:
+        # the normalized mean is one of differences from reference parameters
+        self._normalizing = samples if samples is not None and samples.is_normalized else None
         self._config = config
         self._state = state
         self._reference = reference
@@ -117,6 +121,7 @@ class Exchanger:
                 update_reference=self._reference.update,
                 look=guard.check,
             )
+        normalizing = self._normalizing
         return ALL_REDUCERS[config.reducer](
             self._replica,
             self._topology,
@@ -124,15 +129,17 @@ class Exchanger:
             self._through,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
-            update_reference=self._reference.update,
+            update_reference=self._reference.update or (None if normalizing is None else _add_difference),
             on_nonfinite=guard.policy.on_nonfinite,
             checks_buffers=True,
+            weights=None if normalizing is None else lambda _: normalizing.of_differences,
         )
 
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that are reduced with the parameters whenever training waits for all fragments."""
-        is_apart = self._reference.merge.keeps_reference or not self._config.averages_all_nodes
+        has_reference = self._reference.merge.keeps_reference or self._normalizing is not None
+        is_apart = has_reference or not self._config.averages_all_nodes
         return [] if is_apart else self._replica.buckets_of_buffers
 
     @property
@@ -315,3 +322,8 @@ class Exchanger:
     def _next_turn(self) -> int:
         self._state.exchanges_started += 1
         return self._state.exchanges_started - 1
+
+
+def _add_difference(index: int, reference: Tensor, difference: Tensor) -> Tensor:
+    """Update reference parameters by the normalized mean of the ranks' differences from them."""
+    return reference.add_(difference)

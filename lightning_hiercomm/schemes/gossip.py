@@ -136,6 +136,7 @@ class Gossip(Scheme):
         return Requirements(
             needs_whole_parameters=whole,
             needs_fixed_nodes=stay,
+            needs_equal_data=super().requirements.needs_equal_data,
             begins_with_copy=True,
         )
 

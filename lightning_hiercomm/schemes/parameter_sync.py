@@ -189,12 +189,28 @@ class ParameterSync(Scheme):
         return Requirements(
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_fixed_nodes=fixed,
+            needs_equal_data=self._needs_equal_data,
             begins_with_copy=self.begins_with_copy,
             can_average_optimizer_state=self.staleness == 0
             and self.fragments == 1
             and self.merging.makes_equal
             and self.averages_all_nodes,
         )
+
+    @property
+    def _needs_equal_data(self) -> str | None:
+        kind = type(self).__name__
+        if not self.averages_all_nodes:
+            return f"{kind} with a graph averages with neighbors, which do not know all weights: use reducer='sharded'"
+        if self.staleness:
+            return f"staleness={self.staleness} merges parameters whose weights are of an earlier step: use staleness=0"
+        if self.first_phase:
+            return f"warmup_steps={self.first_phase} begins with another scheme: use AllReduce, or leave it out"
+        if self.gradients == "none":
+            return "gradients='none' trains every rank alone, and only nodes may have unequal data: use 'node'"
+        if self.schedule.auto is not None:
+            return "sync_every='auto' times steps, which a node without batches does not take: set a number"
+        return None
 
     @property
     def begins_with_copy(self) -> bool:
@@ -300,7 +316,15 @@ class RunningParameterSync(RunningScheme[A]):
         background = self._new_background()
         outbound = None if config.gradients == "node" else self._new_background(waits_for_nodes=False)
         self.exchanger = Exchanger(
-            config, self.state, self.reference, self.guard, self.topology, self.wire, background, outbound
+            config,
+            self.state,
+            self.reference,
+            self.guard,
+            self.topology,
+            self.wire,
+            background,
+            outbound,
+            self.samples,
         )
         self._cut()
 
@@ -438,8 +462,12 @@ class RunningParameterSync(RunningScheme[A]):
             nonlocal was_excluded
             was_excluded = self.exchanger.run(fragments)
 
+        if self.samples is not None:
+            self.samples.weigh(fragments)
         with _timed(self.tuner, starts=waits, ends=waits):
             self.topology.synchronize(exchange, admits)
+        if self.samples is not None:
+            self.samples.end(fragments)
         return was_excluded
 
     def _overlap(self, due: PendingExchange | None, outgoing: Sequence[int]) -> None:

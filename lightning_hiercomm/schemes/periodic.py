@@ -118,7 +118,7 @@ class PeriodicAveraging(ParameterSync):
         if self.order == "after_step":
             return super().requirements
         unequal = "order='before_step' leaves the nodes unequal after a synchronization: use order='after_step'"
-        return replace(super().requirements, needs_fixed_nodes=unequal)
+        return replace(super().requirements, needs_fixed_nodes=unequal, needs_equal_data=unequal)
 
 
 @dataclass

@@ -64,6 +64,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
     """
 
     _unsupported: ClassVar[Mapping[str, str]] = {
+        "unequal_data": "a node without batches needs a Trainer, which runs the loop: give all nodes equal loaders",
         "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
         "evaluate": "in your own loop, validate inside `with strategy.averaged_model():`, or outside of it",
         "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",

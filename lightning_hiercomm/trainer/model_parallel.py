@@ -190,6 +190,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     strategy_name = "hierarchical_model_parallel"
     _schemes: ClassVar[Mapping[str, Callable[[], Scheme]]] = {**SCHEMES, "daso": partial(DASO, reducer="sharded")}
     _unsupported: ClassVar[Mapping[str, str]] = {
+        "unequal_data": "a node without batches takes part with whole parameters: use HierarchicalStrategy",
         "batches": "HeterogeneousBatches needs whole parameters on every rank: use HierarchicalStrategy",
         "average_optimizer_state": "optimizer state that is sharded inside a node stays with its node: leave it out",
         "elastic": (

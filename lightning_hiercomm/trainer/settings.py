@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,8 +27,9 @@ from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.elastic_refusals import check_arguments
-from lightning_hiercomm.trainer.options import Health, Transport
+from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
 
 ARGUMENTS_OF_SCHEMES = {
     name: scheme.__name__ for scheme in reversed(SCHEMES.values()) for name in inspect.signature(scheme).parameters
@@ -59,6 +61,7 @@ class Settings:
     health: Health = Health()
     transport: Transport = Transport()
     elastic: Elastic | None = None
+    unequal_data: UnequalData | None = None
     unsupported: InitVar[Mapping[str, str]] = MappingProxyType({})
 
     def __post_init__(self, unsupported: Mapping[str, str]) -> None:
@@ -93,6 +96,8 @@ class Settings:
                 f"average_optimizer_state=True does nothing with {type(scheme).__name__}, which never synchronizes all"
                 " parameters at once: leave it out, or use PeriodicAveraging"
             )
+        if self.unequal_data is not None:
+            self._check_unequal_data(self.unequal_data)
         if self.elastic is not None:
             check_arguments(
                 scheme,
@@ -104,6 +109,27 @@ class Settings:
                 on_nonfinite=self.health.on_nonfinite,
                 evaluate=self.evaluate,
             )
+
+    def _check_unequal_data(self, unequal: UnequalData) -> None:
+        if (reason := self.scheme.requirements.needs_equal_data) is not None:
+            raise ValueError(f"unequal_data: {reason}")
+        if self.batches is not None:
+            raise ValueError(
+                "unequal_data: HeterogeneousBatches divides one dataset among all ranks: leave batches or unequal_data"
+                " out"
+            )
+        if self.elastic is not None:
+            raise ValueError(
+                "unequal_data: elastic nodes divide one dataset among the nodes that are there: leave elastic or"
+                " unequal_data out"
+            )
+        if unequal.mean == "normalized" and self.scheme.gradients == "world":
+            raise ValueError(
+                f"unequal_data: {type(self.scheme).__name__} averages gradients at every step, so nodes take equally"
+                " many steps: use mean='weighted'"
+            )
+        if unequal.mean == "normalized" and self.health.on_nonfinite == "skip":
+            raise ValueError("unequal_data: mean='normalized' cannot exclude a node: use on_nonfinite='raise'")
 
     @property
     def wire(self) -> Wire:
@@ -141,7 +167,13 @@ class Settings:
             on_nonfinite=self.health.on_nonfinite,
             verify_replicas=self.health.verify_replicas,
             collectives=self._collectives(topology),
+            samples=self._samples(topology, replicas.device),
         )
+
+    def _samples(self, topology: Topology, device: torch.device) -> SampleWeights | None:
+        if self.unequal_data is None:
+            return None
+        return SampleWeights(topology, device, self.unequal_data.mean == "normalized")
 
     def node_process_group(self, topology: Topology) -> dist.ProcessGroup | None:
         """The process group of this node's ranks.
@@ -186,6 +218,7 @@ class HierarchicalArguments:
         health: Health = Health(),
         transport: Transport = Transport(),
         elastic: Elastic | str | None = None,
+        unequal_data: bool | UnequalData = False,
         **kwargs: Any,
     ) -> None:
         """Check the arguments, and pass all others to Lightning's strategy.
@@ -218,6 +251,9 @@ class HierarchicalArguments:
             transport: How parameters travel between nodes; see ``lightning_hiercomm.Transport``.
             elastic: Nodes may leave and join (``HierarchicalStrategy`` only); see ``lightning_hiercomm.Elastic``. A
                 string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
+            unequal_data: Nodes may have unequal numbers of batches (``HierarchicalStrategy`` only): a node without
+                batches waits in the synchronizations with weight 0, and the others are weighted by their samples. See
+                ``lightning_hiercomm.UnequalData``.
             **kwargs: Arguments of Lightning's strategy.
 
         Raises:
@@ -237,6 +273,7 @@ class HierarchicalArguments:
             health=health,
             transport=transport,
             elastic=Elastic.of(elastic),
+            unequal_data=UnequalData.of(unequal_data),
             unsupported=self._unsupported,
         )
         super().__init__(**kwargs)

@@ -36,8 +36,9 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
-from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
+from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION
 from lightning_hiercomm.trainer.settings import DDPArguments
+from lightning_hiercomm.trainer.unequal_data import UnequalDataHooks
 
 
 class _PlainDDP(DDPStrategy):
@@ -57,7 +58,7 @@ class _PlainDDP(DDPStrategy):
         )
 
 
-class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
+class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
     """Train any LightningModule on nodes joined by a network much slower than the links inside them.
 
     Nodes of eight GPUs that average their parameters every 50 steps, and stop after 10 minutes without progress::
@@ -240,7 +241,7 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
         **kwargs: Any,
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._expects_all_used:
+        if self._expects_all_used and not self.is_idle:
             self._expects_all_used = False
             warn_of_unused(self._module, type(self))
         return result
@@ -251,6 +252,10 @@ class HierarchicalStrategy(HierarchicalHooks, DDPArguments, _PlainDDP):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
+        self._end_backward()
+
+    @override
+    def _end_backward(self) -> None:
         self._reduction.end_backward([self._run], self._topology, self.root_device)
 
 

@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.tuner.batch_size_scaling import _scale_batch_size
 from lightning.pytorch.tuner.lr_finder import _lr_find
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import one_trainer
 from torch import nn
@@ -40,7 +41,9 @@ from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     PassThroughDDP,
     SettledDDP,
+    average_present_gradients,
     explain_unused_parameters,
+    forward_nothing,
     is_not_insisted_on,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
@@ -64,6 +67,7 @@ from lightning_hiercomm._lightning.saves import (
 )
 from lightning_hiercomm._lightning.trainer import (
     accumulates,
+    batches_begun,
     batches_that_stepped,
     draw_first_indices,
     exception_of_tuner,
@@ -74,6 +78,7 @@ from lightning_hiercomm._lightning.trainer import (
     mark_means_of_a_step,
     mark_sigterm_received,
     names_logged_in_training,
+    parts_of_loader,
     prepare_train_dataloaders_again,
     put_callback_first,
     raw_optimizer,
@@ -81,10 +86,13 @@ from lightning_hiercomm._lightning.trainer import (
     replace_sigterm_broadcast,
     restart_train_dataloaders,
     restore_sigterm_broadcast,
+    share_logged_names,
     skips_backward,
     takes_dataloader_iter,
     unmark_means_of_a_step,
+    unwrap_train_dataloaders,
     validates_by_the_clock,
+    wrap_train_dataloaders,
 )
 from lightning_hiercomm.comm.dtensor import fully_sharded_modules, local
 from lightning_hiercomm.comm.torch import unprofiled
@@ -907,6 +915,107 @@ def test_batches_in_which_lightning_accumulates_gradients_are_known(tmp_path, au
     arguments.update(limit_train_batches=5, limit_val_batches=0, max_epochs=1)
     one_trainer(tmp_path, callbacks=[seen], **arguments).fit(module)
     assert seen.seen == ([True, False, True, False, False] if automatic else [False] * 5)
+
+
+def test_gradients_are_averaged_without_a_backward_pass(process_group):
+    def reduce(bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer().mul_(2).add_(1))
+        return future
+
+    model = SettledDDP(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)))
+    register_bucket_hook(model, reduce)
+    first, second = model.module.parameters()
+    first.grad = torch.tensor([[1.0, 2.0]])
+    average_present_gradients(model, factor=3.0)
+    assert first.grad.tolist() == [[7.0, 13.0]]
+    assert second.grad.tolist() == [[1.0]], "a missing gradient counts as zero"
+    model.zero_grad(set_to_none=True)
+    model(torch.tensor([[1.0, 1.0]])).sum().backward()  # an ordinary pass follows
+    assert second.grad.item() == pytest.approx(2 * first.detach().sum().item() + 1)
+    average_present_gradients(nn.Linear(1, 1))  # is not in DDP
+
+
+@pytest.mark.parametrize("accumulates_before", [False, True])
+def test_buffers_are_shared_where_a_rank_has_no_forward_pass(process_group, accumulates_before):
+    model = SettledDDP(nn.BatchNorm1d(2))
+    shared = []
+    model._sync_buffers = lambda: shared.append(1)
+    if accumulates_before:
+        with model.no_sync():
+            forward_nothing(model)
+        assert len(shared) == 1
+    forward_nothing(model)  # ends the step
+    assert len(shared) == 1
+    model(torch.ones(3, 2))
+    assert len(shared) == 2
+
+
+class _Counts(pl.Callback):
+    def __init__(self):
+        self.begun = []
+
+    def on_train_batch_start(self, trainer, *_):
+        self.begun.append(batches_begun(trainer))
+
+
+def test_train_dataloaders_are_wrapped_before_their_length_counts(tmp_path):
+    counts, given = _Counts(), []
+
+    def wrap(loader):
+        given.append(parts_of_loader(loader))
+        return DataLoader(loader.dataset, batch_size=16)
+
+    trainer = one_trainer(tmp_path, callbacks=[counts], max_epochs=2, limit_val_batches=0)
+    module = BoringModel()
+
+    class Wraps(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            wrap_train_dataloaders(trainer, wrap)
+
+        def teardown(self, trainer, pl_module, stage):
+            unwrap_train_dataloaders(trainer)
+
+    trainer.callbacks.append(Wraps())
+    trainer.fit(module)
+    assert trainer.num_training_batches == 4  # of 64 samples
+    assert counts.begun == [1, 2, 3, 4] * 2
+    assert [mode for _, mode in given] == ["max_size_cycle"]
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    loaders = {"a": [1], "b": [2]}
+    assert parts_of_loader(CombinedLoader(loaders, "min_size")) == (loaders, "min_size")
+
+
+def test_values_that_only_others_log_are_reduced_as_nothing(tmp_path):
+    class Logs(BoringModel):
+        def training_step(self, batch, batch_idx):
+            self.log("mine", 2.0, on_step=False, on_epoch=True, sync_dist=True)
+            return super().training_step(batch, batch_idx)
+
+    own = []
+
+    def gather(names):
+        own.append(dict(names))
+        common = {"fx": "training_step", "prog_bar": False, "logger": True, "on_step": False, "on_epoch": True}
+        common |= {"add_dataloader_idx": True, "value": torch.float64}
+        others = {f"training_step.{how}": {**common, "name": how, "reduce_fx": how} for how in ("mean", "max", "sum")}
+        return [others, names]
+
+    class Shares(pl.Callback):
+        def on_train_epoch_end(self, trainer, *_):
+            share_logged_names(trainer, gather)
+            self.keys = list(trainer.fit_loop.epoch_loop._results)
+
+    shares = Shares()
+    chosen = {"strategy": HierarchicalStrategy(), "callbacks": [shares], "max_epochs": 1, "limit_val_batches": 0}
+    trainer = one_trainer(tmp_path, **chosen, limit_train_batches=2)
+    trainer.fit(Logs())
+    assert list(own[0]) == ["training_step.mine"]
+    assert shares.keys == [f"training_step.{name}" for name in ("mean", "max", "sum", "mine")]
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert values["mine"] == 2.0
+    assert values["sum"] == 0.0
+    assert values["max"] == -float("inf")
 
 
 def test_a_module_takes_the_shapes_of_buffers_that_it_loads():

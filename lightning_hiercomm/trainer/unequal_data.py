@@ -1,0 +1,492 @@
+"""Nodes with unequal numbers of batches: one without batches idles until all nodes are done.
+
+Every rank's Trainer goes through equally many batches, so that synchronizations, validations, checkpoints and the end
+of the run come at the same batch on all ranks. On an idle node a batch is neither evaluated nor used by the optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
+from typing_extensions import override
+
+from lightning_hiercomm._lightning.ddp import average_present_gradients, forward_nothing
+from lightning_hiercomm._lightning.trainer import (
+    accumulates,
+    batches_begun,
+    parts_of_loader,
+    put_callback_first,
+    raw_optimizer,
+    remove_callback,
+    share_logged_names,
+    takes_dataloader_iter,
+    unwrap_train_dataloaders,
+    wrap_train_dataloaders,
+)
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
+from lightning_hiercomm.schemes.samples import SampleWeights
+from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.options import UnequalData
+
+log = logging.getLogger(__name__)
+
+_CHECK_EVERY = 50
+"""Optimizer steps between two checks for the end of an epoch of unknown length, if nodes do not meet in it."""
+
+
+class IdlingLoader(CombinedLoader):
+    """Yields this rank's batches, and then its last batch again until all nodes are done.
+
+    A rank that had no batch yet, because it was resumed, yields its first batch, or an empty tuple if it has no length.
+
+    If the loaders have a length, ranks exchange the lengths when an epoch begins. Otherwise ranks of a node compare at
+    every batch whether all have one. Nodes compare it after every ``check_every()`` batches, and the epoch ends there.
+
+    Args:
+        loader: The train dataloaders.
+        mode: How several are combined.
+        topology: The nodes.
+        device: The device of the ranks' tensors.
+        position: Returns the number of batches that have begun in this epoch.
+        check_every: Returns the number of batches between two checks for the end of all nodes' data.
+    """
+
+    def __init__(
+        self,
+        loader: object,
+        mode: Literal["min_size", "max_size_cycle", "max_size", "sequential"],
+        topology: Topology,
+        device: torch.device,
+        position: Callable[[], int],
+        check_every: Callable[[], int],
+    ) -> None:
+        super().__init__(loader, mode)
+        self._topology = topology
+        self._device = device
+        self._position = position
+        self._check_every = check_every
+        self._length: int | None = None  # of the longest node
+        self._own_length: int | None = None  # of this node
+        self._yielded = 0  # in this epoch, in this process
+        self._first_idle: int | None = None  # of these
+        self._begins_at: int | None = None  # the index of the first of these in the epoch
+        self._own: tuple[Any, int, int] | None = None  # the last batch
+        self._has_warned = False
+
+    def is_idle(self, batch_idx: int) -> bool:
+        """Return whether a batch of this epoch, which was yielded already, is none of this rank's own."""
+        if self._own_length is not None:
+            return batch_idx >= self._own_length
+        if self._begins_at is None:
+            self._begins_at = batch_idx
+        return self._first_idle is not None and batch_idx - self._begins_at >= self._first_idle
+
+    @override
+    def __iter__(self) -> IdlingLoader:
+        """Begin an epoch. Collective."""
+        super().__iter__()
+        self._yielded, self._first_idle, self._begins_at = 0, None, None
+        is_sized = all(sized_len(each) is not None for each in self.flattened)  # on all ranks, or on none
+        own = super().__len__() if is_sized else None
+        everyone = self._topology.world.all_gather_object((own, self._divided_dataset()))
+        lengths = [length for length, _ in everyone]
+        self._check_division([samples for _, samples in everyone])
+        self._length = self._own_length = None
+        if is_sized:
+            of_nodes = [min(lengths[rank] for rank in ranks) for ranks in self._topology.nodes]
+            self._length, self._own_length = max(of_nodes), of_nodes[self._topology.node]
+            self._warn_of_unused(lengths)
+        return self
+
+    def _divided_dataset(self) -> int | None:
+        """Return the length of a dataset that Lightning's sampler divides among all ranks."""
+        samplers = [getattr(each, "sampler", None) for each in self.flattened]
+        world = self._topology.world_size
+        return next(
+            (sized_len(s.dataset) for s in samplers if isinstance(s, DistributedSampler) and s.num_replicas == world),
+            None,
+        )
+
+    def _check_division(self, samples: list[int | None]) -> None:
+        if len(set(samples)) > 1:
+            raise ValueError(
+                f"unequal_data: a DistributedSampler divides each rank's dataset among all {len(samples)} ranks, but"
+                f" these have {samples} samples, so most would never be used. Set"
+                " Trainer(use_distributed_sampler=False), and divide a node's dataset among its own ranks"
+            )
+
+    def _warn_of_unused(self, lengths: list[int]) -> None:
+        unequal = [
+            f"node {node} has {[lengths[rank] for rank in ranks]} batches on its ranks and uses"
+            f" {min(lengths[rank] for rank in ranks)} of each"
+            for node, ranks in enumerate(self._topology.nodes)
+            if len({lengths[rank] for rank in ranks}) > 1
+        ]
+        if unequal and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(f"ranks of a node take equally many steps: {'; '.join(unequal)}. The others stay unused")
+
+    @override
+    def __len__(self) -> int:
+        """Return the number of batches of the longest node.
+
+        Raises:
+            TypeError: If it is not known, as ``len`` of an iterable without length does.
+        """
+        if self._length is None:
+            raise TypeError("the train dataloaders have no length")
+        return self._length
+
+    @override
+    def __next__(self) -> Any:
+        is_own = self._takes_own()
+        if not is_own and self._own is None and self._own_length is not None:
+            self._load_first()
+        own = ((), 0, 0) if self._own is None else self._own
+        self._yielded += 1
+        batch = own[0]
+        return (copy.copy(batch) if isinstance(batch, dict | list) else batch), *own[1:]
+
+    def _takes_own(self) -> bool:
+        """Load the next batch; return False if this rank idles, and raise ``StopIteration`` at the end of the epoch."""
+        if self._length is not None and self._own_length is not None:
+            position = self._position()
+            if position >= self._length:
+                raise StopIteration
+            if position < self._own_length and not self._loads():
+                raise RuntimeError(
+                    f"rank {self._topology.rank} (node {self._topology.node}): the train dataloader has a length of"
+                    f" {self._own_length}, but ended after {position} batches"
+                )
+            return position < self._own_length
+        if self._first_idle is None and not self._all_in_node(not self._has_reached_limit() and self._loads()):
+            self._first_idle = self._yielded
+        if self._yielded % self._check_every() == 0 and not self._any_node(self._first_idle is None):
+            raise StopIteration
+        return self._first_idle is None
+
+    def _has_reached_limit(self) -> bool:
+        """Return whether ``limit_train_batches`` ends a loader without length, which Lightning loads one ahead."""
+        limit = min(self.limits or [math.inf])
+        return self._yielded > 0 and self._position() + 1 >= limit
+
+    def _loads(self) -> bool:
+        try:
+            self._own = super().__next__()
+        except StopIteration:
+            return False
+        return True
+
+    def _load_first(self) -> None:
+        """Load a batch for the hooks of an idle rank, if a resumed process has none."""
+        if not self._loads():  # the state of a checkpoint ends the iteration that has begun
+            with isolate_rng():
+                super().__iter__()
+                self._loads()
+
+    def _all_in_node(self, has_batch: bool) -> bool:
+        lacks = torch.tensor([int(not has_batch)], device=self._device)
+        self._topology.intra.all_reduce(lacks, op="max").wait()
+        if has_batch and lacks.item() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rank %d (node %d) has more batches than another rank of its node. Ranks of a node take equally many"
+                " steps, so its last batches stay unused",
+                self._topology.rank,
+                self._topology.node,
+            )
+        return not lacks.item()
+
+    def _any_node(self, has_batch: bool) -> bool:
+        has = torch.tensor([int(has_batch)], device=self._device)
+        self._topology.world.all_reduce(has, op="max").wait()
+        return bool(has.item())
+
+
+class UnequalNodes(pl.Callback):
+    """Determines for each batch whether this node idles, and counts its samples.
+
+    Args:
+        options: The user's.
+        scheme: The scheme of the run.
+        topology: The nodes.
+        device: The device of the ranks' tensors.
+
+    Attributes:
+        is_idle: Whether this node has no batch of its own at present.
+        batches: The number of its batches since the last optimizer step.
+        is_in_step: Whether ``training_step`` of the user's module runs.
+    """
+
+    def __init__(self, options: UnequalData, scheme: Scheme, topology: Topology, device: torch.device) -> None:
+        self._options = options
+        self._scheme = scheme
+        self._topology = topology
+        self._device = device
+        self._loader: IdlingLoader | None = None
+        self._size: float | None = None
+        self._output: Any = None
+        self._samples = 0.0  # since the last optimizer step
+        self.is_idle = False
+        self.batches = 0
+        self.is_in_step = False
+
+    # ---- a fit ---------------------------------------------------------------------------------------------------
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Let nodes idle in the epochs of a trainer."""
+        put_callback_first(trainer, self)
+
+        def wrap(given: object) -> IdlingLoader:
+            self._loader = IdlingLoader(
+                *parts_of_loader(given),
+                self._topology,
+                self._device,
+                lambda: batches_begun(trainer),
+                lambda: self._every(trainer),
+            )
+            return self._loader
+
+        wrap_train_dataloaders(trainer, wrap)
+
+    def detach(self, trainer: pl.Trainer) -> None:
+        """Undo :meth:`attach`."""
+        unwrap_train_dataloaders(trainer)
+        remove_callback(trainer, self)
+
+    def _every(self, trainer: pl.Trainer) -> int:
+        """Return the number of batches between two checks for the end of an epoch: where nodes meet anyway."""
+        if self._topology.num_nodes == 1:
+            return 1
+        steps = 1 if self._scheme.gradients == "world" else getattr(self._scheme, "period", None) or _CHECK_EVERY
+        return int(steps) * trainer.accumulate_grad_batches
+
+    # ---- a batch -------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._loader is not None
+        self.is_idle = self._loader.is_idle(batch_idx)
+        self.batches += not self.is_idle
+        self._size = None
+        if not self.is_idle and self._options.samples is None:
+            try:
+                self._size = extract_batch_size(batch)
+            except (MisconfigurationException, RecursionError) as error:
+                raise ValueError(
+                    f"unequal_data: the number of samples of a batch ({type(batch).__name__}) is unknown. Log a number"
+                    " in training_step, self.log('samples', ...), and set unequal_data=UnequalData(samples='samples')"
+                ) from error
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        share_logged_names(trainer, self._topology.world.all_gather_object)
+
+    def count(self, output: Any, trainer: pl.Trainer, weights: SampleWeights) -> None:
+        """Count the samples of a batch after its forward pass, and store what ``training_step`` returned."""
+        size = self._size if self._options.samples is None else self._logged(trainer, self._options.samples)
+        assert size is not None
+        self._samples += size
+        weights.count(size)
+        self._output = output.detach() if isinstance(output, Tensor) else output
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            self._output = {**output, "loss": output["loss"].detach()}
+
+    def _logged(self, trainer: pl.Trainer, name: str) -> float:
+        if name not in trainer.callback_metrics:
+            raise ValueError(
+                f"unequal_data: UnequalData(samples={name!r}) needs self.log({name!r}, ...) in training_step at every"
+                " step, with on_step=True"
+            )
+        return float(trainer.callback_metrics[name])
+
+    def last_output(self) -> Any:
+        """Return what the last ``training_step`` returned, without a graph."""
+        return torch.zeros((), device=self._device) if self._output is None else self._output
+
+    def end_step(self) -> None:
+        """End an optimizer step."""
+        self.batches, self._samples = 0, 0.0
+
+    def weigh_gradients(self, weights: SampleWeights) -> float:
+        """Weigh the ranks' gradients by the samples since the last optimizer step. Collective.
+
+        Returns:
+            The factor of this rank's gradients. Lightning divides a loss by the number of accumulated batches. A rank
+            that has accumulated fewer batches than others would count less per sample.
+        """
+        samples, batches = weights.gather(self._samples, self.batches)
+        self._topology.weigh(samples)
+        return max(batches) / self.batches if self.batches else 1.0
+
+
+class UnequalDataHooks(HierarchicalHooks):
+    """The hooks of a strategy whose nodes may have unequal numbers of batches."""
+
+    _ddp_kwargs: dict[str, Any]
+
+    @override
+    def _configure(self) -> None:
+        super()._configure()
+        self._unequal: UnequalNodes | None = None
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_unequal": None}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this node has no batch of its own at present: hooks of batches then get its last one again."""
+        return self._unequal is not None and self._unequal.is_idle
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        options = self._settings.unequal_data
+        if options is None or not self._is_fitting:
+            super().setup(trainer)
+            return
+        self._unequal = UnequalNodes(options, self.scheme, self._topology, self.root_device)
+        self._unequal.attach(trainer)
+        super().setup(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)
+        if self._unequal is not None and self._module.trainer.training:
+            has_length = self._topology.world.all_gather_object(sized_len(dataloader) is not None)
+            if len(set(has_length)) > 1:
+                ranks = [rank for rank, has in enumerate(has_length) if not has]
+                raise ValueError(
+                    f"unequal_data: the train dataloaders of ranks {ranks} have no length, and those of the other ranks"
+                    " have one: give all ranks an IterableDataset, or all a dataset with a length"
+                )
+        return dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        if self._unequal is not None:
+            self._check_program(self._module.trainer)
+        super().on_train_start()
+
+    def _check_program(self, trainer: pl.Trainer) -> None:
+        module, optimizers = self._module, self._run.optimizers
+        if not module.automatic_optimization:
+            raise ValueError(
+                "unequal_data: manual optimization steps in training_step, which an idle node skips: use"
+                " automatic optimization"
+            )
+        if takes_dataloader_iter(module):
+            raise ValueError("unequal_data: training_step(dataloader_iter) loads batches itself: let it take a batch")
+        for optimizer in optimizers:
+            if evaluates_loss(optimizer):
+                raise ValueError(
+                    f"unequal_data: {type(optimizer).__name__} evaluates the loss several times a step, which an idle"
+                    " node does not: use another optimizer"
+                )
+        arguments = [name for name in ("find_unused_parameters", "static_graph") if self._ddp_kwargs.get(name)]
+        if arguments and (self.scheme.gradients == "world" or trainer.accumulate_grad_batches > 1):
+            raise ValueError(
+                f"unequal_data: {arguments[0]}=True needs a backward pass on every rank, which an idle node does not"
+                " do: leave it out, or use PeriodicAveraging or DiLoCo without accumulate_grad_batches"
+            )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        nodes = self._unequal
+        if nodes is None:
+            return super().training_step(*args, **kwargs)
+        if nodes.is_idle:
+            forward_nothing(self.model)
+            return nodes.last_output()
+        nodes.is_in_step = True
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            nodes.is_in_step = False
+        nodes.count(output, self._module.trainer, self._sample_weights)
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        nodes = self._unequal
+        if nodes is None:
+            return super().backward(closure_loss, *args, **kwargs)
+        ends_step, factor = not accumulates(self._module.trainer), 1.0
+        if ends_step and self._run.gradients_over == "world":
+            factor = nodes.weigh_gradients(self._sample_weights)
+        if not nodes.is_idle:
+            return super().backward(closure_loss, *args, **kwargs)
+        if ends_step and (nodes.batches or self._run.gradients_over == "world"):
+            average_present_gradients(self.model, factor)
+            self._end_backward()
+        return closure_loss
+
+    def _end_backward(self) -> None:
+        """Record the wait for gradients that were averaged without a backward pass."""
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        nodes = self._unequal
+        if nodes is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            if nodes.batches or self._run.gradients_over == "world":
+                self._sample_weights.count_step()
+                return super().optimizer_step(optimizer, closure, model, **kwargs)
+            # there is no gradient; weight decay and momentum would change the parameters nevertheless
+            return self._run.step(raw_optimizer(optimizer), closure, last=self._module.trainer.is_last_batch)
+        finally:
+            nodes.end_step()
+
+    @property
+    def _sample_weights(self) -> SampleWeights:
+        samples = self._run.samples
+        assert samples is not None, "the run is made with the same settings"
+        return samples
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
+        self._check_outside_step("self.log(..., sync_dist=True) at a step", group)
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        self._check_outside_step("self.all_gather", group)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _check_outside_step(self, what: str, group: Any | None) -> None:
+        if self._unequal is not None and self._unequal.is_in_step and group is None and self._topology.num_nodes > 1:
+            raise ValueError(
+                f"unequal_data: {what} in training_step waits for all ranks, but an idle node skips training_step: log"
+                " with on_step=False, on_epoch=True, or communicate with group=self.trainer.strategy.node_process_group"
+            )
+
+    @override
+    def teardown(self) -> None:
+        trainer = self._trainer_or_none
+        if self._unequal is not None and trainer is not None:
+            self._unequal.detach(trainer)
+        self._unequal = None
+        super().teardown()
