@@ -28,12 +28,12 @@ def test_float32_gradients_at_every_step_train_as_ddp():
 
 
 def test_the_lowest_of_several_intervals_is_shown():
-    assert look_up(AllReduce, {}, "int4", 8) == "none lost seen (-1.4 to 2.3)"
+    assert look_up(AllReduce, {}, "int4", 8) == "no loss over 1 point seen (-1.4 to 2.3)"
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 def test_a_type_wider_than_one_without_loss_has_none(wire):
-    assert look_up(AllReduce, {}, wire, 8) == "none lost seen (-1.4 to 2.3)"
+    assert look_up(AllReduce, {}, wire, 8) == "no loss over 1 point seen (-1.4 to 2.3)"
 
 
 def test_a_type_narrower_than_all_measured_ones_is_not_measured():
@@ -43,8 +43,8 @@ def test_a_type_narrower_than_all_measured_ones_is_not_measured():
 @pytest.mark.parametrize(
     ("sync_every", "found"),
     [
-        (1, "none lost seen (-0.8 to 0.6)"),
-        (4, "none lost seen (-0.8 to 0.6)"),
+        (1, "no loss over 1 point seen (-0.8 to 0.6)"),
+        (4, "no loss over 1 point seen (-0.8 to 0.6)"),
         (8, "not measured"),
         (16, "lost (-2.9 to -1.4)"),
         (64, "lost (-2.9 to -1.4)"),
@@ -56,6 +56,13 @@ def test_a_period_between_a_kept_and_a_lost_one_is_not_measured(sync_every, foun
 
 def test_a_loss_in_one_setting_counts_more_than_none_in_another():
     assert look_up(PeriodicAveraging, {"sync_every": 2}, None, 8) == "lost (-2.4 to -0.3)"
+
+
+def test_a_loss_that_is_surely_below_a_point_does_not_count():
+    rows = [Measured(8, "Gossip", 1, "int4", -0.9, -0.1), Measured(8, "Gossip", 1, "int8", -1.1, -0.1)]
+    assert [row.is_lost for row in rows] == [False, True]
+    assert str(accuracy(Gossip, {}, "int4", 8, rows[:1])) == "no loss over 1 point seen (-0.9 to -0.1)"
+    assert str(accuracy(Gossip, {}, "int4", 8, rows)) == "lost (-1.1 to -0.1)"
 
 
 @pytest.mark.parametrize("nodes", [3, 8, 100])
@@ -78,6 +85,6 @@ def test_settings_without_a_row_are_not_measured(kind, arguments):
 
 
 def test_the_package_brings_the_measured_table():
-    assert accuracy(AllReduce, {}, "int4", 8).kind == "none lost seen"
+    assert accuracy(AllReduce, {}, "int4", 8).kind == "no loss over 1 point seen"
     assert accuracy(PeriodicAveraging, {"sync_every": 16}, None, 8).kind == "lost"
     assert {row.nodes for row in measured()} >= {2, 8}
