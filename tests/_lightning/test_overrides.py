@@ -41,7 +41,7 @@ def overrides() -> Iterator[tuple[str, Any, Any]]:
     seen = set()
     for name, cls in own_classes().items():
         upstream = [base for base in cls.__mro__ if base.__module__.startswith(UPSTREAM)]
-        for method in {key for base in upstream for key in vars(base)} - {"__init__", "__new__"}:
+        for method in sorted({key for base in upstream for key in vars(base)} - {"__init__", "__new__"}):
             owner = next(base for base in cls.__mro__ if method in vars(base))
             own = plain(vars(owner)[method])
             if not owner.__module__.startswith("lightning_hiercomm") or not inspect.isfunction(own):
