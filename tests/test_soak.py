@@ -42,10 +42,10 @@ def soak(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
 def test_many_fits_leak_no_handle_thread_or_process_group(tmp_path, fits):
     for said in soak(tmp_path, 2, "--fits", str(fits)):
         seen = said["fits"]
-        after_every_scheme, at_the_end = seen[11], seen[-1]
+        after_every_scheme = seen[11]
         assert len(seen) == fits
-        for name in ("handles", "threads", "process groups"):
-            assert at_the_end[name] <= after_every_scheme[name]
+        for name in ("handles", "threads", "process groups"):  # a thread may need a moment to end
+            assert min(look[name] for look in seen[-5:]) <= after_every_scheme[name], name
 
 
 @pytest.mark.nightly
