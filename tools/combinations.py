@@ -638,7 +638,7 @@ class Reference:
         self.looks: dict[int, Tensor] = {}
         self.stop_after: int | None = None
         self.step = 0
-        self.encoded_state: list[tuple[str, str]] = []  # of the last average
+        self.encoded_state: list[tuple[int, str]] = []  # of the last average, by place among what was trained
         self.roots: dict[str, Tensor] = {}  # of the last averaged second moments
         self.names = [name for name in shapes if name not in c.frozen_at(0)]
 
@@ -766,11 +766,11 @@ class Reference:
                 has_mean = all(key in state for state in states.values())  # a scaler may have skipped all steps of one
                 if has_mean and isinstance(value, Tensor) and value.shape == self.shapes[name]:
                     held.append((name, key))
-        encoded = [each for each in held if self.encodes(each[0])]
+        encoded = [(self.names.index(name), key) for name, key in held if self.encodes(name)]
         for name, key in held:
             index = list(self.shapes).index(name)
             values = {r: o.state[list(self.parameters[r].values())[index]][key] for r, o in self.optimizers.items()}
-            if key == "exp_avg_sq" and (name, key) in encoded and encoded == self.encoded_state:
+            if key == "exp_avg_sq" and self.encodes(name) and encoded == self.encoded_state:
                 root = self.mean({r: value.sqrt() for r, value in values.items()})
                 mean = torch.maximum(root, self.roots[name] / 2).square()
             else:
