@@ -181,20 +181,22 @@ _ADVICE = {
 }
 
 
-def _advice(scheme: str = "") -> str:
-    """Return what the methods of a scheme, or all methods, cost in accuracy, by setting."""
+_ADVISED = tuple(
+    name for name in _SHOWN if name.startswith(("AllReduce, ", "PeriodicAveraging(2)", "PeriodicAveraging(4)"))
+)
+
+
+def _advice() -> str:
+    """Return what methods cost in accuracy, by setting; the tables of each setting have more of them."""
     lines = [
         f"| | bytes on 8 nodes, of float32 | {' | '.join(_ADVICE.values())} |",
         "|---|" + "--:|" * (1 + len(_ADVICE)),
     ]
     every = {setting: _front_rows(setting) for setting in _ADVICE}
-    for name in _SHOWN[1:-1]:
-        if name.startswith(("DASO", "Gossip", "PeriodicAveraging(16)")):
-            continue  # in the tables of each setting
-        rows = [rows.get(name) for rows in every.values()]
-        if any(rows) and name.startswith(scheme):
-            cells = ["" if row is None or row.apart is None else row.apart.text() for row in rows]
-            lines.append("| " + " | ".join([name, every["8-adamw-short-cnn"][name].share_text(), *cells]) + " |")
+    for name in (*_ADVISED, "DiLoCo(16), int4"):
+        rows = [rows[name] for rows in every.values()]
+        cells = ["" if row.apart is None else row.apart.text() for row in rows]
+        lines.append("| " + " | ".join([name, every["8-adamw-short-cnn"][name].share_text(), *cells]) + " |")
     return "\n".join(lines)
 
 

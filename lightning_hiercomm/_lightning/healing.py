@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hiercomm._lightning import require_attribute
-from lightning_hiercomm._lightning.places import drop_places, is_stateful, restores_module
+from lightning_hiercomm._lightning.places import drop_places, is_stateful, restores_module, set_epoch
 from lightning_hiercomm._lightning.saves import model_checkpoints, taking_shapes, with_plain_numbers
 
 _FIT = "fit_loop"
@@ -237,9 +237,7 @@ def _begin_later(dataloader: Any, done: int, epoch: int) -> bool:
     length = sized_len(batches)
     if not length:
         return False
-    for sampler in (getattr(batches, "sampler", None), batches):
-        if sampler is not None and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+    set_epoch(dataloader, epoch)
     vars(dataloader)["batch_sampler"] = _Later(batches, done % length)
     return True
 

@@ -58,7 +58,13 @@ def begin_stateful_loader(dataloader: object, epoch: int) -> None:
 
     Lightning does it later in a Trainer that resumes, but torchdata's loader reads the order when it starts.
     """
-    for sampler in _samplers(dataloader) if is_stateful(dataloader) else ():
+    if is_stateful(dataloader):
+        set_epoch(dataloader, epoch)
+
+
+def set_epoch(dataloader: object, epoch: int) -> None:
+    """Set the epoch of a loader's samplers, which the order of samples depends on."""
+    for sampler in _samplers(dataloader):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

@@ -47,7 +47,7 @@ from lightning_hiercomm.trainer.options import UnequalData
 log = logging.getLogger(__name__)
 
 _CHECK_EVERY = 50
-"""Optimizer steps between two checks for the end of an epoch of unknown length, if nodes do not meet in it."""
+"""Optimizer steps between two checks for the end of an epoch of unknown length, in which nodes do not synchronize."""
 
 
 class IdlingLoader(CombinedLoader):
@@ -271,7 +271,7 @@ class UnequalNodes(pl.Callback):
         remove_callback(trainer, self)
 
     def _every(self, trainer: pl.Trainer) -> int:
-        """Return the number of batches between two checks for the end of an epoch: where nodes meet anyway."""
+        """Return the number of batches between two checks for the end of an epoch: where nodes synchronize anyway."""
         if self._topology.num_nodes == 1:
             return 1
         steps = 1 if self._scheme.gradients == "world" else getattr(self._scheme, "period", None) or _CHECK_EVERY

@@ -1,14 +1,15 @@
 """Test accuracy on digits of nodes with 100, 70 and 31 batches, against one process with all samples; paired by seed.
 
-Usage: ``python tools/unequal_data_accuracy.py --seeds 10 --split random`` (or ``sorted``: nodes have other classes).
-With ``--batches 67 67 67`` nodes have equal data, to see what a scheme itself costs.
+With ``--split sorted`` nodes have other classes; with ``--batches 67 67 67`` they have equal data, to see what a scheme
+itself costs. No learning rate is tuned.
+
+    python -m benchmarks.studies.unequal_data --seeds 10 --split random
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import socket
 import statistics
@@ -23,6 +24,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.papers.paired import difference
 from lightning_hiercomm import AllReduce, DiLoCo, Health, HierarchicalStrategy, PeriodicAveraging, UnequalData
 
 BATCH, EPOCHS = 7, 6
@@ -134,11 +136,10 @@ def main() -> None:
         found = torch.load(Path(folder) / "found.pt")
     pooled = found.pop("pooled")
     print(f"pooled: {statistics.mean(pooled):.2f} % ({vars(chosen)}, {EPOCHS} epochs)")
+    by_seed = dict(enumerate(pooled))
     for name, accuracies in found.items():
-        differences = [own - other for own, other in zip(accuracies, pooled, strict=True)]
-        half = 2.26 * statistics.stdev(differences) / math.sqrt(len(differences))  # Student's t, 10 seeds
-        mean = statistics.mean(differences)
-        print(f"{name}: {statistics.mean(accuracies):.2f} %, against pooled {mean:+.2f} +- {half:.2f}")
+        apart = difference(dict(enumerate(accuracies)), by_seed)
+        print(f"{name}: {statistics.mean(accuracies):.2f} %, against pooled {apart.text(2)}")
 
 
 if __name__ == "__main__":
