@@ -38,7 +38,7 @@ from lightning_hiercomm._lightning.trainer import (
     wrap_train_dataloaders,
 )
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import Scheme
+from lightning_hiercomm.schemes import ParameterSync, Scheme
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
@@ -274,8 +274,9 @@ class UnequalNodes(pl.Callback):
         """Return the number of batches between two checks for the end of an epoch: where nodes synchronize anyway."""
         if self._topology.num_nodes == 1:
             return 1
-        steps = 1 if self._scheme.gradients == "world" else getattr(self._scheme, "period", None) or _CHECK_EVERY
-        return int(steps) * trainer.accumulate_grad_batches
+        period = self._scheme.period if isinstance(self._scheme, ParameterSync) else None
+        steps = 1 if self._scheme.gradients == "world" else period or _CHECK_EVERY
+        return steps * trainer.accumulate_grad_batches
 
     # ---- a batch -------------------------------------------------------------------------------------------------
 
