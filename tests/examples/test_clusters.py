@@ -95,6 +95,22 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)["state_dict"]
 
 
+def run_tasks(checkout, arguments, environments):
+    """Return what tasks of a launcher print, one for each environment."""
+    tasks = [
+        ForkedPython(
+            [*arguments, *SHORT.split()],
+            {**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            checkout / f"task-{task}",
+            checkout,
+        )
+        for task, environment in enumerate(environments)
+    ]
+    output = "".join(process.communicate(timeout=200)[0] for process in tasks)
+    assert not any(process.returncode for process in tasks), output
+    return output
+
+
 @pytest.mark.long("two torchruns, and four ranks that train")
 def test_torchrun(checkout):
     first = f"{command('torchrun', '.venv/bin/torchrun')} {SHORT}"
@@ -121,18 +137,15 @@ def test_slurm(checkout):
     run(checkout, "bash examples/clusters/digits.sbatch", **job, PATH=f"{checkout}:{os.environ['PATH']}")
     python, *arguments = (checkout / "command").read_text().splitlines()
     assert python == ".venv/bin/python"
-    tasks = []
-    for task in range(nodes * tasks_per_node):
-        place = {
+    places = [
+        {
             "SLURM_PROCID": str(task),
             "SLURM_NODEID": str(task // tasks_per_node),
             "SLURM_LOCALID": str(task % tasks_per_node),
         }
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **job, **place}
-        tasks.append(ForkedPython([*arguments, *SHORT.split()], environment, checkout / f"task-{task}", checkout))
-    output = "".join(process.communicate(timeout=200)[0] for process in tasks)
-    assert not any(process.returncode for process in tasks), output
-    assert "on 8 ranks" in output
+        for task in range(nodes * tasks_per_node)
+    ]
+    assert "on 8 ranks" in run_tasks(checkout, arguments, [{**job, **place} for place in places])
 
 
 @pytest.mark.long("four ranks that train")
@@ -146,21 +159,17 @@ def test_lsf(checkout):
     assert options["--rs_per_host"] == "1"
     assert re.search(rf"^#BSUB -nnodes {hosts}$", (CLUSTERS / "digits.lsf").read_text(), re.MULTILINE)
     (checkout / "hosts").write_text("launch\n" + f"{socket.gethostname()}\n" * hosts * ranks)
-    port, tasks = str(free_port()), []
-    for rank in range(hosts * ranks):
-        job = {
-            "LSB_JOBID": "7",
-            "LSB_DJOB_RANKFILE": str(checkout / "hosts"),
-            "MASTER_PORT": port,
-            "JSM_NAMESPACE_SIZE": str(hosts * ranks),
-            "JSM_NAMESPACE_RANK": str(rank),
-            "JSM_NAMESPACE_LOCAL_RANK": str(rank % ranks),
-        }
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **job}
-        tasks.append(ForkedPython([*words[start + 1 :], *SHORT.split()], environment, checkout / f"{rank}", checkout))
-    output = "".join(process.communicate(timeout=200)[0] for process in tasks)
-    assert not any(process.returncode for process in tasks), output
-    assert "on 4 ranks" in output
+    job = {
+        "LSB_JOBID": "7",
+        "LSB_DJOB_RANKFILE": str(checkout / "hosts"),
+        "MASTER_PORT": str(free_port()),
+        "JSM_NAMESPACE_SIZE": str(hosts * ranks),
+    }
+    places = [
+        {"JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_LOCAL_RANK": str(rank % ranks)}
+        for rank in range(hosts * ranks)
+    ]
+    assert "on 4 ranks" in run_tasks(checkout, words[start + 1 :], [{**job, **place} for place in places])
 
 
 @pytest.mark.long("two torchruns, and three ranks that train")
