@@ -475,31 +475,55 @@ class LargestFour(Blockwise):
     def _top(self) -> int:
         return 64
 
-    # torch's comparisons and masks of small integers are ten times slower than additions and clamps
+    # torch's comparisons and masks of small integers are ten times slower than additions and clamps, and operations on
+    # short rows are slow, so the places of a group come first
 
     def _pack(self, elements: Tensor, packed: Tensor) -> None:
-        codes = elements.movedim(-2, 0).contiguous()  # places of a group first, because short rows are slow
-        magnitudes, places = codes.abs(), _places(codes)
-        keys = magnitudes.to(torch.int16).mul_(16).add_(15 - places)
-        levels = torch.zeros_like(magnitudes)
-        for most in (0, 1, 2, 5, 11, 22, 45):
-            levels.add_((magnitudes - most).clamp_(0, 1))
-        levels.mul_(codes.sign_())
-        bytes_ = torch.add(places, levels, alpha=16)
-        for row in packed.unflatten(-1, (4, -1)).unbind(-2):
-            is_other = (keys.amax(0) - keys).clamp_max_(1)
-            row.copy_(((1 - is_other).to(torch.int8).mul_(bytes_)).sum(0, dtype=torch.int8))
-            keys.mul_(is_other).add_(is_other).sub_(1)  # -1 where it has been sent
-        is_sent = keys.clamp_(-1, 0).neg_().to(torch.int8)
-        elements.copy_(_powers(levels.mul_(is_sent)).movedim(0, -2))
+        codes = elements.movedim(-2, 0).contiguous().to(torch.int16)  # a copy that also converts is slow
+        # ordered by magnitude, then by place; the last bit is the sign
+        keys = codes.abs().mul_(32).add_(30 - 2 * _places(codes)).sub_(codes >> 15)
+        top = _four_largest(keys)
+        levels = _round_to_power(top >> 5).view(torch.int32).bitwise_right_shift_(23).sub_(126).clamp_min_(0)
+        signs = 1 - 2 * (top & 1)
+        places = 15 - (top >> 1 & 15)
+        packed.unflatten(-1, (4, -1)).copy_(torch.add(places, levels.mul_(signs), alpha=16).movedim(0, -2))
+        is_sent = keys.sub_(top[3] - 1).clamp_(0, 1)
+        elements.copy_(_round_to_power(codes.mul_(is_sent)).to(torch.int8).movedim(0, -2))
 
     def _unpack(self, packed: Tensor, elements: Tensor) -> None:
-        codes = torch.zeros_like(elements.movedim(-2, 0), memory_format=torch.contiguous_format)
-        places = _places(codes)
-        for row in packed.unflatten(-1, (4, -1)).unbind(-2):
-            is_other = ((row & 15) - places).abs_().clamp_max_(1)
-            codes.add_((1 - is_other).mul_(_powers(row >> 4)))
-        elements.copy_(codes.movedim(0, -2))
+        rows = packed.unflatten(-1, (4, -1)).movedim(-2, 0).contiguous()
+        values = _powers(rows >> 4)
+        places = _places(elements.movedim(-2, 0))
+        others = scratch("others", (4, *places.shape[:1], *rows.shape[1:]), torch.int8, rows.device)
+        torch.sub((rows & 15).unsqueeze(1), places, out=others).abs_().clamp_max_(1).mul_(values.unsqueeze(1))
+        total = others[0].add_(others[1]).add_(others[2]).add_(others[3])
+        # int8 wraps around, and so does the difference
+        elements.copy_(torch.sub(values.sum(0, dtype=torch.int8), total, out=total).movedim(0, -2))
+
+
+def _four_largest(keys: Tensor) -> Tensor:
+    """Return the 4 largest of 16 rows, elementwise, in descending order: sorts fours, and merges them twice."""
+    a, b, c, d = keys.unflatten(0, (4, 4)).unbind(1)  # of all fours at once
+    (a, b), (c, d) = _ordered(a, b), _ordered(c, d)
+    (a, c), (b, d) = _ordered(a, c), _ordered(b, d)
+    b, c = _ordered(b, c)
+    for half in (2, 1):
+        one, other = [row[:half] for row in (a, b, c, d)], [row[half:] for row in (d, c, b, a)]
+        a, b, c, d = map(torch.maximum, one, other)
+        (a, c), (b, d) = _ordered(a, c), _ordered(b, d)
+        (a, b), (c, d) = _ordered(a, b), _ordered(c, d)
+    return torch.cat((a, b, c, d))
+
+
+def _ordered(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.maximum(one, other), torch.minimum(one, other)
+
+
+def _round_to_power(codes: Tensor) -> Tensor:
+    """Return codes as float32, rounded to 0 or the nearest power of two by the logarithm."""
+    scaled = codes.to(torch.float32).mul_(math.sqrt(2))
+    scaled.view(torch.int32).bitwise_and_(-(2**23))  # clears the mantissa
+    return scaled
 
 
 def _places(codes: Tensor) -> Tensor:
