@@ -164,6 +164,8 @@ def _ours(period: int) -> dict[str, Row]:
     rows = {
         "all_reduce": row("AllReduce", "AllReduce", {}),
         "periodic1": periodic(1),
+        "periodic2": periodic(2),
+        "periodic4": periodic(4),
         "periodic": periodic(period),
         "daso": daso(1),
         "daso_stale": daso(4),
@@ -194,12 +196,13 @@ def _ours(period: int) -> dict[str, Row]:
         options = {**options, "arguments": {**options["arguments"], "gradients": "none"}}
         title = f"{rows[key].title}, no averaging inside nodes"
         rows[f"{key}_alone"] = replace(rows[key], title=title, options=options, averages_in_node=False)
-    quantised = ("all_reduce", "periodic", "diloco", "diloco_streaming")
+    quantised = ("all_reduce", "periodic2", "periodic4", "periodic", "diloco", "diloco_streaming")
     return (
         rows
         | {f"{key}_bf16": _on_wire(row, "bfloat16", "bf16", 2) for key, row in rows.items()}
         | {f"{key}_int8": _on_wire(rows[key], "int8", "int8", 1 + 2 / 256) for key in quantised}
         | {f"{key}_int4": _on_wire(rows[key], "int4", "int4", 1 / 2 + 2 / 256) for key in quantised}
+        | {"all_reduce_top4": _on_wire(rows["all_reduce"], "top4", "top4", 1 / 4 + 2 / 512)}
     )
 
 
