@@ -337,3 +337,24 @@ def share_logged_names(trainer: pl.Trainer, gather: Callable[[Any], list[Any]]) 
     ordered = {key: results[key] for key in (*every, *(key for key in results if key not in every))}
     results.clear()
     results.update(ordered)
+
+
+def set_global_step(trainer: pl.Trainer, step: int) -> None:
+    """Set ``Trainer.global_step`` of automatic optimization, which has no setter."""
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    progress.ready = progress.completed = step
+
+
+def end_epoch_after_batch(trainer: pl.Trainer) -> None:
+    """Mark the present batch as the last one of its epoch, as ``_TrainingEpochLoop`` does when a hook returns -1."""
+    trainer.fit_loop.epoch_loop.batch_progress.increment_by(0, is_last_batch=True)
+
+
+def can_stop_early(trainer: pl.Trainer) -> bool:
+    """Return whether ``min_epochs`` and ``min_steps`` let ``Trainer.should_stop`` end training now."""
+    return trainer.fit_loop._can_stop_early
+
+
+def adds_distributed_sampler(trainer: pl.Trainer) -> bool:
+    """Return ``use_distributed_sampler`` of the Trainer, which has no public name."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)

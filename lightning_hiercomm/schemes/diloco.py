@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
-from lightning_hiercomm.schemes.components.schedules import Auto, Staggered
+from lightning_hiercomm.schemes.components.schedules import Auto, EverySeconds, Schedule, Staggered, by_clock
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
@@ -58,7 +58,8 @@ class DiLoCo(ParameterSync):
 
     Args:
         sync_every: H, optimizer steps between two synchronizations of the same fragment. ``"auto"``: measure the cost
-            with a short period first, then use the shortest period that ``overhead_target`` allows.
+            with a short period first, then use the shortest period that ``overhead_target`` allows. ``EverySeconds``:
+            by the clock, and each node takes as many steps as it can.
         outer_optimizer: Function that creates the outer optimizer from parameters: any optimizer of ``torch.optim``
             whose update is elementwise. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9.
         fragments: P, the number of equal fragments of the model, or a list of module names such as ``["net.layer1",
@@ -84,7 +85,7 @@ class DiLoCo(ParameterSync):
 
     def __init__(
         self,
-        sync_every: int | Literal["auto"] = 100,
+        sync_every: int | Literal["auto"] | EverySeconds = 100,
         outer_optimizer: OptimizerFactory | None = None,
         fragments: int | list[str] = 1,
         staleness: int = 0,
@@ -96,23 +97,15 @@ class DiLoCo(ParameterSync):
     ) -> None:
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
-        parts = fragments if isinstance(fragments, int) else len(fragments) + 1
-        period, auto = tuned(sync_every, overhead_target, max(parts, parts * staleness + 1), parts)
-        if period < 1:
-            raise ValueError(f"sync_every={period} must be a positive number of optimizer steps")
-        if isinstance(fragments, int) and fragments > period:
-            raise ValueError(
-                f"fragments={fragments} must not exceed sync_every={period}: one fragment is due after a step"
-            )
-        if isinstance(fragments, int) and not 0 <= staleness < period / fragments:
-            raise ValueError(
-                f"staleness={staleness} must be from 0 to {-(-period // fragments) - 1}: less than sync_every /"
-                f" fragments = {period / fragments:g} steps, because one fragment is pending at a time"
-            )
+        schedule: Schedule
+        if isinstance(sync_every, EverySeconds):
+            schedule = by_clock(sync_every, overhead_target)
+        else:
+            schedule = _staggered(sync_every, fragments, staleness, overhead_target)
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
         self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
         super().__init__(
-            schedule=Staggered(period) if auto is None else Auto(Staggered(period), auto),
+            schedule=schedule,
             fragments=fragments,
             merge=self.outer,
             staleness=staleness,
@@ -126,6 +119,23 @@ class DiLoCo(ParameterSync):
 
     def build(self, context: Context) -> RunningDiLoCo:
         return RunningDiLoCo(self, context)
+
+
+def _staggered(
+    sync_every: int | Literal["auto"], fragments: int | list[str], staleness: int, overhead_target: float
+) -> Schedule:
+    parts = fragments if isinstance(fragments, int) else len(fragments) + 1
+    period, auto = tuned(sync_every, overhead_target, max(parts, parts * staleness + 1), parts)
+    if period < 1:
+        raise ValueError(f"sync_every={period} must be a positive number of optimizer steps")
+    if isinstance(fragments, int) and fragments > period:
+        raise ValueError(f"fragments={fragments} must not exceed sync_every={period}: one fragment is due after a step")
+    if isinstance(fragments, int) and not 0 <= staleness < period / fragments:
+        raise ValueError(
+            f"staleness={staleness} must be from 0 to {-(-period // fragments) - 1}: less than sync_every /"
+            f" fragments = {period / fragments:g} steps, because one fragment is pending at a time"
+        )
+    return Staggered(period) if auto is None else Auto(Staggered(period), auto)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Context
-from lightning_hiercomm.schemes.components.schedules import Auto, Every
+from lightning_hiercomm.schemes.components.schedules import Auto, Every, EverySeconds, Schedule, by_clock
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.requirements import Requirements
@@ -48,7 +48,7 @@ class PeriodicAveraging(ParameterSync):
     Args:
         sync_every: Optimizer steps between synchronizations, counted from the start of each epoch. None: synchronize at
             the ends of epochs only. ``"auto"``: synchronize every 4 steps at first to measure the cost, then as often
-            as ``overhead_target`` allows.
+            as ``overhead_target`` allows. ``EverySeconds``: by the clock, and each node takes as many steps as it can.
         at_epoch_end: Also synchronize after the last step of each epoch.
         order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after a synchronization.
             The paper does not specify this default. ``"before_step"`` averages before it, as in the printed Algorithm
@@ -70,7 +70,7 @@ class PeriodicAveraging(ParameterSync):
 
     def __init__(
         self,
-        sync_every: int | Literal["auto"] | None = 50,
+        sync_every: int | Literal["auto"] | EverySeconds | None = 50,
         at_epoch_end: bool = True,
         order: Literal["after_step", "before_step"] = "after_step",
         gradients: Literal["node", "none"] = "node",
@@ -78,9 +78,19 @@ class PeriodicAveraging(ParameterSync):
         overhead_target: float = OVERHEAD_TARGET,
         warmup_steps: int | float = 0,
     ) -> None:
-        period, auto = tuned(sync_every, overhead_target, least=1)
-        if period is not None and period < 1:
-            raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
+        schedule: Schedule
+        if isinstance(sync_every, EverySeconds):
+            schedule = by_clock(sync_every, overhead_target)
+            if not at_epoch_end:
+                raise ValueError(f"at_epoch_end=False: {sync_every!r} ends each epoch with a synchronization")
+        else:
+            period, auto = tuned(sync_every, overhead_target, least=1)
+            if period is not None and period < 1:
+                raise ValueError(
+                    f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only"
+                )
+            every = Every(period, of="epoch")
+            schedule = every if auto is None else Auto(every, auto)
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never synchronize")
         if node_sync_every is not None and node_sync_every < 1:
@@ -89,8 +99,7 @@ class PeriodicAveraging(ParameterSync):
             raise ValueError(
                 f"node_sync_every={node_sync_every} needs gradients='none': ranks that share gradients never differ"
             )
-        every = Every(period, of="epoch")
-        super().__init__(schedule=every if auto is None else Auto(every, auto), gradients=gradients)
+        super().__init__(schedule=schedule, gradients=gradients)
         self.sync_every = sync_every
         self.overhead_target = overhead_target
         self.at_epoch_end = at_epoch_end
@@ -155,7 +164,9 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
             optimizer_step()
 
     def after_step(self, last: bool) -> None:
-        if self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
+        if self.pace is not None:
+            super().after_step(last)
+        elif self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
             self.average()
         elif (every := self.config.node_sync_every) is not None and self.state.step_in_epoch % every == 0:
             self.guard.average_in_node(self.replica.buckets_of_parameters)

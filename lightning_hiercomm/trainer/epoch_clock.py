@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
@@ -15,8 +15,22 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.watch import RunControl
 
 
+class OwnPace(Protocol):
+    """Lets nodes end an epoch together after unequal numbers of batches."""
+
+    def end_batch(self, trainer: pl.Trainer) -> None:
+        """End a batch; after this node's last one, wait for all nodes."""
+
+    def check_epoch_end(self) -> None:
+        """Raise an error if this node ends an epoch that others continue."""
+
+
 class EpochClock(pl.Callback):
-    """Begins and ends the epochs of a run, before the user's callbacks, validation and checkpoints."""
+    """Begins and ends the epochs of a run, before the user's callbacks, validation and checkpoints.
+
+    Attributes:
+        own_pace: Lets nodes end an epoch together; None if all have equally many batches.
+    """
 
     def __init__(
         self,
@@ -29,6 +43,7 @@ class EpochClock(pl.Callback):
         self._batches = batches
         self._control = control
         self._begin_validation = begin_validation
+        self.own_pace: OwnPace | None = None
         self._epoch_has_ended = True
         self._epoch_end_is_noted = False
 
@@ -60,6 +75,8 @@ class EpochClock(pl.Callback):
             self._batches.end_step()
         if not accumulates(trainer):
             self._run.end_batch()
+        if self.own_pace is not None:
+            self.own_pace.end_batch(trainer)
         if trainer.is_last_batch:
             self._end_epoch()
 
@@ -97,6 +114,8 @@ class EpochClock(pl.Callback):
 
     def _end_epoch(self) -> None:
         if not self._epoch_has_ended:
+            if self.own_pace is not None:
+                self.own_pace.check_epoch_end()
             self._epoch_has_ended = True
             self._note_epoch_end()
             self._control.barrier("epoch")  # schemes that synchronize here need equal numbers of steps

@@ -25,7 +25,7 @@ from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes import SCHEMES, ParameterSync, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.elastic_refusals import check_arguments
@@ -65,6 +65,12 @@ class Settings:
     unsupported: InitVar[Mapping[str, str]] = MappingProxyType({})
 
     def __post_init__(self, unsupported: Mapping[str, str]) -> None:
+        if self.by_clock and self.unequal_data is None:
+            if "unequal_data" in unsupported:
+                raise ValueError(
+                    f"{self.scheme!r}: nodes take unequal numbers of steps, and {unsupported['unequal_data']}"
+                )
+            object.__setattr__(self, "unequal_data", UnequalData())  # as a frozen dataclass sets its own fields
         for name, value in self.changed().items():
             if name in unsupported:
                 raise ValueError(f"{name}={value!r}: {unsupported[name]}")
@@ -112,7 +118,8 @@ class Settings:
 
     def _check_unequal_data(self, unequal: UnequalData) -> None:
         if (reason := self.scheme.requirements.needs_equal_data) is not None:
-            raise ValueError(f"unequal_data: {reason}")
+            what = "EverySeconds" if self.by_clock else "unequal_data"
+            raise ValueError(f"{what}: {reason}")
         if self.batches is not None:
             raise ValueError(
                 "unequal_data: HeterogeneousBatches divides one dataset among all ranks: leave batches or unequal_data"
@@ -130,6 +137,11 @@ class Settings:
             )
         if unequal.mean == "normalized" and self.health.on_nonfinite == "skip":
             raise ValueError("unequal_data: mean='normalized' cannot exclude a node: use on_nonfinite='raise'")
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether nodes synchronize by the clock, after unequal numbers of steps."""
+        return isinstance(self.scheme, ParameterSync) and self.scheme.by_clock
 
     @property
     def wire(self) -> Wire:

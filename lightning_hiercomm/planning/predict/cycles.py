@@ -30,6 +30,8 @@ def cycle(scheme: Scheme | None) -> int:
         return 1
     if scheme.schedule.auto is not None:
         raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
+    if scheme.by_clock:
+        raise ValueError(f"{scheme!r} synchronizes by the clock: set sync_every to a number of steps")
     if scheme.period is None:
         raise ValueError("sync_every=None synchronizes at the end of epochs of unknown length: give a number")
     return scheme.period

@@ -26,7 +26,7 @@ from lightning_hiercomm.planning.predict.cycles import next_step
 from lightning_hiercomm.planning.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import RunningScheme, Scheme
+from lightning_hiercomm.schemes import ParameterSync, RunningScheme, Scheme
 
 _MOST_REPLICAS = 4096
 
@@ -94,6 +94,8 @@ class Experiment:
             raise PlanningError(f"learning rate {self.learning_rate} must be positive")
         if getattr(self.scheme, "sync_every", None) == "auto":
             raise PlanningError("sync_every='auto' needs a real network to measure: give a number")
+        if isinstance(self.scheme, ParameterSync) and self.scheme.by_clock:
+            raise PlanningError(f"{self.scheme!r} needs the clocks of real nodes: set sync_every to a number of steps")
 
     @property
     def replicas(self) -> int:

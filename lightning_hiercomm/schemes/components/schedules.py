@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from typing_extensions import override
 
-from lightning_hiercomm.arguments import checked_fields
-from lightning_hiercomm.schemes.tuning import AutoPeriod
+from lightning_hiercomm.arguments import as_call, checked_fields
+from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, AutoPeriod
 
 
 class Schedule(ABC):
@@ -153,3 +154,66 @@ class Auto(Schedule):
     @override
     def longest_staleness(self, fragments: int) -> int:
         return self.provisional.longest_staleness(fragments)
+
+
+@checked_fields
+@dataclass(frozen=True)
+class EverySeconds(Schedule):
+    """Synchronize by the clock: each node takes as many optimizer steps as it can in between.
+
+    A node synchronizes after its first step that ends ``seconds`` or more after the last synchronization. With P
+    fragments, one fragment follows another in a fixed order, one every ``seconds / P``. All nodes leave an exchange at
+    nearly the same time, and each starts its clock again there. So nodes agree without a message, and wait for at most
+    one step of the slowest. The ranks of a node follow the clock of its first rank, which costs one all-reduce of a
+    number inside the node per step, and nothing on nodes of one rank. Before each exchange, one all-reduce of 8 numbers
+    per rank runs over all ranks.
+
+    It implies ``unequal_data=True``: nodes are weighted by their samples. A node without further batches waits in the
+    exchanges with weight 0. The exchange that finds no node with batches ends the epoch on all nodes. Learning-rate
+    schedulers count a node's own steps. ``trainer.global_step``, and so ``max_steps``, becomes the mean of the nodes'
+    steps at each exchange: nodes would otherwise idle until the slowest has taken ``max_steps``.
+
+    Example::
+
+        HierarchicalStrategy(DiLoCo(sync_every=EverySeconds(30), fragments=4))
+
+    Args:
+        seconds: Seconds between two synchronizations of the same fragment, shorter than the process group's timeout.
+            ``"auto"``: after each exchange, as many as ``overhead_target`` allows: the share of time that the slowest
+            node spends in an exchange, without waiting for others. The first two exchanges come after a second each.
+
+    Raises:
+        ValueError: If the seconds are not positive.
+    """
+
+    seconds: float | Literal["auto"]
+
+    __repr__ = as_call
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seconds, str):
+            if self.seconds != "auto":
+                raise ValueError(f"EverySeconds: seconds={self.seconds!r} must be a positive number, or 'auto'")
+        elif not self.seconds > 0:
+            raise ValueError(f"EverySeconds: seconds={self.seconds} must be a positive number, or 'auto'")
+
+    @override
+    def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
+        return ()  # no number of steps decides, but `Pace`
+
+    @override
+    def longest_staleness(self, fragments: int) -> int:
+        return 0
+
+
+def by_clock(schedule: EverySeconds, target: float) -> EverySeconds:
+    """Return a schedule by the clock, if ``overhead_target`` fits it.
+
+    Raises:
+        ValueError: If the target is out of range or not needed.
+    """
+    if not 0 < target < 1:
+        raise ValueError(f"overhead_target={target} must be a fraction of the training time between 0 and 1")
+    if schedule.seconds != "auto" and target != OVERHEAD_TARGET:
+        raise ValueError(f"overhead_target={target} is for EverySeconds('auto'): leave it out with {schedule!r}")
+    return schedule
