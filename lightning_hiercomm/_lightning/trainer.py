@@ -358,3 +358,24 @@ def can_stop_early(trainer: pl.Trainer) -> bool:
 def adds_distributed_sampler(trainer: pl.Trainer) -> bool:
     """Return ``use_distributed_sampler`` of the Trainer, which has no public name."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def call_after_batches(trainer: pl.Trainer, call: Callable[[], object]) -> None:
+    """Call a function after each training batch and all hooks of its end, before Lightning decides what follows.
+
+    Strategies have no such hook, and a callback comes before the module's own, which may set ``Trainer.should_stop``.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    require_attribute(loop, "on_advance_end")
+    original = type(loop).on_advance_end
+
+    def on_advance_end(data_fetcher: Any) -> None:
+        call()
+        original(loop, data_fetcher)
+
+    loop.on_advance_end = on_advance_end  # type: ignore[method-assign]
+
+
+def call_nothing_after_batches(trainer: pl.Trainer) -> None:
+    """Undo :func:`call_after_batches`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("on_advance_end", None)

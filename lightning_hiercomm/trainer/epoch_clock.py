@@ -75,8 +75,13 @@ class EpochClock(pl.Callback):
             self._batches.end_step()
         if not accumulates(trainer):
             self._run.end_batch()
-        if self.own_pace is not None:
-            self.own_pace.end_batch(trainer)
+        if trainer.is_last_batch and self.own_pace is None:
+            self._end_epoch()
+
+    def after_batch(self, trainer: pl.Trainer) -> None:
+        """End a batch after all hooks, one of which may have set ``should_stop``, if nodes keep their own pace."""
+        assert self.own_pace is not None
+        self.own_pace.end_batch(trainer)
         if trainer.is_last_batch:
             self._end_epoch()
 

@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import (
     adds_distributed_sampler,
+    call_after_batches,
+    call_nothing_after_batches,
     can_stop_early,
     end_epoch_after_batch,
     leave_train_dataloaders_alone,
@@ -131,6 +133,7 @@ class PacedNodes(UnequalNodes):
     def detach(self, trainer: pl.Trainer) -> None:
         super().detach(trainer)
         prepare_train_dataloaders_again(trainer)
+        call_nothing_after_batches(trainer)
 
     def process_dataloader(self, loader: Any, trainer: pl.Trainer, address: str) -> Any:
         """Return a train dataloader, whose batches nodes claim if Lightning would divide its data. Collective."""
@@ -153,10 +156,10 @@ class PacedNodes(UnequalNodes):
 
     def begin(self, trainer: pl.Trainer, run: TrainingRun, control: RunControl) -> None:
         """Follow a run that is about to train."""
-        if not run.schemes:
+        if len(run.schemes) != 1:
             raise ValueError(
-                "EverySeconds: nodes synchronize after optimizer steps, and configure_optimizers returned no optimizer:"
-                " return one, or set sync_every to a number"
+                f"EverySeconds: nodes synchronize after the steps of one optimizer, and configure_optimizers returned"
+                f" {len(run.schemes)}: return one, or set sync_every to a number"
             )
         (running,) = run.schemes
         assert isinstance(running, RunningParameterSync)
@@ -270,8 +273,10 @@ class OwnPaceHooks(UnequalDataHooks):
         super().setup(trainer)
         if self._paced is not None:
             self._paced.begin(trainer, self._run, self._control)
-            assert self._epoch_clock is not None
-            self._epoch_clock.own_pace = self._paced
+            clock = self._epoch_clock
+            assert clock is not None
+            clock.own_pace = self._paced
+            call_after_batches(trainer, lambda: clock.after_batch(trainer))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
