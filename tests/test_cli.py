@@ -19,6 +19,7 @@ from lightning_hiercomm import (
     DASO,
     AllReduce,
     DiLoCo,
+    EverySeconds,
     Health,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -155,6 +156,12 @@ def test_the_period_can_be_left_to_the_scheme_from_yaml(strategy, name):
     text = PERIODIC.replace("PeriodicAveraging", name).replace("sync_every: 7", "sync_every: auto")
     built = strategy(text, args=[f"{SCHEME}.init_args.overhead_target=0.1"])
     assert repr(built.scheme) == f"{name}(sync_every='auto', overhead_target=0.1)"
+
+
+def test_clock_from_yaml(strategy):
+    clock = "{class_path: lightning_hiercomm.EverySeconds, init_args: {seconds: auto}}"
+    text = PERIODIC.replace("sync_every: 7", f"sync_every: {clock}").replace("      find_unused_parameters: true\n", "")
+    assert strategy(text).scheme == PeriodicAveraging(EverySeconds("auto"))
 
 
 def test_second_yaml_replaces_the_scheme(strategy):

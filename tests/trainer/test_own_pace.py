@@ -13,7 +13,20 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_hiercomm import DiLoCo, EverySeconds, Health, PeriodicAveraging, UnequalData
+from lightning_hiercomm import (
+    DiLoCo,
+    EverySeconds,
+    Health,
+    HeterogeneousBatches,
+    HierarchicalFabricStrategy,
+    HierarchicalModelParallelStrategy,
+    HierarchicalStrategy,
+    ParameterSync,
+    PeriodicAveraging,
+    Ring,
+    UnequalData,
+)
+from lightning_hiercomm.batches.claims import claimed_dataloader
 
 BATCH = 2
 SECONDS = 0.03
@@ -59,7 +72,8 @@ class Paced(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pace = self.trainer.strategy.schemes[0].pace
-        self.report["validated"].append((self.trainer.global_step, pace.exchanges, self.x.item(), self.y.item()))
+        exchanges = 0 if pace is None else pace.exchanges
+        self.report["validated"].append((self.trainer.global_step, exchanges, self.x.item(), self.y.item()))
         self.log("x", self.x.detach(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
@@ -233,3 +247,48 @@ CLOCK = PeriodicAveraging(EverySeconds(SECONDS))
 def test_programs_that_would_hang_are_refused(fit, module, scheme, chosen, message):
     with pytest.raises(Exception, match=f"EverySeconds: .*{message}"):
         fit_paced(fit, module, scheme, max_epochs=1, **chosen)
+
+
+@pytest.mark.nightly
+def test_checkpoint_from_within_an_epoch_is_refused(fit, tmp_path):
+    class Saving(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    fit_paced(fit, Paced(slow=(0.0, 0.0)), PeriodicAveraging(3), callbacks=[Saving()])
+    with pytest.raises(Exception, match="EverySeconds: the checkpoint was saved within an epoch"):
+        fit_paced(fit, Paced(), CLOCK, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "within.ckpt"})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: HierarchicalStrategy(DiLoCo(EverySeconds(1), staleness=1)), "EverySeconds: staleness=1"),
+        (lambda: HierarchicalStrategy(DiLoCo(EverySeconds(1), warmup_steps=9)), "EverySeconds: warmup_steps=9"),
+        (lambda: HierarchicalStrategy(PeriodicAveraging(EverySeconds(1), gradients="none")), "gradients='none'"),
+        (lambda: HierarchicalStrategy(PeriodicAveraging(EverySeconds(1), order="before_step")), "order='before_step'"),
+        (lambda: HierarchicalStrategy(ParameterSync(EverySeconds(1), reducer=Ring())), "EverySeconds: .* with a graph"),
+        (lambda: HierarchicalStrategy(CLOCK, elastic="host:1"), "elastic"),
+        (lambda: HierarchicalStrategy(CLOCK, batches=HeterogeneousBatches(8)), "HeterogeneousBatches divides"),
+        (lambda: HierarchicalFabricStrategy(CLOCK), "nodes take unequal numbers of steps, and .* needs a Trainer"),
+        (lambda: HierarchicalModelParallelStrategy(CLOCK), "nodes take unequal numbers of steps, and .* whole"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_samples_are_counted_by_default():
+    assert "unequal_data=UnequalData(samples=None)" in repr(HierarchicalStrategy(CLOCK))
+    chosen = HierarchicalStrategy(CLOCK, unequal_data=UnequalData(mean="normalized"))
+    assert "mean='normalized'" in repr(chosen)
+
+
+def test_batches_without_a_divisible_sampler_are_refused():
+    with pytest.raises(ValueError, match="batch_size=None makes none"):
+        claimed_dataloader(DataLoader(torch.zeros(4), batch_size=None), None, None, 0)  # type: ignore[arg-type]
+    endless = torch.utils.data.DataLoader(torch.zeros(4), batch_sampler=[[0], [1]])
+    with pytest.raises(ValueError, match="cannot claim batches of a list"):
+        claimed_dataloader(endless, None, None, 0)  # type: ignore[arg-type]
