@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging, Timer
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import (
@@ -32,7 +33,7 @@ from lightning_hiercomm._lightning.trainer import (
 from lightning_hiercomm.batches.claims import ClaimedBatchSampler, Claims, claimed_dataloader, is_divided
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import RunningParameterSync
+from lightning_hiercomm.schemes import EverySeconds, ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.pace import Pace
 from lightning_hiercomm.trainer.options import UnequalData
 from lightning_hiercomm.trainer.unequal_data import UnequalDataHooks, UnequalNodes
@@ -51,6 +52,7 @@ class PacedLoader(CombinedLoader):
         mode: How several are combined.
         topology: The nodes.
         device: The device of the ranks' tensors.
+        is_claimed: Returns whether ranks of a node have equally many batches, because they claim them together.
     """
 
     def __init__(
@@ -59,8 +61,10 @@ class PacedLoader(CombinedLoader):
         mode: Literal["min_size", "max_size_cycle", "max_size", "sequential"],
         topology: Topology,
         device: torch.device,
+        is_claimed: Callable[[], bool],
     ) -> None:
         super().__init__(loader, mode)
+        self._is_claimed = is_claimed
         self._topology = topology
         self._device = device
         self._yielded = 0
@@ -90,7 +94,7 @@ class PacedLoader(CombinedLoader):
         return batch
 
     def _all_in_node(self, has_batch: bool) -> bool:
-        if self._topology.ranks_on_node == 1:
+        if self._topology.ranks_on_node == 1 or self._is_claimed():
             return has_batch
         lacks = torch.tensor([int(not has_batch)], device=self._device)
         self._topology.intra.all_reduce(lacks, op="max").wait()
@@ -126,7 +130,10 @@ class PacedNodes(UnequalNodes):
         if adds_distributed_sampler(trainer):
             leave_train_dataloaders_alone(trainer)
         wrap_train_dataloaders(
-            trainer, lambda given: PacedLoader(*parts_of_loader(given), self._topology, self._device)
+            trainer,
+            lambda given: PacedLoader(
+                *parts_of_loader(given), self._topology, self._device, lambda: self._sampler is not None
+            ),
         )
 
     @override
@@ -265,8 +272,19 @@ class OwnPaceHooks(UnequalDataHooks):
     @override
     def _new_nodes(self, options: UnequalData) -> UnequalNodes:
         is_paced = self._settings.by_clock and self._topology.num_nodes > 1
+        if is_paced:
+            self._check_timeout()
         kind = PacedNodes if is_paced else UnequalNodes
         return kind(options, self.scheme, self._topology, self.root_device)
+
+    def _check_timeout(self) -> None:
+        schedule = self.scheme.schedule if isinstance(self.scheme, ParameterSync) else None
+        timeout = (self._timeout or default_pg_timeout).total_seconds()
+        if isinstance(schedule, EverySeconds) and schedule.seconds != "auto" and schedule.seconds >= timeout:
+            raise ValueError(
+                f"{schedule!r}: a node without batches waits in an exchange for longer than timeout={timeout:g} s:"
+                " synchronize more often, or set HierarchicalStrategy(timeout=...)"
+            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -304,9 +322,10 @@ class OwnPaceHooks(UnequalDataHooks):
 
 def check_trainer(trainer: pl.Trainer) -> None:
     """Raise a ``ValueError`` for the first setting of a trainer that acts at batches of all nodes."""
-    if trainer.val_check_interval != 1.0 or trainer.check_val_every_n_epoch is None:
+    interval = trainer.val_check_interval
+    if isinstance(interval, int) or interval != 1.0 or trainer.check_val_every_n_epoch is None:
         raise ValueError(
-            f"EverySeconds: Trainer(val_check_interval={trainer.val_check_interval!r}, check_val_every_n_epoch="
+            f"EverySeconds: Trainer(val_check_interval={interval!r}, check_val_every_n_epoch="
             f"{trainer.check_val_every_n_epoch!r}) validates within epochs, when nodes are at different batches: leave"
             " both out, and validate at the ends of epochs"
         )
