@@ -1,7 +1,7 @@
 """Seconds to an accuracy on digits of four nodes with speeds 4 : 2 : 1 : 1: equal steps against each node's own pace.
 
-Each node is one rank with a quota of CPU time. A run is timed from its first epoch to the ends of its epochs, by rank 0,
-with the accuracy of the averaged model on the test samples there. Seeds are paired, and the order alternates.
+Each node is one rank with a quota of CPU time. Rank 0 times a run from its first epoch to the ends of its epochs, and
+measures the accuracy of the averaged model on the test samples there. Seeds are paired, and the order alternates.
 
     python -m benchmarks.studies.own_pace --seeds 8
 """
