@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sized
+import threading
+from collections.abc import Callable, Iterator, Sized
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -80,7 +83,8 @@ class Claims:
             )
             if topology.ranks_on_node > 1:
                 self._store.set(f"{place}/{index}", str(first))
-                self._store.delete_key(f"{place}/{index - _CLAIMS_KEPT}")
+                if index > _CLAIMS_KEPT:
+                    self._store.delete_key(f"{place}/{index - _CLAIMS_KEPT}")
             return int(first)
         return int(self._store.get(f"{place}/{index}")) + topology.local_rank
 
@@ -88,8 +92,8 @@ class Claims:
 class ClaimedBatchSampler(Sampler[list[Any]]):
     """Yields the batches of an epoch that this rank's node claims. It has no length.
 
-    Batch k is ``order[k B : (k + 1) B]``. Nodes use every batch once. If a node claims past the end, its last ranks
-    repeat the first batches, at most one less than it has ranks.
+    Batch k is ``order[k B : (k + 1) B]``. Nodes use every batch once, and claim one ahead of what they load. If a node
+    claims past the end, its last ranks repeat the first batches, at most one less than it has ranks.
 
     Args:
         order: The order of the epoch; Lightning calls ``set_epoch`` of the attribute :attr:`sampler`.
@@ -121,14 +125,37 @@ class ClaimedBatchSampler(Sampler[list[Any]]):
         batches = len(order) // size if self.drop_last else -(-len(order) // size)
         if not batches:
             raise ValueError(f"EverySeconds: the dataset has {len(order)} samples, less than a batch of {size}")
-        index = 0
-        while True:
-            batch = self._claims.batch(iteration, index)
+        ahead: _Ahead | None = None
+        for index in count():
+            batch = self._claims.batch(iteration, 0) if ahead is None else ahead.wait()
             if index and batch - local_rank >= batches:
                 return
+            ahead = _Ahead(partial(self._claims.batch, iteration, index + 1))
             start = batch % batches * size
             yield list(order[start : start + size])
-            index += 1
+
+
+class _Ahead:
+    """A claim in a thread, because the store may be far away, and training would wait for it at every batch."""
+
+    def __init__(self, claim: Callable[[], int]) -> None:
+        self._claim = claim
+        self._batch = 0
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="hiercomm-claim", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._batch = self._claim()
+        except Exception as error:  # raised where the batch is needed
+            self._error = error
+
+    def wait(self) -> int:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._batch
 
 
 def is_divided(loader: object) -> bool:
