@@ -19,6 +19,8 @@ from lightning_hiercomm.nodes.topology import Topology
 _CLAIMS_KEPT = 1024
 """A node's claims that its ranks can still read; ranks of a node load at most a few batches ahead of each other."""
 
+_CONNECT_TIMEOUT = timedelta(seconds=30)
+
 _TIMEOUT = timedelta(minutes=5)
 """The longest wait for the store, or for the claim of the node's first rank, which loads at the same time."""
 
@@ -36,7 +38,7 @@ class Claims:
         own, trouble, port = None, None, 0
         if topology.rank == 0:
             try:
-                own = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+                own = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
                 port = own.port
             except RuntimeError as error:
                 trouble = str(error).splitlines()[0]
@@ -48,13 +50,14 @@ class Claims:
             )
         if own is None:
             try:
-                own = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
+                own = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"EverySeconds: rank {topology.rank} cannot reach rank 0's store at {address}:{port}"
                     f" ({str(error).splitlines()[0]}). Open the port, or divide the data yourself:"
                     " Trainer(use_distributed_sampler=False)"
                 ) from error
+        own.set_timeout(_TIMEOUT)
         self._store: TCPStore = own
         self._iterations = 0
 

@@ -26,7 +26,6 @@ from lightning_hiercomm import (
     Ring,
     UnequalData,
 )
-from lightning_hiercomm.batches.claims import claimed_dataloader
 
 BATCH = 2
 SECONDS = 0.03
@@ -286,11 +285,3 @@ def test_samples_are_counted_by_default():
     assert "unequal_data=UnequalData(samples=None)" in repr(HierarchicalStrategy(CLOCK))
     chosen = HierarchicalStrategy(CLOCK, unequal_data=UnequalData(mean="normalized"))
     assert "mean='normalized'" in repr(chosen)
-
-
-def test_batches_without_a_divisible_sampler_are_refused():
-    with pytest.raises(ValueError, match="batch_size=None makes none"):
-        claimed_dataloader(DataLoader(torch.zeros(4), batch_size=None), None, None, 0)  # type: ignore[arg-type]
-    endless = torch.utils.data.DataLoader(torch.zeros(4), batch_sampler=[[0], [1]])
-    with pytest.raises(ValueError, match="cannot claim batches of a list"):
-        claimed_dataloader(endless, None, None, 0)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from lightning_hiercomm.planning.cluster import Cluster, Link, PlanningError, Wo
 from lightning_hiercomm.planning.simulate.curves import table
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule, simulate
 from lightning_hiercomm.planning.simulate.tasks import Batches
-from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, EverySeconds, Gossip, PeriodicAveraging, StepsDelay
 
 TASK = TASKS["characters"]
 # 4 MB between nodes at 10 MB/s: an agreement of two nodes takes 0.4 s
@@ -185,6 +185,7 @@ def test_predicted_times_include_traffic_inside_nodes(scheme, kilobytes):
         ({"nodes": 1025, "ranks_per_node": 4}, "4100 replicas are more than 4096"),
         ({"learning_rate": math.nan}, "learning rate nan"),
         ({"scheme": PeriodicAveraging("auto")}, "sync_every='auto' needs a real network to measure: give a number"),
+        ({"scheme": PeriodicAveraging(EverySeconds(1))}, "needs the clocks of real nodes: set sync_every to a number"),
     ],
 )
 def test_impossible_experiments_are_refused(others, message):
