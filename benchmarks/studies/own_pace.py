@@ -3,12 +3,14 @@
 Each node is one rank with a quota of CPU time. Rank 0 times a run from its first epoch to the ends of its epochs, and
 measures the accuracy of the averaged model on the test samples there. Seeds are paired, and the order alternates.
 
-    python -m benchmarks.studies.own_pace --seeds 8
+    python -m benchmarks.studies.own_pace --seeds 0 1 2 --store runs.json
+    python -m benchmarks.studies.own_pace --seeds 3 4 5 --store runs.json  # reports all six
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import socket
@@ -38,11 +40,11 @@ TRAIN = 1536
 class Digits(pl.LightningModule):
     """A small network on the digits; ``curve`` has the seconds and the accuracy at the end of every epoch."""
 
-    def __init__(self, seed: int, batch: int, lr: float) -> None:
+    def __init__(self, seed: int, batch: int, lr: float, share: float) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        self.batch, self.lr = batch, lr
+        self.batch, self.lr, self.share = batch, lr, share
         images, labels = load_digits(return_X_y=True)
         x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -53,7 +55,7 @@ class Digits(pl.LightningModule):
         self.steps = 0
 
     def on_train_start(self) -> None:  # without the quota, which would lengthen the start of the processes
-        self.quota = CpuQuota(SHARES[self.global_rank])
+        self.quota = CpuQuota(self.share)
 
     def on_train_end(self) -> None:
         self.quota.close()
@@ -86,18 +88,23 @@ def of_rank(rank: int, chosen: argparse.Namespace, folder: Path) -> None:
     logging.getLogger("lightning_hiercomm").setLevel(logging.ERROR)
     runs = {"equal": PeriodicAveraging(chosen.sync_every), "own": PeriodicAveraging(EverySeconds(chosen.seconds))}
     flags = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    found: dict[str, list[Any]] = {name: [] for name in runs}
-    for seed in range(chosen.seeds):
-        for name in [*runs] if seed % 2 else [*reversed(runs)]:
+    found: dict[str, dict[int, Any]] = {name: {} for name in runs}
+    for seed in (None, *chosen.seeds):  # the first run imports what is imported late
+        for name in runs if seed is None or seed % 2 else reversed(runs):
             os.environ["PL_GLOBAL_SEED"] = str(seed)
-            module = Digits(seed, chosen.batch, chosen.lr)
+            module = Digits(seed or 0, chosen.batch, chosen.lr, 1.0 if seed is None else SHARES[rank])
             strategy = HierarchicalStrategy(runs[name], ranks_per_node=1, health=Health(hang_timeout=60.0))
             trainer = pl.Trainer(
-                accelerator="cpu", devices=len(SHARES), strategy=strategy, max_epochs=chosen.epochs, **flags
+                accelerator="cpu",
+                devices=len(SHARES),
+                strategy=strategy,
+                max_epochs=chosen.epochs if seed is not None else 1,
+                **flags,
             )
             trainer.fit(module)
-            found[name].append((module.curve, module.steps))
-    torch.save(found, folder / f"found-{rank}.pt")
+            if seed is not None:
+                found[name][seed] = {"curve": module.curve, "steps": module.steps}
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 
 def first(curve: list[tuple[float, float]], accuracy: float) -> float:
@@ -107,45 +114,53 @@ def first(curve: list[tuple[float, float]], accuracy: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--store", type=Path, help="file with the runs of earlier calls, to which these are added")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--sync-every", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=0.15)
+    parser.add_argument("--sync-every", type=int, default=24)
+    parser.add_argument("--seconds", type=float, default=0.6)
     chosen = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), OMP_NUM_THREADS="1")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(of_rank, (chosen, Path(folder)), len(SHARES), start_method="fork")
-        ranks = [torch.load(Path(folder) / f"found-{rank}.pt") for rank in range(len(SHARES))]
+        ranks = [json.loads((Path(folder) / f"found-{rank}.json").read_text()) for rank in range(len(SHARES))]
+    if chosen.store is not None:
+        before = json.loads(chosen.store.read_text()) if chosen.store.exists() else [{} for _ in ranks]
+        ranks = [
+            {name: {**old.get(name, {}), **new[name]} for name in new} for old, new in zip(before, ranks, strict=True)
+        ]
+        chosen.store.write_text(json.dumps(ranks))
     report(chosen, ranks)
 
 
 def report(chosen: argparse.Namespace, ranks: list[Any]) -> None:
     print(vars(chosen))
-    runs = {name: [curve for curve, _ in ranks[0][name]] for name in ("equal", "own")}
-    for name in runs:
-        steps = [statistics.mean(steps for _, steps in rank[name]) for rank in ranks]
-        seconds, accuracy = (statistics.mean(curve[-1][part] for curve in runs[name]) for part in (0, 1))
+    equal, own = ({int(seed): run["curve"] for seed, run in ranks[0][name].items()} for name in ("equal", "own"))
+    for name, curves in {"equal": equal, "own": own}.items():
+        steps = [statistics.mean(run["steps"] for run in rank[name].values()) for rank in ranks]
+        seconds, accuracy = (statistics.mean(curve[-1][part] for curve in curves.values()) for part in (0, 1))
         print(f"{name}: {seconds:.2f} s, accuracy at the end {accuracy:.2f} %, steps of the nodes {steps}")
-    seeds = range(chosen.seeds)
-    ends = {name: {seed: runs[name][seed][-1] for seed in seeds} for name in runs}
-    targets = {seed: ends["equal"][seed][1] for seed in seeds}
-    apart = difference(*({seed: ends[name][seed][1] for seed in seeds} for name in ("own", "equal")))
+    apart = difference(*({seed: curve[-1][1] for seed, curve in curves.items()} for curves in (own, equal)))
     print(f"accuracy, own pace minus equal steps: {apart.text(2)}")
-    whole = {seed: ends["equal"][seed][0] / ends["own"][seed][0] for seed in seeds}
-    to_end = {seed: ends["equal"][seed][0] / first(runs["own"][seed], targets[seed]) for seed in seeds}
-    to_first = {
-        seed: first(runs["equal"][seed], targets[seed]) / first(runs["own"][seed], targets[seed]) for seed in seeds
-    }
-    missed = sum(max(reached for _, reached in runs["own"][seed]) < targets[seed] for seed in seeds)
-    none = dict.fromkeys(seeds, 0.0)
-    print(f"times as fast, equal samples: {difference(whole, none).text(2)}")
-    print(f"times as soon at the accuracy, against the end of equal steps: {difference(to_end, none).text(2)}")
-    print(f"times as soon at the accuracy, against its first epoch there: {difference(to_first, none).text(2)}")
-    print(f"seeds that never reached it: {missed}")
+    ends = {seed: curve[-1] for seed, curve in equal.items()}
+    sooner = {seed: first(own[seed], accuracy) for seed, (_, accuracy) in ends.items()}
+    none = dict.fromkeys(ends, 0.0)
+    for what, ratios in {
+        "times as fast, at equal samples": {seed: ends[seed][0] / own[seed][-1][0] for seed in ends},
+        "times as soon at the accuracy, against the end of equal steps": {
+            seed: ends[seed][0] / sooner[seed] for seed in ends
+        },
+        "times as soon at the accuracy, against its first epoch there": {
+            seed: first(equal[seed], ends[seed][1]) / sooner[seed] for seed in ends
+        },
+    }.items():
+        print(f"{what}: {difference(ratios, none).text(2)}")
+    missed = sum(max(reached for _, reached in own[seed]) < accuracy for seed, (_, accuracy) in ends.items())
+    print(f"seeds of {len(ends)} that never reached it: {missed}")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class EpochClock(pl.Callback):
             self._end_epoch()
 
     def after_batch(self, trainer: pl.Trainer) -> None:
-        """End a batch after all hooks, one of which may have set ``should_stop``, if nodes keep their own pace."""
+        """End a batch of a node at its own pace, after all hooks that may set ``should_stop``."""
         assert self.own_pace is not None
         self.own_pace.end_batch(trainer)
         if trainer.is_last_batch:

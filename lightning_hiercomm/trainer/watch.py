@@ -168,7 +168,7 @@ class RunControl:
         """
         if self.plane is None:
             raise ValueError(
-                "EverySeconds: nodes cannot agree when to stop, because the control plane could not start: choose a"
+                "EverySeconds: nodes could not stop together, because the control plane did not start: choose a"
                 " port with Health(control_port=...)"
             )
         restore_sigterm_broadcast(trainer)

@@ -316,5 +316,5 @@ def test_ranks_with_unequal_batches_stop_after_the_same_exchange():
 
 
 def test_own_pace_needs_the_control_plane():
-    with pytest.raises(ValueError, match="EverySeconds: nodes cannot agree when to stop"):
+    with pytest.raises(ValueError, match="EverySeconds: nodes could not stop together"):
         RunControl().watch_exchanges(pl.Trainer(logger=False), lambda: 0)
