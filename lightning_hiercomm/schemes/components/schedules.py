@@ -164,9 +164,9 @@ class EverySeconds(Schedule):
     A node synchronizes after its first step that ends ``seconds`` or more after the last synchronization. With P
     fragments, one fragment follows another in a fixed order, one every ``seconds / P``. All nodes leave an exchange at
     nearly the same time, and each starts its clock again there. So nodes need no message to choose the next one, and
-    wait for at most one step of the slowest. The ranks of a node follow the clock of its first rank, which costs one all-reduce of a
-    number inside the node per step, and nothing on nodes of one rank. Before each exchange, one all-reduce of 8 numbers
-    per rank runs over all ranks.
+    wait for at most one step of the slowest. The ranks of a node follow the clock of its first rank, which costs one
+    all-reduce of a number inside the node per step, and nothing on nodes of one rank. Before each exchange, one
+    all-reduce of 8 numbers per rank runs over all ranks.
 
     It implies ``unequal_data=True``: nodes are weighted by their samples. A node without further batches waits in the
     exchanges with weight 0. The exchange that finds no node with batches ends the epoch on all nodes. Learning-rate
