@@ -32,7 +32,10 @@ from benchmarks.quota import CpuQuota
 from lightning_hiercomm import EverySeconds, Health, HierarchicalStrategy, PeriodicAveraging
 
 SHARES = (0.6, 0.3, 0.15, 0.15)
-"""CPU seconds per second of the four nodes."""
+"""CPU seconds per second of the four nodes, with quotas."""
+
+LASTING = (0.02, 0.04, 0.08, 0.08)
+"""Seconds of their steps, with ``--slowed-by sleep``, where computers are shared with others."""
 
 TRAIN = 1536
 
@@ -40,11 +43,11 @@ TRAIN = 1536
 class Digits(pl.LightningModule):
     """A small network on the digits; ``curve`` has the seconds and the accuracy at the end of every epoch."""
 
-    def __init__(self, seed: int, batch: int, lr: float, share: float) -> None:
+    def __init__(self, seed: int, batch: int, lr: float, share: float = 1.0, lasting: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        self.batch, self.lr, self.share = batch, lr, share
+        self.batch, self.lr, self.share, self.lasting = batch, lr, share, lasting
         images, labels = load_digits(return_X_y=True)
         x, y = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
@@ -55,10 +58,17 @@ class Digits(pl.LightningModule):
         self.steps = 0
 
     def on_train_start(self) -> None:  # without the quota, which would lengthen the start of the processes
-        self.quota = CpuQuota(self.share)
+        self.quota = CpuQuota(self.share) if self.share < 1 else None
 
     def on_train_end(self) -> None:
-        self.quota.close()
+        if self.quota is not None:
+            self.quota.close()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.step_began = time.perf_counter()
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        time.sleep(max(0.0, self.step_began + self.lasting - time.perf_counter()))
 
     def on_train_epoch_start(self) -> None:
         self.began = self.began or time.perf_counter()
@@ -92,7 +102,10 @@ def of_rank(rank: int, chosen: argparse.Namespace, folder: Path) -> None:
     for seed in (None, *chosen.seeds):  # the first run imports what is imported late
         for name in runs if seed is None or seed % 2 else reversed(runs):
             os.environ["PL_GLOBAL_SEED"] = str(seed)
-            module = Digits(seed or 0, chosen.batch, chosen.lr, 1.0 if seed is None else SHARES[rank])
+            slowed = {} if seed is None else {"share": SHARES[rank]}
+            if chosen.slowed_by == "sleep":
+                slowed = {"lasting": LASTING[rank]}
+            module = Digits(seed or 0, chosen.batch, chosen.lr, **slowed)
             strategy = HierarchicalStrategy(runs[name], ranks_per_node=1, health=Health(hang_timeout=60.0))
             trainer = pl.Trainer(
                 accelerator="cpu",
@@ -116,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--store", type=Path, help="file with the runs of earlier calls, to which these are added")
+    parser.add_argument("--slowed-by", choices=("quota", "sleep"), default="quota")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--lr", type=float, default=0.02)
