@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -26,6 +27,7 @@ from lightning_hiercomm import (
     Ring,
     UnequalData,
 )
+from lightning_hiercomm.trainer.own_pace import check_trainer
 
 BATCH = 2
 SECONDS = 0.03
@@ -127,6 +129,7 @@ def test_ranks_of_a_node_claim_batches_together(fit):
     assert len(everything) - 90 in (0, BATCH)  # the last rank of a node that claims past the end
 
 
+@pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("scheme", SCHEMES, ids=["periodic", "diloco"])
 def test_nodes_with_data_of_their_own_use_all_of_it(fit, scheme):
@@ -221,22 +224,14 @@ class HasTwoOptimizers(Paced):
 CLOCK = PeriodicAveraging(EverySeconds(SECONDS))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("module", "scheme", "chosen", "message"),
     [
-        (Paced(), CLOCK, {"val_check_interval": 5}, r"val_check_interval=5.* validates within epochs"),
-        (Paced(), CLOCK, {"val_check_interval": 1}, r"val_check_interval=1.* validates within epochs"),
-        (Paced(), PeriodicAveraging(EverySeconds(1800)), {}, r"waits in an exchange for longer than timeout=1800 s"),
-        (Paced(), CLOCK, {"max_time": "00:01:00:00"}, "Timer, or Trainer.*use max_steps or max_epochs"),
-        (
-            Paced(),
-            CLOCK,
-            {"callbacks": [ModelCheckpoint(every_n_train_steps=5)], "enable_checkpointing": True},
-            "save within epochs",
-        ),
         (Saves(), CLOCK, {}, "a checkpoint within an epoch cannot be saved"),
         (Freezes(), CLOCK, {}, "frozen or unfrozen within an epoch"),
         (HasTwoOptimizers(), CLOCK, {}, "configure_optimizers returned 2"),
+        (Paced(), PeriodicAveraging(EverySeconds(1800)), {}, "waits in an exchange for longer than timeout=1800 s"),
         (
             Paced(samples=(8, 0)),
             CLOCK,
@@ -248,6 +243,23 @@ CLOCK = PeriodicAveraging(EverySeconds(SECONDS))
 def test_programs_that_would_hang_are_refused(fit, module, scheme, chosen, message):
     with pytest.raises(Exception, match=f"EverySeconds.*: .*{message}"):
         fit_paced(fit, module, scheme, max_epochs=1, **chosen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"val_check_interval": 5}, "val_check_interval=5.* validates within epochs"),
+        ({"val_check_interval": 1}, "val_check_interval=1.* validates within epochs"),
+        ({"max_time": "00:01:00:00"}, "Timer, or Trainer.*use max_steps or max_epochs"),
+        ({"callbacks": [ModelCheckpoint(every_n_train_steps=5)]}, "save within epochs"),
+        ({"callbacks": [ModelCheckpoint(train_time_interval=timedelta(hours=1))]}, "save within epochs"),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging trains steps"),
+    ],
+)
+def test_settings_that_act_at_batches_are_refused(arguments, message):
+    check_trainer(pl.Trainer(accelerator="cpu", logger=False))
+    with pytest.raises(ValueError, match=f"EverySeconds: .*{message}"):
+        check_trainer(pl.Trainer(accelerator="cpu", logger=False, **arguments))
 
 
 @pytest.mark.nightly
