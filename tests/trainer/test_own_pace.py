@@ -129,9 +129,8 @@ def test_ranks_of_a_node_claim_batches_together(fit):
     assert len(everything) - 90 in (0, BATCH)  # the last rank of a node that claims past the end
 
 
-@pytest.mark.pairwise
 @pytest.mark.pooled
-@pytest.mark.parametrize("scheme", SCHEMES, ids=["periodic", "diloco"])
+@pytest.mark.parametrize("scheme", [pytest.param(SCHEMES[0], marks=pytest.mark.nightly), SCHEMES[1]])
 def test_nodes_with_data_of_their_own_use_all_of_it(fit, scheme):
     module = Paced(samples=(90, 30), slow=(0.0, 0.002))
     reports = fit_paced(
@@ -224,13 +223,12 @@ class HasTwoOptimizers(Paced):
 CLOCK = PeriodicAveraging(EverySeconds(SECONDS))
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("module", "scheme", "chosen", "message"),
     [
         (Saves(), CLOCK, {}, "a checkpoint within an epoch cannot be saved"),
-        (Freezes(), CLOCK, {}, "frozen or unfrozen within an epoch"),
-        (HasTwoOptimizers(), CLOCK, {}, "configure_optimizers returned 2"),
+        pytest.param(Freezes(), CLOCK, {}, "frozen or unfrozen within an epoch", marks=pytest.mark.nightly),
+        pytest.param(HasTwoOptimizers(), CLOCK, {}, "configure_optimizers returned 2", marks=pytest.mark.nightly),
         (Paced(), PeriodicAveraging(EverySeconds(1800)), {}, "waits in an exchange for longer than timeout=1800 s"),
         (
             Paced(samples=(8, 0)),
