@@ -265,7 +265,7 @@ class HierarchicalArguments:
                 string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
             unequal_data: Nodes may have unequal numbers of batches (``HierarchicalStrategy`` only): a node without
                 batches waits in the synchronizations with weight 0, and the others are weighted by their samples. See
-                ``lightning_hiercomm.UnequalData``.
+                ``lightning_hiercomm.UnequalData``. A scheme with ``EverySeconds`` implies it.
             **kwargs: Arguments of Lightning's strategy.
 
         Raises:
