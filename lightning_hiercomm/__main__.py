@@ -113,6 +113,15 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--profile", metavar="FILE", help="for the predicted time: a file of `probe`")
     simulate.add_argument("--json", action="store_true", help="print everything as JSON")
 
+    for command in (plan, simulate):
+        command.add_argument(
+            "--speeds",
+            type=float,
+            nargs="+",
+            metavar="SPEED",
+            help="of each node; a node of speed 1 takes --step-time; default: those of the profile, or equal ones",
+        )
+
     lighthouse = commands.add_parser("lighthouse", help="serve the nodes of an elastic run; start it once per run")
     lighthouse.add_argument("--min-nodes", type=int, default=1, help="nodes that training needs; default: 1")
     lighthouse.add_argument("--bind", metavar="HOST:PORT", help="the address to listen at; default: port 29510")

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise PlanningError("--nodes 1: on one node every scheme trains as DDPStrategy does; give at least 2")
     asked_for = sorted(arguments.wires or (), key=WIRES.index)
     wires = [None if wire == "float32" else wire for wire in asked_for] or DEFAULT_WIRES
-    made = make_plan(cluster, workload, wires, arguments.memory, arguments.target)
+    made = make_plan(cluster, workload, wires, arguments.memory, arguments.target, _speeds(arguments, cluster))
     if arguments.json:
         print(json.dumps(report.to_dict(made), indent=1))
         return 0
@@ -124,6 +124,20 @@ def plan(arguments: argparse.Namespace) -> int:
     print(f"because {made.reason}\n")
     print(report.yaml(made), end="")
     return 0
+
+
+def _speeds(arguments: argparse.Namespace, cluster: Cluster) -> Sequence[float]:
+    """Return the nodes' speeds: those of the flag, or of the profile if it is of this cluster, otherwise equal ones."""
+    if arguments.speeds:
+        if len(arguments.speeds) != cluster.nodes:
+            raise PlanningError(
+                f"--speeds has {len(arguments.speeds)} numbers: give one for each of {cluster.nodes} nodes"
+            )
+        if not all(0 < speed < math.inf for speed in arguments.speeds):
+            raise PlanningError(f"--speeds {' '.join(map(str, arguments.speeds))}: all must be positive")
+        return arguments.speeds
+    profile = None if arguments.profile is None else Profile.read(Path(arguments.profile))
+    return [1.0] * cluster.nodes if profile is None else profile.speeds(cluster.nodes)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
