@@ -26,12 +26,13 @@ from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.accuracy import WIRES
 from lightning_hiercomm.planning.predict.candidates import DEFAULT_WIRES
 from lightning_hiercomm.planning.predict.candidates import plan as make_plan
+from lightning_hiercomm.planning.quantities import duration
 from lightning_hiercomm.planning.simulate import curves
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, check
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, Stalls, check
 from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
 from lightning_hiercomm.planning.simulate.tasks import Task, load_task
 from lightning_hiercomm.planning.user_code import json_object
-from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
+from lightning_hiercomm.schemes import SCHEMES, AllReduce, EverySeconds, Scheme
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 _STATE = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
@@ -135,7 +136,7 @@ def _speeds(arguments: argparse.Namespace, cluster: Cluster) -> Sequence[float]:
             )
         if not all(0 < speed < math.inf for speed in arguments.speeds):
             raise PlanningError(f"--speeds {' '.join(map(str, arguments.speeds))}: all must be positive")
-        return arguments.speeds
+        return list(map(float, arguments.speeds))
     profile = None if arguments.profile is None else Profile.read(Path(arguments.profile))
     return [1.0] * cluster.nodes if profile is None else profile.speeds(cluster.nodes)
 
@@ -184,6 +185,11 @@ def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
     }.items():
         if min(values) < 1:
             raise PlanningError(f"{flag} {min(values)} must be at least 1")
+    stalls = None
+    if arguments.stalled is not None:
+        if arguments.stall_time is None:
+            raise PlanningError("--stalled needs --stall-time, the length of a stall, such as 10s")
+        stalls = Stalls(arguments.stalled, arguments.stall_time)
     given = [scheme for scheme in _schemes(arguments) if scheme != AllReduce()]
     (_, targets), _ = task.load()
     return [
@@ -198,6 +204,8 @@ def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
             ranks,
             arguments.wire,
             seed,
+            speeds=None if arguments.speeds is None else tuple(arguments.speeds),
+            stalls=stalls,
         )
         for nodes in arguments.nodes
         for label, scheme in {"all-reduce": AllReduce(), **{repr(each): each for each in given}}.items()
@@ -211,6 +219,9 @@ def _schemes(arguments: argparse.Namespace) -> list[Scheme]:
     values = json_object("--scheme-args", arguments.scheme_args, '{"sync_every": 8}')
     if unknown := [name for name in arguments.scheme if name not in SCHEMES]:
         raise PlanningError(f"--scheme {unknown[0]}: choose from {', '.join(SCHEMES)}")
+    every = values.get("sync_every")
+    if isinstance(every, str) and every != "auto":
+        values["sync_every"] = EverySeconds(duration(every))
     try:
         return [SCHEMES[name](**values) for name in arguments.scheme]
     except TypeError as error:
