@@ -111,7 +111,20 @@ def _parser() -> argparse.ArgumentParser:
         "--params", type=quantities.count, help="for the predicted time: parameters, such as 350m; default: the model's"
     )
     simulate.add_argument("--profile", metavar="FILE", help="for the predicted time: a file of `probe`")
+    simulate.add_argument(
+        "--stalled", type=float, metavar="SHARE", help="share of its time in which each node is stalled at random"
+    )
+    simulate.add_argument("--stall-time", type=quantities.duration, help="length of a stall, such as 10s")
     simulate.add_argument("--json", action="store_true", help="print everything as JSON")
+
+    for command in (plan, simulate):
+        command.add_argument(
+            "--speeds",
+            type=float,
+            nargs="+",
+            metavar="SPEED",
+            help="of each node; a node of speed 1 takes --step-time; default: equal, or for `plan` the profile's",
+        )
 
     lighthouse = commands.add_parser("lighthouse", help="serve the nodes of an elastic run; start it once per run")
     lighthouse.add_argument("--min-nodes", type=int, default=1, help="nodes that training needs; default: 1")

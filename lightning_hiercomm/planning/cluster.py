@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_hiercomm.comm import costs
@@ -232,6 +232,11 @@ class Workload:
     def of_step(cls, parameters: float, seconds: float, **others: object) -> Workload:
         """Split a step of which only the total is known: a third is forward, the rest backward."""
         return cls(parameters, seconds / 3, seconds * 2 / 3, **others)  # type: ignore[arg-type]
+
+    def at_speed(self, speed: float) -> Workload:
+        """Return the same training on a rank that computes ``speed`` times as fast."""
+        parts = {name: getattr(self, name) / speed for name in ("forward", "backward", "update", "averaging")}
+        return replace(self, **parts)
 
     @property
     def bytes_per_parameter(self) -> int:

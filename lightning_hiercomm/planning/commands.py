@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,13 @@ from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.accuracy import WIRES
 from lightning_hiercomm.planning.predict.candidates import DEFAULT_WIRES
 from lightning_hiercomm.planning.predict.candidates import plan as make_plan
+from lightning_hiercomm.planning.quantities import duration
 from lightning_hiercomm.planning.simulate import curves
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, check
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, Stalls, check
 from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
 from lightning_hiercomm.planning.simulate.tasks import Task, load_task
 from lightning_hiercomm.planning.user_code import json_object
-from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
+from lightning_hiercomm.schemes import SCHEMES, AllReduce, EverySeconds, Scheme
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 _STATE = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
@@ -114,7 +115,7 @@ def plan(arguments: argparse.Namespace) -> int:
         raise PlanningError("--nodes 1: on one node every scheme trains as DDPStrategy does; give at least 2")
     asked_for = sorted(arguments.wires or (), key=WIRES.index)
     wires = [None if wire == "float32" else wire for wire in asked_for] or DEFAULT_WIRES
-    made = make_plan(cluster, workload, wires, arguments.memory, arguments.target)
+    made = make_plan(cluster, workload, wires, arguments.memory, arguments.target, _speeds(arguments, cluster))
     if arguments.json:
         print(json.dumps(report.to_dict(made), indent=1))
         return 0
@@ -124,6 +125,20 @@ def plan(arguments: argparse.Namespace) -> int:
     print(f"because {made.reason}\n")
     print(report.yaml(made), end="")
     return 0
+
+
+def _speeds(arguments: argparse.Namespace, cluster: Cluster) -> Sequence[float]:
+    """Return the nodes' speeds: those of the flag, or of the profile if it is of this cluster, otherwise equal ones."""
+    if arguments.speeds:
+        if len(arguments.speeds) != cluster.nodes:
+            raise PlanningError(
+                f"--speeds has {len(arguments.speeds)} numbers: give one for each of {cluster.nodes} nodes"
+            )
+        if not all(0 < speed < math.inf for speed in arguments.speeds):
+            raise PlanningError(f"--speeds {' '.join(map(str, arguments.speeds))}: all must be positive")
+        return list(map(float, arguments.speeds))
+    profile = None if arguments.profile is None else Profile.read(Path(arguments.profile))
+    return [1.0] * cluster.nodes if profile is None else profile.speeds(cluster.nodes)
 
 
 def simulate(arguments: argparse.Namespace) -> int:
@@ -170,6 +185,11 @@ def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
     }.items():
         if min(values) < 1:
             raise PlanningError(f"{flag} {min(values)} must be at least 1")
+    stalls = None
+    if arguments.stalled is not None:
+        if arguments.stall_time is None:
+            raise PlanningError("--stalled needs --stall-time, the length of a stall, such as 10s")
+        stalls = Stalls(arguments.stalled, arguments.stall_time)
     given = [scheme for scheme in _schemes(arguments) if scheme != AllReduce()]
     (_, targets), _ = task.load()
     return [
@@ -184,6 +204,8 @@ def _experiments(arguments: argparse.Namespace, task: Task) -> list[Experiment]:
             ranks,
             arguments.wire,
             seed,
+            speeds=None if arguments.speeds is None else tuple(arguments.speeds),
+            stalls=stalls,
         )
         for nodes in arguments.nodes
         for label, scheme in {"all-reduce": AllReduce(), **{repr(each): each for each in given}}.items()
@@ -197,6 +219,9 @@ def _schemes(arguments: argparse.Namespace) -> list[Scheme]:
     values = json_object("--scheme-args", arguments.scheme_args, '{"sync_every": 8}')
     if unknown := [name for name in arguments.scheme if name not in SCHEMES]:
         raise PlanningError(f"--scheme {unknown[0]}: choose from {', '.join(SCHEMES)}")
+    every = values.get("sync_every")
+    if isinstance(every, str) and every != "auto":
+        values["sync_every"] = EverySeconds(duration(every))
     try:
         return [SCHEMES[name](**values) for name in arguments.scheme]
     except TypeError as error:

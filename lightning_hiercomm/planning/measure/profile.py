@@ -30,6 +30,13 @@ class Profile:
     step_seconds: tuple[float, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
 
+    def speeds(self, nodes: int) -> list[float]:
+        """Return the nodes' measured speeds relative to the slowest; equal ones if so many nodes were not measured."""
+        if nodes != self.cluster.nodes or len(self.step_seconds) != self.cluster.ranks:
+            return [1.0] * nodes
+        of_nodes = [max(each) for each in zip(*[iter(self.step_seconds)] * self.cluster.ranks_per_node, strict=True)]
+        return [max(of_nodes) / seconds for seconds in of_nodes]
+
     def to_dict(self) -> dict[str, Any]:
         """Return values for JSON."""
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
@@ -16,6 +17,7 @@ from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     DiLoCo,
+    EverySeconds,
     Gossip,
     PeriodicAveraging,
     Scheme,
@@ -24,6 +26,9 @@ from lightning_hiercomm.schemes import (
 
 DEFAULT_WIRES = (None, "bfloat16", "int8", "int4")
 """Default payload types between nodes; None: the parameters' own."""
+
+UNEQUAL = 1.2
+"""Ratio of the fastest node's speed to the slowest's from which on nodes may keep their own pace."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Candidate:
         return "DDPStrategy" if self.kind is None else self.kind.__name__
 
     @property
+    def by_clock(self) -> bool:
+        """Whether nodes synchronize by the clock."""
+        return isinstance(self.arguments.get("sync_every"), EverySeconds)
+
+    @property
     def title(self) -> str:
         """The constructor's call in Python."""
         if self.kind is None:
@@ -66,7 +76,7 @@ class Row:
         candidate: The configuration.
         prediction: The predicted step.
         speedup: Speed relative to Lightning's ``DDPStrategy`` on the same cluster.
-        overhead: Extra time of a step as a share of a step on one node alone.
+        overhead: Extra time of a step as a share of a step on one node alone, of the mean speed.
         drift: See :func:`lightning_hiercomm.planning.predict.cycles.drift`.
         fits: Whether a rank's memory is enough.
         accuracy: The measured accuracy.
@@ -91,6 +101,7 @@ class Plan:
         rows: All configurations, DDP first.
         alone: Seconds of a step on one node alone.
         target: Accepted overhead.
+        speeds: Of the nodes; a node of speed 1 takes the time of the workload.
         chosen: The recommended row.
         reason: The reason for the recommendation, in a few sentences.
     """
@@ -100,12 +111,16 @@ class Plan:
     rows: Sequence[Row]
     alone: float
     target: float
+    speeds: Sequence[float]
     chosen: Row
     reason: str
 
     def best_of_each(self) -> list[Row]:
-        """Return the row of each scheme that :func:`plan` would recommend."""
-        return [_best(self.rows, name, self.target) for name in dict.fromkeys(row.candidate.name for row in self.rows)]
+        """Return the row of each scheme that :func:`plan` would recommend, also of those that go by the clock."""
+        groups: dict[tuple[str, bool], list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault((row.candidate.name, row.candidate.by_clock), []).append(row)
+        return [_best(rows, name, self.target) for (name, _), rows in groups.items()]
 
     def left_out(self) -> dict[str, str]:
         """Return the schemes without a row, with the reasons."""
@@ -116,7 +131,10 @@ class Plan:
 
 
 def candidates(
-    cluster: Cluster, workload: Workload, wires: Iterable[str | None] = DEFAULT_WIRES
+    cluster: Cluster,
+    workload: Workload,
+    wires: Iterable[str | None] = DEFAULT_WIRES,
+    speeds: Sequence[float] = (1.0,),
 ) -> Iterator[Candidate]:
     """Generate settings in the range of papers and users; DDP first.
 
@@ -125,12 +143,13 @@ def candidates(
         workload: The training of a rank. ``StepsDelay`` needs an optimizer with no more state than momentum, because
             its local rule is made for SGD.
         wires: Payload types between nodes.
+        speeds: Of the nodes, as for :func:`plan`.
     """
     refused = {*((StepsDelay, wire) for wire in ("int8", "int4", "top4")), (Gossip, "top4")}
     yield Candidate(None)
     # a type that is no narrower than the parameters' equals their own
     for wire in dict.fromkeys(wire if Payload.named(wire, workload).narrows else None for wire in wires):
-        for kind, arguments in _settings(cluster, workload):
+        for kind, arguments in (*_settings(cluster, workload), *_by_clock(workload, speeds)):
             if (kind, wire) not in refused:
                 yield Candidate(kind, arguments, wire)
 
@@ -156,6 +175,16 @@ def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Schem
             yield DiLoCo, {"sync_every": sync_every, "fragments": 4, "staleness": staleness}
 
 
+def _by_clock(workload: Workload, speeds: Sequence[float]) -> Iterator[tuple[type[Scheme], dict[str, Any]]]:
+    """Generate schemes in which unequal nodes take as many steps as they can, by their steps on average."""
+    if max(speeds) < UNEQUAL * min(speeds):
+        return
+    step = workload.at_speed(fmean(speeds)).seconds
+    for kind, periods in ((PeriodicAveraging, (2, 4, 16, 64)), (DiLoCo, (64, 200))):
+        for period in periods:
+            yield kind, {"sync_every": EverySeconds(float(f"{period * step:.2g}"))}
+
+
 def _keeps_more(workload: Workload) -> bool:
     """Return whether the optimizer has more state than momentum."""
     return workload.state_per_parameter > 1.5
@@ -167,6 +196,7 @@ def plan(
     wires: Iterable[str | None] = DEFAULT_WIRES,
     memory: float | None = None,
     target: float = 0.05,
+    speeds: Sequence[float] = (1.0,),
 ) -> Plan:
     """Predict all configurations, and recommend one.
 
@@ -181,21 +211,22 @@ def plan(
         wires: Payload types between nodes.
         memory: Bytes of a rank's memory. None: enough.
         target: Accepted overhead.
+        speeds: Of the nodes; a node of speed 1 takes the time of the workload. Default: all have that.
 
     Raises:
         ValueError: If no configuration fits into the memory.
     """
-    alone = predict(None, replace(cluster, nodes=1), workload).seconds
+    alone = predict(None, replace(cluster, nodes=1), workload, speeds=[fmean(speeds)]).seconds
     rows: list[Row] = []
-    for candidate in candidates(cluster, workload, wires):
-        prediction = predict(candidate.scheme, cluster, workload, candidate.wire_dtype)
+    for candidate in candidates(cluster, workload, wires, speeds):
+        prediction = predict(candidate.scheme, cluster, workload, candidate.wire_dtype, speeds)
         rows.append(
             Row(
                 candidate,
                 prediction,
                 rows[0].prediction.seconds / prediction.seconds if rows else 1.0,
                 prediction.seconds / alone - 1,
-                drift(candidate.scheme, cluster.nodes),
+                drift(candidate.scheme, cluster.nodes, workload.at_speed(fmean(speeds)).seconds),
                 memory is None or prediction.memory_bytes <= memory,
                 accuracy(candidate.kind, candidate.arguments, candidate.wire_dtype, cluster.nodes),
             )
@@ -207,7 +238,7 @@ def plan(
             f" {shown_bytes(memory or 0)}: shard the model inside the node, or use a smaller one"
         )
     chosen = _choose([row for row in rows if row.fits and row.candidate.kind is not None] or rows[:1], target)
-    return Plan(cluster, workload, rows, alone, target, chosen, _reason(chosen, rows, target))
+    return Plan(cluster, workload, rows, alone, target, speeds, chosen, _reason(chosen, rows, target))
 
 
 def _choose(rows: Sequence[Row], target: float) -> Row:

@@ -9,11 +9,14 @@ from typing import Literal
 from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
+    Every,
+    EverySeconds,
     Gossip,
     ParameterSync,
     PeriodicAveraging,
     RunningScheme,
     Scheme,
+    Staggered,
     StepsDelay,
 )
 
@@ -30,11 +33,16 @@ def cycle(scheme: Scheme | None) -> int:
         return 1
     if scheme.schedule.auto is not None:
         raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
-    if scheme.by_clock:
-        raise ValueError(f"{scheme!r} synchronizes by the clock: set sync_every to a number of steps")
     if scheme.period is None:
         raise ValueError("sync_every=None synchronizes at the end of epochs of unknown length: give a number")
     return scheme.period
+
+
+def by_steps(scheme: ParameterSync, period: int) -> ParameterSync:
+    """Return a scheme that does every ``period`` steps what another does by the clock."""
+    parts = fragments_of(scheme)
+    schedule = Every(period) if parts == 1 else Staggered(max(parts, period))
+    return ParameterSync(schedule, scheme.fragments, scheme.reducer, scheme.merging, gradients=_in_node(scheme))
 
 
 def fragments_of(scheme: ParameterSync) -> int:
@@ -50,9 +58,18 @@ def sent_after(scheme: ParameterSync, step: int) -> Sequence[int]:
     return scheme.schedule.due(due, due, fragments_of(scheme))
 
 
-def drift(scheme: Scheme | None, nodes: int) -> float:
-    """Return the steps that nodes train apart, including the age of what they receive: a rough risk."""
+def drift(scheme: Scheme | None, nodes: int, step: float = 0.0) -> float:
+    """Return the steps that nodes train apart, including the age of what they receive: a rough risk.
+
+    Args:
+        scheme: The scheme; None is Lightning's ``DDPStrategy``.
+        nodes: Number of nodes.
+        step: Seconds of a step on average, for schemes that synchronize by the clock.
+    """
     if isinstance(scheme, ParameterSync):
+        if isinstance(scheme.schedule, EverySeconds):
+            seconds = scheme.schedule.seconds
+            return math.inf if isinstance(seconds, str) or not step else max(1, round(seconds / step))
         return (scheme.period or math.inf) + scheme.staleness
     if isinstance(scheme, StepsDelay):
         return scheme.delay + 1

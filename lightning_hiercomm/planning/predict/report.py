@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_hiercomm.planning.predict.candidates import Plan, Row
 from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
+from lightning_hiercomm.schemes import EverySeconds
 
 _COLUMNS = (
     *("configuration", "between nodes", "step", "exposed", "per node", "memory", "speed-up", "limit", "apart"),
@@ -60,6 +61,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "workload": asdict(plan.workload),
         "step_seconds_on_one_node": plan.alone,
         "target": plan.target,
+        "speeds": list(plan.speeds),
         "rows": [_row_to_dict(row) for row in plan.rows],
         "left_out": plan.left_out(),
         "recommended": _row_to_dict(plan.chosen),
@@ -71,7 +73,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 def _row_to_dict(row: Row) -> dict[str, Any]:
     return {
         "scheme": row.candidate.name,
-        "arguments": dict(row.candidate.arguments),
+        "arguments": {name: _for_json(value) for name, value in row.candidate.arguments.items()},
         "wire_dtype": row.candidate.wire_dtype,
         **asdict(row.prediction),
         "speedup": row.speedup,
@@ -98,9 +100,17 @@ def yaml(plan: Plan) -> str:
     lines += ["      scheme:", f"        class_path: lightning_hiercomm.{candidate.name}"]
     if candidate.arguments:
         lines.append("        init_args:")
-        lines += [f"          {name}: {_scalar(value)}" for name, value in candidate.arguments.items()]
+        for name, value in candidate.arguments.items():
+            lines += [f"          {line}" for line in _argument(name, value)]
     return "\n".join(lines) + "\n"
 
 
-def _scalar(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _argument(name: str, value: object) -> list[str]:
+    if isinstance(value, EverySeconds):
+        class_path = f"  class_path: lightning_hiercomm.{EverySeconds.__name__}"
+        return [f"{name}:", class_path, "  init_args:", f"    seconds: {value.seconds}"]
+    return [f"{name}: {str(value).lower() if isinstance(value, bool) else value}"]
+
+
+def _for_json(value: object) -> object:
+    return repr(value) if isinstance(value, EverySeconds) else value

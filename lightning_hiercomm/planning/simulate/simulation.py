@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,11 +23,12 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.cluster import Cluster, PlanningError, Workload
 from lightning_hiercomm.planning.predict.cost import predict
-from lightning_hiercomm.planning.predict.cycles import next_step
+from lightning_hiercomm.planning.predict.cycles import by_steps, fragments_of, next_step
 from lightning_hiercomm.planning.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import ParameterSync, RunningScheme, Scheme
+from lightning_hiercomm.schemes import AllReduce, ParameterSync, RunningParameterSync, RunningScheme, Scheme
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 _MOST_REPLICAS = 4096
 
@@ -40,6 +42,26 @@ class Site:
 
     cluster: Cluster
     workload: Workload
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Pauses of nodes at random times, in which they do not train.
+
+    Attributes:
+        share: The share of its time in which a node is stalled.
+        seconds: The length of each, in predicted time.
+
+    Raises:
+        PlanningError: If the share is not from 0 to below 1, or the seconds are not positive.
+    """
+
+    share: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.share < 1 and self.seconds > 0):
+            raise PlanningError(f"stalls: a share of {self.share} must be from 0 to below 1, {self.seconds} s positive")
 
 
 @dataclass(frozen=True)
@@ -65,9 +87,12 @@ class Experiment:
         shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Default: every rank draws
             from all examples, with replacement.
         average_optimizer_state: As for the strategy.
+        speeds: Of the nodes; one of speed 1 takes the predicted time of a step. Default: all have that.
+        stalls: Pauses of nodes, by the seed. Default: none.
 
     Raises:
-        PlanningError: For too many replicas, a learning rate that is not positive, or ``sync_every="auto"``.
+        PlanningError: For too many replicas, a learning rate that is not positive, ``sync_every="auto"``, or a scheme
+            that is not simulated with speeds or stalls.
     """
 
     label: str
@@ -86,6 +111,8 @@ class Experiment:
     gradient_scale: float = 1.0
     shards: bool = False
     average_optimizer_state: bool = False
+    speeds: tuple[float, ...] | None = None
+    stalls: Stalls | None = None
 
     def __post_init__(self) -> None:
         if self.replicas > _MOST_REPLICAS:
@@ -94,8 +121,31 @@ class Experiment:
             raise PlanningError(f"learning rate {self.learning_rate} must be positive")
         if getattr(self.scheme, "sync_every", None) == "auto":
             raise PlanningError("sync_every='auto' needs a real network to measure: give a number")
-        if isinstance(self.scheme, ParameterSync) and self.scheme.by_clock:
-            raise PlanningError(f"{self.scheme!r} needs the clocks of real nodes: set sync_every to a number of steps")
+        if self.by_clock and isinstance(self.scheme.schedule.seconds, str):  # type: ignore[attr-defined]
+            raise PlanningError("EverySeconds('auto') needs a real network to measure: give a number")
+        if self.speeds is not None and not (len(self.speeds) == self.nodes and all(speed > 0 for speed in self.speeds)):
+            raise PlanningError(f"speeds={self.speeds}: give a positive number for each of {self.nodes} nodes")
+        if self.is_uneven and not self._waits:
+            raise PlanningError(
+                f"{self.scheme!r} is not simulated with speeds or stalls: use schemes without staleness"
+            )
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether nodes synchronize by the clock, after unequal numbers of steps."""
+        return isinstance(self.scheme, ParameterSync) and self.scheme.by_clock
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether nodes take unequal times for a step."""
+        return self.speeds is not None or self.stalls is not None
+
+    @property
+    def _waits(self) -> bool:
+        """Whether all nodes wait for each other at every exchange."""
+        if isinstance(self.scheme, ParameterSync):
+            return self.scheme.staleness == 0 and self.scheme.averages_all_nodes and not self.scheme.first_phase
+        return isinstance(self.scheme, AllReduce)
 
     @property
     def replicas(self) -> int:
@@ -164,22 +214,66 @@ class Curve:
 
 
 class VirtualClock:
-    """Predicts each step's time on a cluster, by the phase of the scheme."""
+    """Predicts each step's time on a cluster, by the phase of the scheme.
+
+    Attributes:
+        alone: Seconds of a step on a node of speed 1 without other nodes.
+    """
 
     def __init__(self, experiment: Experiment, site: Site) -> None:
         self._experiment = experiment
         self._cluster = replace(site.cluster, nodes=experiment.nodes, world=None)
         self._workload = site.workload
         self._known: dict[str, float] = {}
+        self.alone = predict(None, replace(self._cluster, nodes=1), self._workload).seconds
 
     def seconds_of_step(self, scheme: RunningScheme[Scheme]) -> float:
         """Return the predicted time of the scheme's next step."""
-        like = next_step(scheme, self._experiment.steps_per_epoch)
-        key = repr(like)
+        return self._predicted(next_step(scheme, self._experiment.steps_per_epoch))
+
+    def seconds_of_exchange(self, scheme: RunningScheme[Scheme]) -> float:
+        """Return the predicted time of the exchange of one fragment, or of a step's gradients."""
+        config = scheme.config
+        every = by_steps(config, 1) if isinstance(config, ParameterSync) else config
+        parts = fragments_of(config) if isinstance(config, ParameterSync) else 1
+        return (self._predicted(every) - self.alone) / parts
+
+    def _predicted(self, scheme: Scheme) -> float:
+        key = repr(scheme)
         if key not in self._known:
-            prediction = predict(like, self._cluster, self._workload, self._experiment.wire_dtype)
+            prediction = predict(scheme, self._cluster, self._workload, self._experiment.wire_dtype)
             self._known[key] = prediction.seconds
         return self._known[key]
+
+
+class NodeTime:
+    """The virtual time of a node, which computes at its own speed and is stalled now and then.
+
+    Attributes:
+        now: Seconds since the run began.
+    """
+
+    def __init__(self, speed: float, stalls: Stalls | None, seed: int) -> None:
+        self.now = 0.0
+        self._speed, self._stalls, self._random = speed, stalls, random.Random(seed)
+        self._next_stall = self._gap()
+
+    def _gap(self) -> float:
+        stalls = self._stalls
+        if stalls is None or not stalls.share:
+            return math.inf
+        return self._random.expovariate(stalls.share / (stalls.seconds * (1 - stalls.share)))
+
+    def step(self, seconds: float) -> None:
+        """Compute for as long as a node of speed 1 would take so many seconds."""
+        computing = seconds / self._speed
+        while computing >= self._next_stall:
+            assert self._stalls is not None
+            self.now += self._next_stall + self._stalls.seconds
+            computing -= self._next_stall
+            self._next_stall = self._gap()
+        self.now += computing
+        self._next_stall -= computing
 
 
 def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve:
@@ -192,7 +286,8 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
         NonfiniteError: If the scheme finds that parameters are NaN or infinite.
     """
     began = time.perf_counter()
-    replicas = _on_threads(experiment, lambda replica: replica.train(site, evaluations))
+    clock = VirtualClock(experiment, site)
+    replicas = _on_threads(experiment, lambda replica: replica.train(clock, evaluations))
     first = replicas[0]
     sent = fmean(replica.sent for replica in replicas) * experiment.ranks_per_node
     parameters = [parameter.detach() for parameter in first.module.parameters()]
@@ -247,6 +342,8 @@ class _Replica:
         sizes = experiment.sizes
         shard = (sum(sizes[:rank]), sum(sizes)) if experiment.shards else None
         self._batches = Batches(task, rank, sizes[rank], experiment.seed, shard)
+        speed = 1.0 if experiment.speeds is None else experiment.speeds[self._topology.node]
+        self._time = NodeTime(speed, experiment.stalls, 1_000_003 * experiment.seed + self._topology.node)
         self.points: list[Point] = []
         self.sent = 0.0
 
@@ -254,28 +351,74 @@ class _Replica:
         with self._started():
             pass
 
-    def train(self, site: Site, evaluations: int) -> None:
+    def train(self, clock: VirtualClock, evaluations: int) -> None:
         experiment = self._experiment
-        clock, seconds, per_epoch = VirtualClock(experiment, site), 0.0, experiment.steps_per_epoch
         evaluated = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
         with self._started() as run:
-            for step in range(experiment.steps):
-                if step % per_epoch == 0:
-                    run.begin_epoch(step // per_epoch, dict)
-                is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
-                if self._topology.rank == 0:
-                    seconds += clock.seconds_of_step(run.schemes[0])
-                batch = self._batches.draw()
-                for turn, optimizer in self._turns:
-                    optimizer.param_groups[0]["lr"] = experiment.learning_rate * schedule(step, experiment.steps)
-                    run.step(optimizer, partial(self._step, run, turn, optimizer, batch), last=is_last)
-                if is_last:
-                    run.end_epoch()
-                if step + 1 in evaluated and step + 1 < experiment.steps:
-                    self._evaluate(run, step + 1, seconds)
+            if experiment.by_clock and not run.schemes[0].is_alone:
+                self._train_by_clock(run, clock, sorted(evaluated))
+            else:
+                self._train_equal_steps(run, clock, evaluated)
             self.sent += self._meter.bytes["inter"]
             run.finish()
-            self._evaluate(None, experiment.steps, seconds)
+            self._evaluate(None, experiment.steps, self._time.now)
+
+    def _train_equal_steps(self, run: TrainingRun, clock: VirtualClock, evaluated: set[int]) -> None:
+        experiment, per_epoch = self._experiment, self._experiment.steps_per_epoch
+        for step in range(experiment.steps):
+            if step % per_epoch == 0:
+                run.begin_epoch(step // per_epoch, dict)
+            is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
+            exchanges = self._exchanges(run)
+            if experiment.is_uneven:
+                self._time.step(clock.alone)
+            elif self._topology.rank == 0:  # which is the one that evaluates
+                self._time.now += clock.seconds_of_step(run.schemes[0])
+            self._take_step(run, step, last=is_last)
+            if is_last:
+                run.end_epoch()
+            if experiment.is_uneven and (run.gradients_over == "world" or self._exchanges(run) > exchanges):
+                self._meet(clock.seconds_of_exchange(run.schemes[0]))
+            if step + 1 in evaluated and step + 1 < experiment.steps:
+                self._evaluate(run, step + 1, self._time.now)
+
+    def _train_by_clock(self, run: TrainingRun, clock: VirtualClock, evaluated: list[int]) -> None:
+        """Let each node take as many steps as it can, until all together have taken those of the run."""
+        (running,) = run.schemes
+        assert isinstance(running, RunningParameterSync)
+        pace, samples = running.pace, run.samples
+        assert pace is not None
+        assert samples is not None
+        pace.clock = lambda: self._time.now
+        run.begin_epoch(0, dict)
+        taken = exchanges = 0
+        while pace.mean_steps < self._experiment.steps:
+            self._time.step(clock.alone)
+            samples.count(self._experiment.sizes[self._topology.rank])
+            samples.count_step()
+            self._take_step(run, min(pace.mean_steps + taken, self._experiment.steps - 1), last=False)
+            taken += 1
+            if pace.exchanges > exchanges:
+                taken, exchanges = 0, pace.exchanges
+                self._meet(clock.seconds_of_exchange(running))
+                pace.begin_epoch()  # starts its clock
+                while evaluated and evaluated[0] <= pace.mean_steps < self._experiment.steps:
+                    evaluated.pop(0)
+                    self._evaluate(run, pace.mean_steps, self._time.now)
+        run.end_epoch()
+
+    def _take_step(self, run: TrainingRun, step: int, last: bool) -> None:
+        experiment, batch = self._experiment, self._batches.draw()
+        for turn, optimizer in self._turns:
+            optimizer.param_groups[0]["lr"] = experiment.learning_rate * schedule(step, experiment.steps)
+            run.step(optimizer, partial(self._step, run, turn, optimizer, batch), last=last)
+
+    def _meet(self, seconds: float) -> None:
+        """Wait for all nodes, for an exchange of so many seconds."""
+        self._time.now = max(self._topology.world.all_gather_object(self._time.now)) + seconds
+
+    def _exchanges(self, run: TrainingRun) -> int:
+        return sum(scheme.state.synchronizations for scheme in run.schemes)
 
     @contextmanager
     def _started(self) -> Iterator[TrainingRun]:
@@ -283,7 +426,10 @@ class _Replica:
         wire = Wire.named(experiment.wire_dtype)
         optimizers = [optimizer for _, optimizer in self._turns]
         replicas = Replicas(self.module, optimizers)
-        run = TrainingRun(experiment.scheme, replicas, self._topology, wire, experiment.average_optimizer_state)
+        samples = SampleWeights(self._topology, replicas.device) if experiment.by_clock else None
+        run = TrainingRun(
+            experiment.scheme, replicas, self._topology, wire, experiment.average_optimizer_state, samples=samples
+        )
         try:
             run.begin(-(-experiment.steps // experiment.steps_per_epoch), experiment.steps)
             yield run

@@ -13,6 +13,7 @@ from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     DiLoCo,
+    EverySeconds,
     Full,
     Gossip,
     PeriodicAveraging,
@@ -176,3 +177,25 @@ def test_a_user_scheme_is_refused(fast_cluster, gigabyte):
 
     with pytest.raises(TypeError, match="Own"):
         predict(Own(), fast_cluster(2), gigabyte)
+
+
+def test_equal_steps_are_those_of_the_slowest_node(fast_cluster, gigabyte):
+    cluster = fast_cluster(2)
+    slow = predict(PeriodicAveraging(8), cluster, gigabyte.at_speed(0.5))
+    assert predict(PeriodicAveraging(8), cluster, gigabyte, speeds=(4.0, 0.5)) == slow
+
+
+def test_by_the_clock_nodes_train_at_their_mean_speed(fast_cluster, gigabyte):
+    cluster, scheme = fast_cluster(2), PeriodicAveraging(EverySeconds(4 * gigabyte.seconds))
+    predicted = predict(scheme, cluster, gigabyte, speeds=(3.0, 1.0))
+    # 8 steps on average, an exchange of a second, and half a step of the slowest, for which the other waits
+    expected = gigabyte.seconds / 2 + (1.0 + gigabyte.seconds / 2) / 8
+    assert predicted.seconds == pytest.approx(expected)
+    equal = predict(scheme, cluster, gigabyte)
+    assert equal.seconds == pytest.approx(gigabyte.seconds + 1.0 / 4)
+
+
+def test_auto_by_the_clock_meets_its_overhead(fast_cluster, gigabyte):
+    scheme = PeriodicAveraging(EverySeconds("auto"), overhead_target=0.1)
+    predicted = predict(scheme, fast_cluster(2), gigabyte)
+    assert predicted.exposed_seconds / predicted.seconds == pytest.approx(0.1, rel=0.1)

@@ -14,7 +14,16 @@ from benchmarks.zoo import TASKS
 from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.planning.cluster import Cluster, Link, PlanningError, Workload
 from lightning_hiercomm.planning.simulate.curves import table
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule, simulate
+from lightning_hiercomm.planning.simulate.simulation import (
+    Curve,
+    Experiment,
+    NodeTime,
+    Point,
+    Site,
+    Stalls,
+    schedule,
+    simulate,
+)
 from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, EverySeconds, Gossip, PeriodicAveraging, StepsDelay
 
@@ -185,12 +194,49 @@ def test_predicted_times_include_traffic_inside_nodes(scheme, kilobytes):
         ({"nodes": 1025, "ranks_per_node": 4}, "4100 replicas are more than 4096"),
         ({"learning_rate": math.nan}, "learning rate nan"),
         ({"scheme": PeriodicAveraging("auto")}, "sync_every='auto' needs a real network to measure: give a number"),
-        ({"scheme": PeriodicAveraging(EverySeconds(1))}, "needs the clocks of real nodes: set sync_every to a number"),
+        ({"scheme": PeriodicAveraging(EverySeconds("auto"))}, "needs a real network to measure: give a number"),
+        ({"speeds": (1.0,)}, "give a positive number for each of 2 nodes"),
+        ({"speeds": (1.0, 2.0), "scheme": Gossip()}, "Gossip.* is not simulated with speeds or stalls"),
     ],
 )
 def test_impossible_experiments_are_refused(others, message):
     with pytest.raises(PlanningError, match=message):
         experiment(**{"scheme": AllReduce(), **others})
+
+
+def test_equal_steps_take_as_long_as_the_slowest_node():
+    # 12 steps of 1 s on the slower node, 0.4 s for each exchange; the faster node would need 4 s
+    curve = simulate(experiment(PeriodicAveraging(4), speeds=(3.0, 1.0)), SITE)
+    assert curve.points[-1].seconds == pytest.approx(12 + 3 * 0.4)
+    # gradients are exchanged at every step
+    curve = simulate(experiment(AllReduce(), speeds=(3.0, 1.0)), SITE)
+    assert curve.points[-1].seconds == pytest.approx(12 * (1.0 + 0.3), rel=0.01)
+
+
+def test_by_the_clock_a_fast_node_takes_more_steps():
+    # 8 and 2 steps in 2 s, then 0.4 s of exchange: a mean of 5 steps in 2.4 s
+    made = experiment(PeriodicAveraging(EverySeconds(2.0)), steps=10, speeds=(4.0, 1.0))
+    curve, again = simulate(made, SITE, evaluations=2), simulate(made, SITE, evaluations=2)
+    assert [point.step for point in curve.points] == [5, 10]
+    assert [point.seconds for point in curve.points] == pytest.approx([2.4, 4.8])
+    assert same(curve, again)
+
+
+def test_stalled_nodes_lose_their_share_of_time():
+    time = NodeTime(2.0, Stalls(0.25, 3.0), seed=0)
+    for _ in range(20_000):
+        time.step(1.0)
+    assert time.now == pytest.approx(20_000 * 0.5 / 0.75, rel=0.02)
+    without = NodeTime(2.0, Stalls(0.0, 3.0), seed=0)
+    without.step(1.0)
+    assert without.now == 0.5
+
+
+def test_nodes_wait_for_a_stalled_one_at_exchanges():
+    stalls = Stalls(0.2, 2.0)
+    usual, stalled = (simulate(experiment(PeriodicAveraging(4), stalls=each), SITE) for each in (None, stalls))
+    assert same(usual, stalled)
+    assert stalled.points[-1].seconds > usual.points[-1].seconds + 1.9
 
 
 def test_an_unsupported_scheme_is_refused():
@@ -274,6 +320,15 @@ def test_json_holds_the_results(capsys):
     assert (third["scheme"], third["wire_dtype"]) == ("PeriodicAveraging(sync_every=3)", "int8")
     assert third["points"][-1]["step"] == third["steps"] == 20
     assert 0 < third["inter_bytes_per_step"] < first["inter_bytes_per_step"] / 2
+
+
+def test_unequal_nodes_can_synchronize_by_the_clock(capsys):
+    uneven = ["--speeds", "3", "1", "--stalled", "0.1", "--stall-time", "5s"]
+    assert main([*SHORT, "--scheme-args", '{"sync_every": "2s"}', *uneven, "--json"]) == 0
+    *_, last = json.loads(capsys.readouterr().out)
+    assert last["scheme"] == "PeriodicAveraging(sync_every=EverySeconds(seconds=2.0))"
+    assert main([*SHORT, "--stalled", "0.1"]) == 2
+    assert "--stalled needs --stall-time" in capsys.readouterr().err
 
 
 def test_the_baseline_is_trained_once(capsys):
