@@ -7,7 +7,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-
 _COMMON = (
     *("heals", "lost_batches", "events", "joining"),
     *("missed_syncs", "late_merges", "late_age", "late_weight", "missed"),
