@@ -20,7 +20,8 @@ _SHARE = 0.25  # of the median round
 def weight_of(age: int) -> float:
     """Return the weight of progress that began ``age`` synchronizations ago: ``(1 + age) ** -0.5``.
 
-    Source: FedBuff (Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022).
+    Source: the polynomial staleness function of FedAsync with a = 1/2 (Xie et al., Asynchronous Federated Optimization,
+    2019), which FedBuff also uses (Nguyen et al., AISTATS 2022).
     """
     return float((1 + age) ** -0.5)
 
