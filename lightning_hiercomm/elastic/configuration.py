@@ -35,7 +35,7 @@ class Elastic:
             recovers; its progress since its last synchronization is lost. ``"merge"``: it trains on in its process
             until another node sends the state. With ``a`` the averaged parameters, ``x`` its own and ``age`` the
             number of synchronizations since its last one, it continues from ``a_new + (1 + age) ** -0.5 * (x - a_old)``
-            (FedAsync's polynomial discount with a = 1/2: Xie et al. 2019). It is also left out if it is slow, once it takes
+            (FedAsync's polynomial discount with a = 1/2: Xie et al. 2019). A slow node is also left out, once it takes
             longer than the longest recent round by the grace period: a quarter of the median round, or if greater
             three times the 0.9 quantile of the nodes' delays. If validation or the run's end prevents a merge, it
             restarts. Schemes with fragments, staleness or a graph go on without its progress.
