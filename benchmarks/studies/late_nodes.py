@@ -1,8 +1,8 @@
 """Goodput of four nodes that are stopped now and then: late nodes are merged, restarted, or waited for.
 
-Nodes are processes of one rank on this machine; a step sleeps, so that two cores suffice. The driver stops and continues
-each node (SIGSTOP, SIGCONT) at times that a seed determines, the same for all modes. Goodput is the number of batches
-of all nodes per second, relative to the same mode of elastic run without stalls.
+Nodes are processes of one rank on this machine; a step sleeps, so that two cores suffice. Each node is stopped and
+continued (SIGSTOP, SIGCONT) at times that a seed determines, the same for all modes. Goodput is the number of batches
+of all nodes per second, relative to an elastic run without stalls.
 
     python -m benchmarks.studies.late_nodes --seeds 1
 """
