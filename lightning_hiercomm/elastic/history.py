@@ -21,7 +21,8 @@ class ElasticHistory:
         nodes: How many nodes took part in the last synchronization.
         heals: How many nodes have recovered since the run began.
         lost_seconds: How long this node waited for lost nodes and for repeated synchronizations.
-        lost_batches: Batches, of one rank each, that the averaged model has not learned from.
+        lost_batches: Batches, of one rank each, that the averaged model has not learned from; also those of late nodes,
+            which are merged later.
         missed_syncs: How many synchronizations late nodes have missed, summed over nodes.
         late_merges: How often a late node's progress was merged.
         late_age: How many synchronizations the last late node had missed.

@@ -51,7 +51,10 @@ class TorchftLighthouse:
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
         """Return the JSON data of all participants of the next quorum; None after the timeout: ask again."""
-        self._is_silent, self._late = False, None
+        with self._lock:
+            self._is_silent, self._late = False, None
+            if self._has_sent_late:
+                self._answer, self._has_sent_late = None, False
         if "beat" not in self._threads:
             self._last_beat = time.monotonic()
             self._start("beat", lambda: self._beat(replica_id))
@@ -104,17 +107,22 @@ class TorchftLighthouse:
             return None
         if not self._answer.done() and time.monotonic() - self._last_beat < max(10.0, 4 * self._dead_after):
             return None
-        answered, self._answer = self._answer, None
-        late, self._has_sent_late = self._late, False
-        assert late is not None
-        if answered.done() and answered.exception() is None:
-            self._late = None
-            self._has_warned = False
-            participants: list[Any] = answered.result()
-            return participants
-        self._warn("does not answer")
-        self._late = (time.monotonic() + 0.5, *late[1:])  # ask again
-        return None
+        with self._lock:
+            answered, self._answer = self._answer, None
+            late, self._late, self._has_sent_late = self._late, None, False
+            if late is not None and not (answered.done() and answered.exception() is None):
+                self._warn("does not answer")
+                self._late = (time.monotonic() + 0.5, *late[1:])  # ask again
+                return None
+        self._has_warned = False
+        participants: list[Any] = answered.result()
+        return participants
+
+    def _hastens_late(self) -> bool:
+        with self._lock:
+            if self._late is not None:
+                self._late = (0.0, *self._late[1:])
+            return self._late is not None
 
     def _send_late_when_due(self) -> None:
         with self._lock:
@@ -162,8 +170,8 @@ class TorchftLighthouse:
             was_missed = was_missed or time.monotonic() - self._last_beat > self._dead_after
             if was_missed:
                 is_behind = self._is_behind()
-                if is_behind and self._late is not None:
-                    self._late = (0.0, *self._late[1:])
+                if is_behind and self._hastens_late():
+                    pass  # the others need not wait for it
                 elif is_behind:
                     self._left.wait(pause)
                     continue

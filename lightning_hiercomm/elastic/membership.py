@@ -54,7 +54,8 @@ class Membership:
     def leads(self) -> bool:
         """Whether this node is the first member of the last quorum, and so writes the checkpoints."""
         quorum = self.rendezvous.last
-        return quorum is None or quorum.index(self.me.replica_id) == 0
+        is_first = quorum is None or quorum.index(self.me.replica_id) == 0
+        return is_first and not (self.rendezvous.merges_late and self.rendezvous.is_behind)
 
     def own_shards(self) -> tuple[int, tuple[int, ...]]:
         """Return the number of shards of the data, and those of this node's ranks; none before the first quorum."""

@@ -277,6 +277,11 @@ class Rendezvous:
             data = around.signer.signed(replace(self.me, is_late=True).to_json())
             around.lighthouse.ask_late(self.me.replica_id, data, time.monotonic() + seconds)
 
+    def cancel_late(self) -> None:
+        """Ask no more as a late node. Not collective."""
+        if self.merges_late and self._around.lighthouse is not None:
+            self._around.lighthouse.cancel_late()
+
     def is_late(self) -> tuple[bool, bool]:
         """Return whether this node has asked as a late node, and whether it has missed a synchronization.
 

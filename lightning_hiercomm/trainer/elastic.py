@@ -273,6 +273,7 @@ class ElasticNode(pl.Callback):
 
     def give_up(self) -> None:
         self._has_given_up = True
+        self.membership.rendezvous.cancel_late()
         topology = self._run.topology
         assert isinstance(topology, ElasticTopology)
         topology.synchronize_by(None)
