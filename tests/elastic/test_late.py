@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from elastic_cluster import Cluster, ends_equal
+from elastic_threads import ElasticRank, Threads
 from forked import ForkedPython
 
+from lightning_hiercomm import DiLoCo, Elastic, PeriodicAveraging
 from lightning_hiercomm.elastic.late import ArrivalTimes, OwnProgress, merge_progress, weight_of
 
 
@@ -74,3 +79,69 @@ def test_late_progress_is_added_to_the_new_average_with_its_weight() -> None:
     own["w"].copy_(torch.tensor([7.0, 21.0]))  # the others' average, three synchronizations later
     merge_progress(own, differences, age=3)
     assert own["w"].tolist() == [5.0, 22.0]  # 7 - 4 / 2, 21 + 2 / 2
+
+
+HALF = partial(torch.optim.SGD, lr=0.5)  # the outer step is half of the way to the average
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("scheme", "averages"),
+    [
+        # all begin at 1, and step by -1, +2 and -1: (-1 + 5 - 1) / 3 = 1, then (-1 + 5) / 2 = 2, and so on;
+        # the late node has made a step of -1 from 1, so it goes on from 4 - 1 / 2: (2 + 8 + 1.5) / 3
+        (PeriodicAveraging(sync_every=2), [1.0, 2.0, 3.0, 4.0, 11.5 / 3]),
+        # half of that way; the late node goes on from 2.5 - 1 / 2: (0.5 + 6.5 + 0) / 3 = 7 / 3
+        (DiLoCo(sync_every=2, outer_optimizer=HALF), [1.0, 1.5, 2.0, 2.5, 2.5 - (2.5 - 7 / 3) / 2]),
+    ],
+    ids=["replace", "outer optimizer"],
+)
+def test_late_merge_is_a_trace_by_hand(scheme: PeriodicAveraging, averages: list[float], ranks: int) -> None:
+    lost, third, asked = threading.Barrier(3 * ranks), threading.Barrier(3 * ranks), threading.Barrier(3 * ranks)
+    nodes = Threads(scheme, Elastic(dead_after=5.0, late="merge"))
+
+    def others(rank: ElasticRank) -> list[float]:
+        rank.join()
+        seen = []
+        for step in range(10):
+            if step in (3, 6):
+                lost.wait(10) if step == 3 else (third.wait(10), asked.wait(10))
+            rank.step(-4.0 if rank.node == "1" else 2.0)
+            if step % 2:
+                seen.append(rank.rank.values.item())
+        return seen
+
+    def late(rank: ElasticRank) -> list[float]:
+        rank.join()
+        own, progress, membership = {"x": rank.rank.parameters[0]}, OwnProgress(), rank.membership
+        rank.step(2.0)
+        rank.step(2.0)
+        progress.begin(own)
+        seen = [rank.rank.values.item()]
+        rank.step(2.0)
+        nodes.lights.lose("2")
+        lost.wait(10)
+        third.wait(10)  # the others have synchronized twice without it
+        membership.rendezvous.ask_late()
+        asked.wait(10)
+        deadline = time.monotonic() + 10
+        while (state := membership.late_state(at_once=True)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        differences = progress.differences(own)
+        with torch.no_grad():
+            own["x"].copy_(state["values"][0])
+        rank.scheme.follow(rank.rank.replica())
+        rank.scheme.load_state_dict(state["schedule"])
+        seen.append(rank.rank.values.item())
+        merge_progress(own, differences, membership.late_age)
+        while rank.scheme.state.steps < 10:
+            rank.step(2.0)
+        seen.append(rank.rank.values.item())
+        assert membership.late_age == 3
+        assert membership.history.missed == {"2": 3}
+        return seen
+
+    results = nodes.play(lambda rank: late(rank) if rank.node == "2" else others(rank), (ranks,) * 3)
+    for (node, _), seen in results.items():
+        assert seen == pytest.approx(averages if node != "2" else [averages[0], *averages[3:]], abs=1e-6)
