@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -87,6 +88,31 @@ class ThreadLighthouse:
             self._last, self._asking = asking, {}
             self.min_nodes = 1
             self._changed.notify_all()
+
+
+class LateLighthouse:
+    """The same lighthouse for one node that may be late; it has no heartbeats, so the time is 0 or infinite."""
+
+    def __init__(self, lights: ThreadLighthouse) -> None:
+        self._lights, self._is_sent, self._id = lights, False, ""
+        self.ask, self.when_back, self.leave = lights.ask, lights.when_back, lights.leave
+
+    def ask_late(self, replica_id: str, data: Mapping[str, Any], deadline: float) -> None:
+        self._id, self._is_sent = replica_id, deadline <= time.monotonic()
+        with self._lights._changed:
+            if self._is_sent:
+                self._lights.alive[replica_id] = data["node"]
+                self._lights._asking[replica_id] = data
+                self._lights._look()
+
+    def cancel_late(self) -> bool:
+        return self._is_sent
+
+    def late_answer(self) -> Sequence[Any] | None:
+        with self._lights._changed:
+            answer = self._lights._answers.pop(self._id, None) if self._is_sent else None
+        self._is_sent = self._is_sent and answer is None
+        return answer
 
 
 class ThreadTransport:
@@ -298,11 +324,12 @@ class Threads:
         self, rank: Rank, topology: ElasticTopology, name: str, address: str, local: int, restarts: int
     ) -> Iterator[ElasticRank]:
         is_first = local == 0
+        lights: Any = LateLighthouse(self.lights) if self.elastic.late == "merge" else self.lights
         me = Request(name, "", "run", topology.ranks_on_node, address, expects_state=restarts > 0)
         around = Surroundings(
             self.elastic,
             topology,
-            self.lights if is_first else None,
+            lights if is_first else None,
             self.wires,
             lambda: rank.scheme.before_nodes_change(),
             self.wires.stores[address] if is_first else None,

@@ -180,6 +180,12 @@ class TrainingRun:
         if self._uncounted is not None:
             self._uncounted.begin(self._known)
 
+    def go_on_from_module(self) -> None:
+        """Continue from what the module holds, which the schemes have not seen and may differ between nodes."""
+        self.remember_values()
+        if self._uncounted is not None:
+            self._uncounted.begin(self._known)
+
     def exclude(self, without_mean: Collection[str] | None, per_rank: Collection[str] = ()) -> None:
         """Restore from a checkpoint, after loading its tensors, which of them are not exchanged.
 
