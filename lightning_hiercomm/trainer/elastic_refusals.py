@@ -48,7 +48,7 @@ _CALLBACKS: tuple[Check, ...] = (
     (
         lambda callback: (
             isinstance(callback, StochasticWeightAveraging)
-            or any(each.__name__ == "WeightAveraging" for each in type(callback).__mro__)  # not in all versions
+            or _is_of(callback, "WeightAveraging")  # not in all versions
         ),
         "{name} averages on each node separately: leave it out",
     ),
@@ -64,6 +64,11 @@ _CALLBACKS: tuple[Check, ...] = (
     (
         lambda callback: isinstance(callback, Timer),
         "{name}, or Trainer(max_time=...), ends training at another batch on every node: use max_steps or max_epochs",
+    ),
+    (
+        lambda callback: _is_of(callback, "RayTrainReportCallback"),  # of an extra
+        "{name} waits for a report of every worker, also of lost ones, and only one node writes checkpoints: use"
+        " ModelCheckpoint with a folder that all nodes share, and fit(ckpt_path='last')",
     ),
     (
         lambda callback: isinstance(callback, LearningRateFinder),
@@ -121,6 +126,11 @@ def check_monitors(trainer: pl.Trainer) -> None:
                 " every node the mean over its own ranks, and nodes would decide differently: monitor what validation"
                 " logs"
             )
+
+
+def _is_of(callback: pl.Callback, name: str) -> bool:
+    """Return whether a callback is of a class of this name, which may not be installed."""
+    return any(each.__name__ == name for each in type(callback).__mro__)
 
 
 def _refuse(checks: tuple[Check, ...], value: Any) -> None:

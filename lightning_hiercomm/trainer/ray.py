@@ -74,7 +74,9 @@ def check_torch_config(elastic: Elastic | None, workers: int) -> None:
                 "this torch_config of Ray's TorchTrainer gives every worker a process group of its own, so each would"
                 " train alone: give the strategy elastic=, or use TorchConfig"
             )
-    elif is_separate and not is_node_of_its_own() or not (elastic.lighthouse or os.environ.get("HIERCOMM_LIGHTHOUSE")):
+    elif (is_separate and not is_node_of_its_own()) or not (
+        elastic.lighthouse or os.environ.get("HIERCOMM_LIGHTHOUSE")
+    ):
         raise ValueError(
             "elastic= under Ray Train: with TorchTrainer(torch_config=ElasticTorchConfig(...)), from"
             " lightning_hiercomm.trainer.ray_elastic, every worker is a node; with TorchConfig and"

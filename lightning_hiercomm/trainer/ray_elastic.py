@@ -89,7 +89,6 @@ class _UntilFinished(TorchConfigContextManager):  # type: ignore[misc]
         return isinstance(error, RunFinished)
 
 
-@ray.remote(num_cpus=0)  # Ray's own needs a CPU that no worker uses
 class _Lighthouse:
     def __init__(self, port: int, min_nodes: int, dead_after: float) -> None:
         host = ray.util.get_node_ip_address()
@@ -104,6 +103,8 @@ class _Lighthouse:
 class _ElasticBackend(_TorchftBackend):  # type: ignore[misc]
     """Starts our lighthouse instead of Ray's, and makes every worker a node."""
 
+    _lighthouse: Any = None
+
     @override
     def _maybe_create_lighthouse_actor(self, backend_config: ElasticTorchConfig) -> str:
         return f"http://{self._address(backend_config)}"
@@ -112,12 +113,11 @@ class _ElasticBackend(_TorchftBackend):  # type: ignore[misc]
         elastic = config.elastic
         if elastic.lighthouse is not None:
             return elastic.lighthouse
-        if self.lighthouse_actor is None:
+        if self._lighthouse is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            self.lighthouse_actor = _Lighthouse.options(scheduling_strategy=here).remote(
-                config.port, elastic.min_nodes, elastic.dead_after
-            )
-        return str(ray.get(self.lighthouse_actor.address.remote()))
+            actor = ray.remote(_Lighthouse).options(num_cpus=0, scheduling_strategy=here)  # workers may use all CPUs
+            self._lighthouse = actor.remote(config.port, elastic.min_nodes, elastic.dead_after)
+        return str(ray.get(self._lighthouse.address.remote()))
 
     @override
     def on_start(self, worker_group: Any, backend_config: ElasticTorchConfig) -> None:

@@ -1,7 +1,7 @@
 """Elastic nodes under Ray: `python ray_elastic.py --out FOLDER [--kill one|all]` trains four workers on a local Ray.
 
-Each worker is a node. With `--kill one` the last worker dies once, and all of them do with `--kill all`; the others slow
-down until it is back. Each life writes `RANK.LIFE.json`: when it took which step, and the parameters at its end.
+Each worker is a node. With `--kill one` the last worker dies once, and the others slow down until it is back; with
+`--kill all` all of them die. Each life writes `RANK.LIFE.json`: when it took which step, and its parameters at the end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Life(pl.Callback):
     def __init__(self, folder: Path, rank: int, kill: str) -> None:
         self.folder, self.rank = folder, rank
         self.life = len(list(folder.glob(f"{rank}.*.json")))
-        self.dies = self.life == 0 and (kill == "all" or kill == "one" and rank == NODES - 1)
+        self.dies = self.life == 0 and (kill == "all" or (kill == "one" and rank == NODES - 1))
         self.waits_for = {"one": [f"{NODES - 1}.1"], "all": []}.get(kill, [])
         self.notes: dict[str, Any] = {"began": time.time(), "pid": os.getpid(), "steps": []}
         self.write()
@@ -101,7 +101,10 @@ def train(config: dict[str, Any]) -> None:
         devices="auto",
         strategy=RayHierarchicalStrategy(PeriodicAveraging(4), elastic=ELASTIC),
         plugins=[RayLightningEnvironment()],
-        callbacks=[Life(folder, rank, config["kill"]), ModelCheckpoint(folder / "run", save_last=True, every_n_train_steps=8)],
+        callbacks=[
+            Life(folder, rank, config["kill"]),
+            ModelCheckpoint(folder / "run", save_last=True, every_n_train_steps=8),
+        ],
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,

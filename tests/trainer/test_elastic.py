@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    Timer,
+)
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Quadratic, one_trainer
@@ -102,6 +109,10 @@ class Averages(EMAWeightAveraging):
     """As Lightning's documentation has users write it."""
 
 
+class RayTrainReportCallback(Callback):
+    """Of the name of Ray's, which may not be installed."""
+
+
 @pytest.mark.parametrize(
     ("callback", "said"),
     [
@@ -109,6 +120,7 @@ class Averages(EMAWeightAveraging):
         (Averages(), "Averages averages on each node separately"),
         (ModelCheckpoint(save_last="link"), r"ModelCheckpoint\(save_last='link'\).*use save_last=True"),
         (ModelCheckpoint(train_time_interval=timedelta(hours=1)), "use every_n_train_steps"),
+        (RayTrainReportCallback(), "RayTrainReportCallback waits for a report of every worker.*: use ModelCheckpoint"),
         (LearningRateFinder(), "LearningRateFinder, and Tuner.lr_find, .*: find a rate without elastic="),
     ],
     ids=lambda value: type(value).__name__,

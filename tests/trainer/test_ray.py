@@ -64,11 +64,3 @@ def test_ray_trains_to_the_bits_of_torchrun(runs, name):
         assert torch.equal(found["state_dict"][key], value), key
     began = (runs / f"{name}.epochs").read_text().split()
     assert began == (["0", "1", "2"] if name == "ray" else ["0", "1", "1", "2"])
-
-
-def test_elastic_is_refused_under_ray():
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    from lightning_hiercomm.trainer.ray import RayHierarchicalStrategy
-
-    with pytest.raises(ValueError, match=r"elastic= is not supported under Ray Train: leave it out"):
-        RayHierarchicalStrategy("periodic", elastic="127.0.0.1:29510")
