@@ -88,6 +88,19 @@ def test_elastic_torch_config_wants_an_elastic():
         ElasticTorchConfig("10.0.0.1:29510")
 
 
+def test_worker_succeeds_that_starts_after_the_run_has_finished():
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    from lightning_hiercomm import Elastic
+    from lightning_hiercomm.elastic.quorum import RunFinished, StaleReplica
+    from lightning_hiercomm.trainer.ray_elastic import ElasticTorchConfig
+
+    context = ElasticTorchConfig(Elastic()).train_func_context
+    with context():
+        raise RunFinished
+    with pytest.raises(StaleReplica), context():
+        raise StaleReplica
+
+
 def test_ray_has_the_private_names_that_elastic_nodes_use():
     pytest.importorskip("ray.train", reason="needs the extra `ray`")
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
