@@ -1,7 +1,8 @@
-"""Elastic nodes under Ray: `python ray_elastic.py --out FOLDER [--kill one|all]` trains four workers on a local Ray.
+"""Elastic nodes under Ray: `python ray_elastic.py --out FOLDER [--kill one]` trains four workers on a local Ray.
 
-Each worker is a node. With `--kill one` the last worker dies once, and the others slow down until it is back; with
-`--kill all` all of them die. Each life writes `RANK.LIFE.json`: when it took which step, and its parameters at the end.
+Each worker is a node. With `--kill one` the last worker dies once, and the others slow down until it is back. With
+`--kill late` they end without it, and with `--kill all` all of them die. Each life writes `RANK.LIFE.json`: when it
+took which step, and its parameters at the end.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hiercomm import Elastic, PeriodicAveraging
 
 ELASTIC = Elastic(min_nodes=1, dead_after=2.0)
-NODES, STEPS, KILL_AT = 4, 120, 21
-SECONDS = 60.0
+NODES, STEPS = 4, 120
+SECONDS = 120.0
 
 
 class Net(pl.LightningModule):
@@ -51,8 +52,9 @@ class Life(pl.Callback):
     def __init__(self, folder: Path, rank: int, kill: str) -> None:
         self.folder, self.rank = folder, rank
         self.life = len(list(folder.glob(f"{rank}.*.json")))
-        self.dies = self.life == 0 and (kill == "all" or (kill == "one" and rank == NODES - 1))
-        self.waits_for = {"one": [f"{NODES - 1}.1"], "all": []}.get(kill, [])
+        self.dies_at = STEPS - 3 if kill == "late" else 21
+        self.dies = self.life == 0 and kill != "none" and (kill == "all" or rank == NODES - 1)
+        self.waits_for = f"{NODES - 1}.1" if kill == "one" else ""
         self.notes: dict[str, Any] = {"began": time.time(), "pid": os.getpid(), "steps": []}
         self.write()
 
@@ -65,15 +67,15 @@ class Life(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = trainer.global_step
         self.notes["steps"].append([time.time(), step])
-        if self.dies and step == KILL_AT:
+        if self.dies and step == self.dies_at:
             self.notes["killed"] = time.time()
             self.write()
             os.kill(os.getpid(), signal.SIGKILL)
-        missing = [name for name in self.waits_for if not (self.folder / f"{name}.trains").exists()]
-        if step > KILL_AT and missing:
-            wait_for = [self.folder / f"{name}.json" for name in missing]
+        if self.waits_for and step > self.dies_at and not (self.folder / f"{self.waits_for}.trains").exists():
             deadline = time.monotonic() + SECONDS
-            while step == STEPS // 2 and not all(path.exists() for path in wait_for) and time.monotonic() < deadline:
+            while step == STEPS // 2 and time.monotonic() < deadline:
+                if (self.folder / f"{self.waits_for}.json").exists():
+                    break
                 time.sleep(0.05)
             time.sleep(0.1)
 
@@ -96,21 +98,20 @@ def train(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
+    checkpoints = [ModelCheckpoint(folder / "run", save_last=True, every_n_train_steps=8)]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices="auto",
         strategy=RayHierarchicalStrategy(PeriodicAveraging(4), elastic=ELASTIC),
         plugins=[RayLightningEnvironment()],
-        callbacks=[
-            Life(folder, rank, config["kill"]),
-            ModelCheckpoint(folder / "run", save_last=True, every_n_train_steps=8),
-        ],
+        callbacks=[Life(folder, rank, config["kill"]), *(checkpoints if config["kill"] == "all" else [])],
+        enable_checkpointing=config["kill"] == "all",
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    prepare_trainer(trainer).fit(Net(), ckpt_path="last")
+    prepare_trainer(trainer).fit(Net(), ckpt_path="last" if config["kill"] == "all" else None)
 
 
 def drive(out: Path, kill: str) -> None:
@@ -141,7 +142,7 @@ def drive(out: Path, kill: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kill", default="none", choices=["none", "one", "all"])
+    parser.add_argument("--kill", default="none", choices=["none", "one", "late", "all"])
     arguments = parser.parse_args()
     drive(arguments.out.resolve(), arguments.kill)
 

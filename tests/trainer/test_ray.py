@@ -13,10 +13,10 @@ import torch
 from ports import free_port
 
 JOB = Path(__file__).resolve().parents[1] / "jobs" / "ray_train.py"
-SECONDS = 280
+SECONDS = 280  # a loaded machine starts four workers in two minutes
 
 
-def run(*commands: list[str]) -> None:
+def run(*commands: list[str], seconds: float = SECONDS) -> None:
     """Run Python commands at the same time; all processes that they start end with them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
     processes = [
@@ -32,7 +32,7 @@ def run(*commands: list[str]) -> None:
     ]
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=seconds)
             assert process.returncode == 0, output[-5000:]
     finally:
         for process in processes:

@@ -23,7 +23,7 @@ def lives(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.timeout(600)
 def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
     pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    run([str(JOB), "--out", str(tmp_path), "--kill", "one"])
+    run([str(JOB), "--out", str(tmp_path), "--kill", "one"], seconds=560)
     found = lives(tmp_path)
     assert [*found] == ["0.0", "1.0", "2.0", "3.0", "3.1"]  # no survivor was restarted
     killed, back = found["3.0"]["killed"], found["3.1"]["steps"][0]
@@ -38,9 +38,20 @@ def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.long("starts a Ray cluster, whose workers import torch")
 @pytest.mark.timeout(600)
+def test_run_ends_although_a_worker_starts_again_after_it(tmp_path):
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    run([str(JOB), "--out", str(tmp_path), "--kill", "late"], seconds=560)
+    found = lives(tmp_path)
+    assert [name for name, life in found.items() if "step" in life] == ["0.0", "1.0", "2.0"]
+    assert "3.1" in found
+
+
+@pytest.mark.nightly
+@pytest.mark.long("starts a Ray cluster, whose workers import torch")
+@pytest.mark.timeout(600)
 def test_run_continues_from_a_checkpoint_if_all_workers_die(tmp_path):
     pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    run([str(JOB), "--out", str(tmp_path), "--kill", "all"])
+    run([str(JOB), "--out", str(tmp_path), "--kill", "all"], seconds=560)
     found = lives(tmp_path)
     ended = [life for life in found.values() if "step" in life]
     assert [life["step"] for life in ended] == [120] * 4
