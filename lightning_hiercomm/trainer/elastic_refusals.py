@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_hiercomm._lightning.trainer import names_logged_in_training, validates_by_the_clock
 from lightning_hiercomm.elastic.configuration import check_torchft
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme
 
@@ -100,6 +101,15 @@ def check_trainer(trainer: pl.Trainer) -> None:
     _refuse(_TRAINER, trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse(_CALLBACKS, callback)
+
+
+def check_one_node(topology: Topology) -> None:
+    """Raise a ``ValueError`` if the ranks that were started together are several nodes."""
+    if topology.num_nodes > 1:
+        raise ValueError(
+            f"elastic nodes: every node is a world of its own, but this one has {topology.num_nodes} nodes: start each"
+            " node with `torchrun --nnodes=1`, or under Ray with a TorchTrainer of its own"
+        )
 
 
 def check_first_values(run: TrainingRun) -> None:

@@ -24,15 +24,15 @@ WORKER_IS_NODE = "HIERCOMM_RAY_WORKER_IS_NODE"
 class RayHierarchicalStrategy(HierarchicalStrategy, RayDDPStrategy):  # type: ignore[misc]
     """A :class:`~lightning_hiercomm.HierarchicalStrategy` in a training function of Ray Train.
 
-    A node is a Ray node, unless ``ranks_per_node`` is given. With ``elastic``, a node is a worker. Use it with Ray's
-    ``RayLightningEnvironment`` and ``prepare_trainer``, which accepts subclasses of Ray's strategies only. Arguments
-    are those of ``HierarchicalStrategy``. Ray creates the process group, so ``timeout`` and ``process_group_backend``
-    are set in Ray's ``TorchConfig``.
+    A node is a Ray node, unless ``ranks_per_node`` is given. With ``elastic`` and
+    :class:`~lightning_hiercomm.trainer.ray_elastic.ElasticTorchConfig`, a node is a worker; with ``elastic`` and Ray's
+    ``TorchConfig``, all workers of a ``TorchTrainer`` are one node. Use it with Ray's ``RayLightningEnvironment`` and
+    ``prepare_trainer``, which accepts subclasses of Ray's strategies only. Arguments are those of
+    ``HierarchicalStrategy``. Ray creates the process group, so ``timeout`` and ``process_group_backend`` are set in the
+    ``torch_config`` of Ray's ``TorchTrainer``.
 
     Raises:
-        ValueError: At the start of ``fit``, if ``elastic`` and the ``torch_config`` of Ray's ``TorchTrainer`` do not
-            fit: with ``elastic`` it is :class:`~lightning_hiercomm.trainer.ray_elastic.ElasticTorchConfig`, without
-            it ``TorchConfig``.
+        ValueError: At the start of ``fit``, if ``elastic`` and ``torch_config`` do not fit.
     """
 
     @override
