@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from types import TracebackType
 from typing import Any
 
@@ -134,7 +133,7 @@ def _set_variables(address: str, is_again: bool) -> None:
         {
             WORKER_IS_NODE: "1",
             "HIERCOMM_LIGHTHOUSE": address,
-            "HIERCOMM_NODE": f"{socket.gethostname()}-{worker}",
+            "HIERCOMM_NODE": f"worker-{worker}",  # also on another machine, where it replaces the lost one
             "RANK": "0",
             "WORLD_SIZE": "1",
             "TORCHELASTIC_RESTART_COUNT": str(int(is_again)),
