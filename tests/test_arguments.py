@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import typing
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import InitVar
 from typing import Any
 
 import numpy
@@ -22,6 +24,7 @@ from lightning_hiercomm.schemes.components.merges import MERGES
 from lightning_hiercomm.schemes.components.outer import OuterOptimizer
 from lightning_hiercomm.schemes.components.schedules import Every, Staggered
 from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation
+from lightning_hiercomm.trainer.settings import Settings
 
 REQUIRED: dict[str, dict[str, Any]] = {
     "HeterogeneousBatches": {"global_batch_size": 8},
@@ -161,6 +164,12 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(cls):
     name = next(iter(inspect.signature(cls).parameters))
     with pytest.raises(TypeError, match=rf"^{cls.__name__} has no argument '{name[:-1]}'\. Did you mean '{name}'\?$"):
         cls(**{**REQUIRED.get(cls.__name__, {}), name[:-1]: 2})
+
+
+def test_python_3_10_evaluates_the_annotations_of_settings():
+    """It raises a TypeError for an InitVar, so that no strategy could be made."""
+    hints = typing.get_type_hints(inspect.unwrap(Settings.__init__))
+    assert not [name for name, hint in hints.items() if isinstance(hint, InitVar)]
 
 
 @pytest.mark.parametrize(

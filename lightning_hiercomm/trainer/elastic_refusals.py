@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_hiercomm._lightning.trainer import names_logged_in_training, validates_by_the_clock
 from lightning_hiercomm.elastic.configuration import check_torchft
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme
 
@@ -48,7 +49,7 @@ _CALLBACKS: tuple[Check, ...] = (
     (
         lambda callback: (
             isinstance(callback, StochasticWeightAveraging)
-            or any(each.__name__ == "WeightAveraging" for each in type(callback).__mro__)  # not in all versions
+            or _is_of(callback, "WeightAveraging")  # not in all versions
         ),
         "{name} averages on each node separately: leave it out",
     ),
@@ -64,6 +65,11 @@ _CALLBACKS: tuple[Check, ...] = (
     (
         lambda callback: isinstance(callback, Timer),
         "{name}, or Trainer(max_time=...), ends training at another batch on every node: use max_steps or max_epochs",
+    ),
+    (
+        lambda callback: _is_of(callback, "RayTrainReportCallback"),  # of an extra
+        "{name} waits for a report of every worker, also of lost ones, and only one node writes checkpoints: use"
+        " ModelCheckpoint with a folder that all nodes share, and fit(ckpt_path='last')",
     ),
     (
         lambda callback: isinstance(callback, LearningRateFinder),
@@ -97,6 +103,15 @@ def check_trainer(trainer: pl.Trainer) -> None:
         _refuse(_CALLBACKS, callback)
 
 
+def check_one_node(topology: Topology) -> None:
+    """Raise a ``ValueError`` if the ranks that were started together are several nodes."""
+    if topology.num_nodes > 1:
+        raise ValueError(
+            f"elastic nodes: every node is a world of its own, but this one has {topology.num_nodes} nodes: start each"
+            " node with `torchrun --nnodes=1`, or under Ray with a TorchTrainer of its own"
+        )
+
+
 def check_first_values(run: TrainingRun) -> None:
     """Raise a ``ValueError`` if parameters have changed since the nodes synchronized their first values."""
     if run.values_have_changed(of_trained=True):
@@ -121,6 +136,11 @@ def check_monitors(trainer: pl.Trainer) -> None:
                 " every node the mean over its own ranks, and nodes would decide differently: monitor what validation"
                 " logs"
             )
+
+
+def _is_of(callback: pl.Callback, name: str) -> bool:
+    """Return whether a callback is of a class of this name, which may not be installed."""
+    return any(each.__name__ == name for each in type(callback).__mro__)
 
 
 def _refuse(checks: tuple[Check, ...], value: Any) -> None:

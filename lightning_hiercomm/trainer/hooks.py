@@ -51,7 +51,7 @@ from lightning_hiercomm.trainer.checkpoint_hooks import CheckpointHooks
 from lightning_hiercomm.trainer.checks import check_launch, check_training
 from lightning_hiercomm.trainer.collectives import TrainerCollectives
 from lightning_hiercomm.trainer.elastic import elastic_node
-from lightning_hiercomm.trainer.elastic_refusals import check_first_values, check_trainer
+from lightning_hiercomm.trainer.elastic_refusals import check_first_values, check_one_node, check_trainer
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
 from lightning_hiercomm.trainer.reports import Reports
 
@@ -105,6 +105,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
                 self._timeout,
             )
             if self._settings.elastic is not None:
+                check_one_node(self.topology)
                 self.topology = ElasticTopology(self.topology)
         if not is_first:
             world = self.topology.world

@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,18 +61,10 @@ class Settings:
     transport: Transport = Transport()
     elastic: Elastic | None = None
     unequal_data: UnequalData | None = None
-    unsupported: InitVar[Mapping[str, str]] = MappingProxyType({})
 
-    def __post_init__(self, unsupported: Mapping[str, str]) -> None:
+    def __post_init__(self) -> None:
         if self.by_clock and self.unequal_data is None:
-            if "unequal_data" in unsupported:
-                raise ValueError(
-                    f"{self.scheme!r}: nodes take unequal numbers of steps, and {unsupported['unequal_data']}"
-                )
             object.__setattr__(self, "unequal_data", UnequalData())  # as a frozen dataclass sets its own fields
-        for name, value in self.changed().items():
-            if name in unsupported:
-                raise ValueError(f"{name}={value!r}: {unsupported[name]}")
         scheme, sizes = self.scheme, self.ranks_per_node
         if self.transport.inter_node == "mpi":
             load_mpi()  # Lightning's own attempt fails without naming what is missing
@@ -273,21 +264,29 @@ class HierarchicalArguments:
             TypeError: If an argument has a wrong type or is unknown.
         """
         self._check_keywords(kwargs)
-        self._settings = Settings(
-            scheme=self._scheme_named(scheme),
-            ranks_per_node=ranks_per_node,
-            wire_dtype=wire_dtype,
-            batches=batches,
-            average_buffers=average_buffers,
-            average_optimizer_state=average_optimizer_state,
-            evaluate=evaluate,
-            checkpoint_replicas=checkpoint_replicas,
-            health=health,
-            transport=transport,
-            elastic=Elastic.of(elastic),
-            unequal_data=UnequalData.of(unequal_data),
-            unsupported=self._unsupported,
-        )
+        arguments: dict[str, Any] = {
+            "scheme": self._scheme_named(scheme),
+            "ranks_per_node": ranks_per_node,
+            "wire_dtype": wire_dtype,
+            "batches": batches,
+            "average_buffers": average_buffers,
+            "average_optimizer_state": average_optimizer_state,
+            "evaluate": evaluate,
+            "checkpoint_replicas": checkpoint_replicas,
+            "health": health,
+            "transport": transport,
+            "elastic": Elastic.of(elastic),
+            "unequal_data": UnequalData.of(unequal_data),
+        }
+        for each in fields(Settings):
+            if each.name in self._unsupported and arguments[each.name] != each.default:
+                raise ValueError(f"{each.name}={arguments[each.name]!r}: {self._unsupported[each.name]}")
+        self._settings = Settings(**arguments)
+        if self._settings.by_clock and "unequal_data" in self._unsupported:
+            raise ValueError(
+                f"{self._settings.scheme!r}: nodes take unequal numbers of steps, and"
+                f" {self._unsupported['unequal_data']}"
+            )
         super().__init__(**kwargs)
         self._configure()
 

@@ -7,11 +7,19 @@ import signal
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    Timer,
+)
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Quadratic, one_trainer
@@ -26,7 +34,7 @@ from lightning_hiercomm.elastic.lighthouse import lighthouse
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.trainer import elastic
+from lightning_hiercomm.trainer import elastic, hooks
 from lightning_hiercomm.trainer.elastic import ElasticNode
 from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
@@ -102,6 +110,10 @@ class Averages(EMAWeightAveraging):
     """As Lightning's documentation has users write it."""
 
 
+class RayTrainReportCallback(Callback):
+    """Of the name of Ray's, which may not be installed."""
+
+
 @pytest.mark.parametrize(
     ("callback", "said"),
     [
@@ -109,6 +121,7 @@ class Averages(EMAWeightAveraging):
         (Averages(), "Averages averages on each node separately"),
         (ModelCheckpoint(save_last="link"), r"ModelCheckpoint\(save_last='link'\).*use save_last=True"),
         (ModelCheckpoint(train_time_interval=timedelta(hours=1)), "use every_n_train_steps"),
+        (RayTrainReportCallback(), "RayTrainReportCallback waits for a report of every worker.*: use ModelCheckpoint"),
         (LearningRateFinder(), "LearningRateFinder, and Tuner.lr_find, .*: find a rate without elastic="),
     ],
     ids=lambda value: type(value).__name__,
@@ -118,6 +131,14 @@ def test_callbacks_that_decide_per_node_are_refused(tmp_path, callback, said):
     run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
     with pytest.raises(ValueError, match=said):
         check_trainer(run)
+
+
+def test_elastic_world_of_several_nodes_is_refused(tmp_path, monkeypatch):
+    """Such as `torchrun --nnodes=2`, whose nodes would each ask the lighthouse."""
+    monkeypatch.setattr(hooks, "connect_world", lambda *_: MagicMock(num_nodes=2))
+    run = one_trainer(tmp_path, strategy=HierarchicalStrategy(DiLoCo(sync_every=2), elastic="127.0.0.1:29510"))
+    with pytest.raises(ValueError, match="this one has 2 nodes: start each node with `torchrun --nnodes=1`"):
+        run.fit(BoringModel())
 
 
 def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ports import free_port
 
 JOB = Path(__file__).resolve().parents[1] / "jobs" / "ray_train.py"
-SECONDS = 280
+ELASTIC_JOB = JOB.with_name("ray_elastic.py")
+SECONDS = 280  # a loaded machine starts four workers in two minutes
 
 
-def run(*commands: list[str]) -> None:
+def run(*commands: list[str], seconds: float = SECONDS) -> None:
     """Run Python commands at the same time; all processes that they start end with them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1"}
     processes = [
@@ -32,7 +36,7 @@ def run(*commands: list[str]) -> None:
     ]
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=SECONDS)
+            output, _ = process.communicate(timeout=seconds)
             assert process.returncode == 0, output[-5000:]
     finally:
         for process in processes:
@@ -66,9 +70,113 @@ def test_ray_trains_to_the_bits_of_torchrun(runs, name):
     assert began == (["0", "1", "2"] if name == "ray" else ["0", "1", "1", "2"])
 
 
-def test_elastic_is_refused_under_ray():
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    from lightning_hiercomm.trainer.ray import RayHierarchicalStrategy
+# ---- elastic: each worker is a node ---------------------------------------------------------------------------------
 
-    with pytest.raises(ValueError, match=r"elastic= is not supported under Ray Train: leave it out"):
-        RayHierarchicalStrategy("periodic", elastic="127.0.0.1:29510")
+
+def lives(folder: Path) -> dict[str, dict[str, Any]]:
+    """The notes of every life of a worker, by `RANK.LIFE`."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("?.?.json"))}
+
+
+@pytest.mark.slow
+@pytest.mark.long("starts a Ray cluster, whose workers import torch")
+@pytest.mark.timeout(600)
+def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    run([str(ELASTIC_JOB), "--out", str(tmp_path), "--kill", "one"], seconds=560)
+    found = lives(tmp_path)
+    assert [*found] == ["0.0", "1.0", "2.0", "3.0", "3.1"]  # no survivor was restarted
+    killed, back = found["3.0"]["killed"], found["3.1"]["steps"][0]
+    for name in ("0.0", "1.0", "2.0"):
+        assert any(killed + 1 < at < back[0] for at, _ in found[name]["steps"])
+    assert back[1] > found["3.0"]["steps"][-1][1]  # it begins with the others' state, not at a checkpoint
+    ended = [found[name] for name in ("0.0", "1.0", "2.0", "3.1")]
+    assert [life["step"] for life in ended] == [120] * 4
+    assert len({life["digest"] for life in ended}) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.long("starts a Ray cluster, whose workers import torch")
+@pytest.mark.timeout(600)
+def test_run_ends_although_a_worker_starts_again_after_it(tmp_path):
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    run([str(ELASTIC_JOB), "--out", str(tmp_path), "--kill", "late"], seconds=560)
+    found = lives(tmp_path)
+    assert [name for name, life in found.items() if "step" in life] == ["0.0", "1.0", "2.0"]
+    assert "3.1" in found
+
+
+@pytest.mark.nightly
+@pytest.mark.long("starts a Ray cluster, whose workers import torch")
+@pytest.mark.timeout(600)
+def test_run_continues_from_a_checkpoint_if_all_workers_die(tmp_path):
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    run([str(ELASTIC_JOB), "--out", str(tmp_path), "--kill", "all"], seconds=560)
+    found = lives(tmp_path)
+    ended = [life for life in found.values() if "step" in life]
+    assert [life["step"] for life in ended] == [120] * 4
+    assert len({life["digest"] for life in ended}) == 1
+    assert all(life["steps"][0][1] > 16 for life in ended)
+
+
+@pytest.mark.parametrize(
+    ("elastic", "size", "environment", "error"),
+    [
+        (None, 1, {}, "each would train alone: give the strategy elastic=, or use TorchConfig"),
+        ("", 1, {}, r"TorchTrainer\(torch_config=ElasticTorchConfig"),
+        ("10.0.0.1:29510", 1, {}, r"TorchTrainer\(torch_config=ElasticTorchConfig"),
+        ("", 4, {}, r"elastic='HOST:PORT' of a lighthouse, all workers of this TorchTrainer are one node"),
+        (None, 4, {}, ""),
+        ("10.0.0.1:29510", 4, {}, ""),
+        ("", 1, {"HIERCOMM_RAY_WORKER_IS_NODE": "1", "HIERCOMM_LIGHTHOUSE": "10.0.0.1:29510"}, ""),
+    ],
+    ids=["separate", "torchft", "torchft_address", "no_lighthouse", "static", "one_node", "elastic"],
+)
+def test_elastic_and_the_torch_config_of_ray_fit(monkeypatch, elastic, size, environment, error):
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    from lightning_hiercomm import Elastic
+    from lightning_hiercomm.trainer.ray import check_torch_config
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    for name in ("HIERCOMM_LIGHTHOUSE", "HIERCOMM_RAY_WORKER_IS_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    given = elastic if elastic is None else Elastic(lighthouse=elastic or None)
+    if not error:
+        check_torch_config(given, 4)
+        return
+    with pytest.raises(ValueError, match=error):
+        check_torch_config(given, 4)
+
+
+def test_elastic_torch_config_wants_an_elastic():
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    from lightning_hiercomm.trainer.ray_elastic import ElasticTorchConfig
+
+    with pytest.raises(TypeError, match="must be the Elastic that the strategy gets"):
+        ElasticTorchConfig("10.0.0.1:29510")
+
+
+def test_worker_succeeds_that_starts_after_the_run_has_finished():
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    from lightning_hiercomm import Elastic
+    from lightning_hiercomm.elastic.quorum import RunFinished, StaleReplica
+    from lightning_hiercomm.trainer.ray_elastic import ElasticTorchConfig
+
+    context = ElasticTorchConfig(Elastic()).train_func_context
+    with context():
+        raise RunFinished
+    with pytest.raises(StaleReplica), context():
+        raise StaleReplica
+
+
+def test_ray_has_the_private_names_that_elastic_nodes_use():
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup
+    from ray.train.v2.torch.torchft_config import _TorchftBackend
+
+    assert _TorchftBackend.has_replica_groups
+    assert callable(_TorchftBackend._maybe_create_lighthouse_actor)  # noqa: SLF001 - our backend overrides it
+    assert callable(WorkerGroup.replace_replica_group)
