@@ -297,7 +297,7 @@ class Blockwise(Codec):
     def _quantize(
         self, values: Tensor, scales: Tensor, codes: Tensor, numel: int, quotients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the scales and codes of blocks of values, the last of which is zero after ``numel`` elements of a row.
+        """Write the scales and codes of blocks of values; the last block is zero after ``numel`` elements of a row.
 
         Returns:
             The largest magnitude of every block, its scale in the type of the values, and a code for every element.

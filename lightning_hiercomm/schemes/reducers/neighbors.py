@@ -55,7 +55,7 @@ class Peers:
     ) -> None:
         if wire.codec.needs_feedback:
             raise ValueError(
-                "peers exchange parameters, of which wire_dtype='top4' would drop most: use 'int8' or 'bfloat16'"
+                "peers exchange parameters, and wire_dtype='top4' would drop most of them: use 'int8' or 'bfloat16'"
             )
         self.segments = segments
         self.graph = graph
