@@ -1,7 +1,8 @@
 """Count what makes our prose hard to read: `python tools/prose.py`.
 
-Prints, for the package, the documentation and the tests, how often words of a private dialect occur; the size of the
-Markdown; the words per sentence in the documentation; and very short docstrings and long names of tests.
+Prints, for the package, the documentation, the tests and the programs (benchmarks, tools and examples), how often words
+of a private dialect occur; the size of the Markdown; the words per sentence in the documentation; and very short
+docstrings and long names of tests.
 `tests/docs/test_prose.py` fails where a count rises.
 
 pre-commit and `make test` check the words in Markdown by `codespell --dictionary tools/vocabulary.txt`. This program
@@ -27,18 +28,24 @@ DIALECT = [line.partition("->")[0] for line in VOCABULARY.read_text().splitlines
 """Words of the private dialect with one meaning. codespell reads the same file, and says what to write instead."""
 
 PHRASES = ("but for", "in place of", "once more", "as ever", "of which", "be it")
+AMBIGUOUS = (
+    "care draw draws handle handles house land lands life look looks mark marks move moves part parts patient"
+    " piece pieces room section segment segments sentence share shares way word"
+).split()
+"""Words of the dialect that also are plain English or terms of the field: counted, not refused."""
 MARKDOWN_OUTSIDE_DOCS = ("README.md", "CONTRIBUTING.md")
 SUBJECT_LENGTH = 72
 
 
 def sources(area: str) -> list[Path]:
-    """Return the files of ``package``, ``docs`` or ``tests``."""
+    """Return the files of ``package``, ``docs``, ``tests`` or ``programs``."""
     if area == "docs":
         pages = sorted((CHECKOUT / "docs").rglob("*.md"))
         outside = [CHECKOUT / name for name in MARKDOWN_OUTSIDE_DOCS]
         return [*outside, *(page for page in pages if not {"_build", "announce"} & {*page.parts})]
-    folder = CHECKOUT / {"package": "lightning_hiercomm", "tests": "tests"}[area]
-    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+    folders = {"package": ["lightning_hiercomm"], "tests": ["tests"], "programs": ["benchmarks", "examples", "tools"]}
+    paths = (path for folder in folders[area] for path in (CHECKOUT / folder).rglob("*.py"))
+    return sorted(path for path in paths if "__pycache__" not in path.parts)
 
 
 def count_words(text: str, words: Iterable[str], phrases: Iterable[str] = ()) -> Counter[str]:
@@ -130,10 +137,11 @@ def check_subject(message: str) -> str | None:
 
 
 def report(lists_words: bool) -> None:
-    for area in ("package", "docs", "tests"):
+    for area in ("package", "docs", "tests", "programs"):
         text = "\n".join(path.read_text() for path in sources(area))
         dialect = count_words(text, DIALECT, PHRASES)
-        print(f"{area:8} {dialect.total():6} words of the dialect")
+        ambiguous = count_words(text, AMBIGUOUS).total()
+        print(f"{area:8} {dialect.total():6} words of the dialect, {ambiguous:6} that are also plain words")
         if lists_words:
             print("         " + ", ".join(f"{word} {count}" for word, count in dialect.most_common()))
     pages = sources("docs")

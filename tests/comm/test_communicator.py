@@ -651,7 +651,7 @@ def count_bytes(rank):
     assert meter.bytes["world"] == 0
 
 
-def test_the_meter_counts_the_textbook_bytes_of_each_collective_under_its_level(world):
+def test_meter_counts_the_textbook_bytes_of_each_collective_by_level(world):
     world.run(count_bytes)
 
 
