@@ -122,7 +122,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class AsIs(Codec):
-    """Sends tensors unencoded."""
+    """Sends tensors in their own type, unencoded."""
 
     adds: ClassVar[bool] = True
 
@@ -340,7 +340,7 @@ class Blockwise(Codec):
     @property
     @abstractmethod
     def _per_byte(self) -> int:
-        """Elements for each byte."""
+        """Number of elements that one byte encodes."""
 
     @property
     def _group(self) -> int:
@@ -350,7 +350,7 @@ class Blockwise(Codec):
     @property
     @abstractmethod
     def _top(self) -> int:
-        """The largest code."""
+        """The largest code of one element."""
 
     @abstractmethod
     def _pack(self, elements: Tensor, packed: Tensor) -> None:
