@@ -16,6 +16,7 @@ import argparse
 import ast
 import re
 import statistics
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -136,6 +137,14 @@ def check_subject(message: str) -> str | None:
     return "the subject ends in a full stop; leave it out" if subject.endswith(".") else None
 
 
+def check_subjects(commits: str) -> list[str]:
+    """Return what is wrong with the subjects of a range of commits, such as ``origin/main..HEAD``."""
+    command = ["git", "log", "--no-merges", "--format=%h %s", commits]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, cwd=CHECKOUT).stdout.splitlines()
+    checked = ((line, check_subject(line.partition(" ")[2])) for line in lines)
+    return [f"{line}: {wrong}" for line, wrong in checked if wrong]
+
+
 def report(lists_words: bool) -> None:
     for area in ("package", "docs", "tests", "programs"):
         text = "\n".join(path.read_text() for path in sources(area))
@@ -160,12 +169,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--words", action="store_true", help="list the words")
     parser.add_argument("--commit-subject", type=Path, metavar="FILE", help="check the message of a commit instead")
+    parser.add_argument("--commit-subjects", metavar="RANGE", help="check those of origin/main..HEAD, say, instead")
     parser.add_argument("--check", action="store_true", help="fail if the documentation has a word of the dialect")
     arguments = parser.parse_args()
     if arguments.check:
         sys.exit("\n".join(f"{page}: {dict(counts)}" for page, counts in dialect_in_docs().items()) or None)
     if arguments.commit_subject:
         sys.exit(check_subject(arguments.commit_subject.read_text()))
+    if arguments.commit_subjects:
+        sys.exit("\n".join(check_subjects(arguments.commit_subjects)) or None)
     report(arguments.words)
 
 
