@@ -327,7 +327,7 @@ class NeighborExchange(Reducer):
         self._background = background
         self._update_reference = update_reference
         self._average_in_node = average_in_node
-        self._check = check
+        self._finds_nonfinite = check
         self._next_turn = turn
         self._is_nonfinite: bool | None = None
         self.disagreement = self._peers.disagreement
@@ -347,7 +347,7 @@ class NeighborExchange(Reducer):
         leaving = [self.buckets[index] for index in only]
         # ranks that train alone average inside the node first, because the graph connects nodes
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
-        self._is_nonfinite = self._check(leaving)
+        self._is_nonfinite = self._finds_nonfinite(leaving)
         # no check for equal steps: ranks with other counts have other peers
         return Verdict(is_nonfinite=bool(self._is_nonfinite))
 
