@@ -104,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         type=_rate_of_row,
         default=[],
         metavar="ROW=RATE",
-        help="in place of the workload's",
+        help="instead of the workload's",
     )
     accuracy.set_defaults(command=accuracy_command)
 

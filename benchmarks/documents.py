@@ -113,7 +113,7 @@ def _across(one: str, other: str, contender: str, baseline: str | None = None) -
 
 
 def _less(judged: Mapping[int, float | None], baseline: Mapping[int, float | None]) -> dict[int, float | None]:
-    """By seed; None of one of which either diverged."""
+    """Return the differences by seed; None where either run diverged."""
     return {
         seed: None if value is None or (other := baseline[seed]) is None else value - other
         for seed, value in judged.items()

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SCHEMES = ["all_reduce", "periodic", "daso", "diloco", "gossip", "steps_delay"]
-BESIDE = {  # short runs without warm-up, so that exchanges are in flight
+OVERLAPPED = {  # short runs without warm-up, so that exchanges are in flight
     "periodic": {"sync_every": 8},
     "daso": {"sync_every": 8, "staleness": 4, "warmup_epochs": 0, "cooldown_epochs": 0},
     "diloco": {"sync_every": 8, "staleness": 3, "fragments": 2},
@@ -109,7 +109,7 @@ def strategy_of(row: str) -> Strategy | str:
         return DDPStrategy(process_group_backend="gloo")
     name, _, staged = row.partition(", ")
     return HierarchicalStrategy(
-        BY_NAME[name](**BESIDE.get(name, {})),
+        BY_NAME[name](**OVERLAPPED.get(name, {})),
         process_group_backend="gloo",  # nccl refuses two ranks on one GPU
         transport=Transport(inter_node="gloo" if staged else "torch"),
     )
@@ -303,7 +303,7 @@ def page(found: dict[str, Any]) -> str:
 
 def _page_of_fits(fits: dict[str, Any]) -> list[str]:
     if "error" in fits:
-        return [f"Fits beside the CPU's: {fits['error']}.", ""]
+        return [f"Fits compared with the CPU's: {fits['error']}.", ""]
     apart = {name: away for name, away in fits["differences"].items() if not away <= TOLERANCE}
     count = len(fits["differences"])
     said = f"{count - len(apart)} of {count} fits end with the CPU's weights, within {TOLERANCE:g} of the largest."
@@ -314,7 +314,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stand-in", action="store_true", help="on the CPU, small, to see that it runs")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW")
     parser.add_argument("--tests", nargs="*", default=TEST_FOLDERS, help="where tests are looked for; none: no tests")
-    parser.add_argument("--no-fits", action="store_true", help="leave out the fits beside the CPU's")
+    parser.add_argument("--no-fits", action="store_true", help="leave out the fits that are compared with the CPU's")
     parser.add_argument("--steps", type=int, default=None, help="of a row; default: 200, or 24 with --stand-in")
     parser.add_argument("--seconds", type=float, default=600.0, help="for all of it: fits, then rows, then tests")
     parser.add_argument("--out", type=Path, default=None, help=f"default: {RESULTS.relative_to(ROOT)}")

@@ -45,7 +45,7 @@ def colour_of(row: str) -> str:
 
 
 def styles_of(rows: list[str]) -> dict[str, dict[str, Any]]:
-    """How to draw a line per row, so that any two can be told apart: keywords of matplotlib's ``plot``."""
+    """Return keywords of matplotlib's ``plot`` that draw a distinct line per row."""
     styles: dict[str, dict[str, Any]] = {}
     taken: dict[tuple[str | None, str], int] = {}
     for row in rows:

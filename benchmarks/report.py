@@ -316,7 +316,7 @@ def full_report(folder: Path) -> str:
     settings = in_order(load(folder))
     parts = [
         "# Benchmark results\n",
-        "`python -m benchmarks report` writes this page from the JSON files beside it; [how to read it](../README.md)."
+        "`python -m benchmarks report` writes this page from the JSON files next to it; [how to read it](../README.md)."
         " Medians of the repetitions, ± half their range; what has none ran once.\n",
         "## Summary\n",
         f"Targets, on links of {TARGET_RATES[0]:g} to {TARGET_RATES[1]:g} Mbit/s: no row of ours slower than DDP; rows"
@@ -329,7 +329,7 @@ def full_report(folder: Path) -> str:
         parts += [f"## {capitalised(words)}\n", _measured_when(cells), table(cells)]
         pairs = same_methods(cells)
         if pairs:
-            parts += ["The same method, ours beside others':\n", _pairs(pairs)]
+            parts += ["The same method, ours and others':\n", _pairs(pairs)]
     return "\n".join(parts)
 
 

@@ -272,13 +272,13 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     phase, node = Phases(spent), rank // ranks_per_node
     with phase("rendezvous"):
         raise_limit(needed_files(size))
-        meeting_point = bootstrap.Bootstrap("127.0.0.1", port, rank, size, _LIMIT)
+        joined = bootstrap.Bootstrap("127.0.0.1", port, rank, size, _LIMIT)
         about = (f"rank {rank} (node {node})", "127.0.0.1", 0, 300.0)
-        plane = start_control_plane(rank, size, *about, meeting_point.broadcast, meeting_point.gather)
+        plane = start_control_plane(rank, size, *about, joined.broadcast, joined.gather)
         if plane is None:
             raise RuntimeError("no control plane")
     with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
-        dist.init_process_group("gloo", store=meeting_point.store, rank=rank, world_size=size, timeout=_LIMIT)
+        dist.init_process_group("gloo", store=joined.store, rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):
         topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
     with phase("duplicate"):

@@ -1,4 +1,4 @@
-"""A node of torchft's own DiLoCo, beside which `elastic_faults` puts ours: the model, data and pace of `elastic_node`.
+"""A node of torchft's own DiLoCo, which `elastic_faults` compares with ours: model, data and pace of `elastic_node`.
 
 `python torchft_diloco.py SETTINGS` (JSON, see `Node`), or `... lighthouse ADDRESS DEAD_AFTER`. Written as torchft's
 example of DiLoCo is: a loop, its `Manager`, its `ProcessGroupGloo`, its `DiLoCo`, one rank a node.
@@ -37,7 +37,7 @@ class Node:
 
     Attributes:
         folder: Where it writes.
-        every: Inner steps between agreements.
+        every: Inner steps between synchronizations.
         pause: Seconds that a step takes.
         timeout: Seconds, of the `Manager` and its process group.
         seed: Of the parameters.
@@ -105,7 +105,7 @@ def main(node: Node) -> None:
             batch = torch.randint(len(x), (8,), generator=generator)
             inner.zero_grad()
             torch.nn.functional.cross_entropy(model.net(x[batch]), y[batch]).backward()
-            inner.step()  # and agrees
+            inner.step()  # and synchronizes
             schedule.step()
             step = manager.current_step() * node.every + diloco._local_step
             with (folder / f"{name}.steps").open("a") as file:

@@ -166,8 +166,8 @@ def _generators_loss(model: nn.Module, batch: Examples) -> Tensor:
 def _judge_points(model: nn.Module, examples: Examples) -> tuple[float, float]:
     """The overlap of what is generated with the modes, and its sliced Wasserstein distance from real points.
 
-    The overlap is the sum over modes of the share of points that lie within three standard deviations, of which at most
-    1/9 counts for each: 1/9 where all points are in one mode, 0.97 for real ones.
+    The overlap is the sum over modes of the share of points that lie within three standard deviations. Each
+    mode counts for at most 1/9: 1/9 where all points are in one mode, 0.97 for real ones.
     """
     latent, points = examples
     made = model(latent)

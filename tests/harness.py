@@ -249,7 +249,7 @@ class Rank:
         self.gradients.load_state_dict(state["gradients"])
 
 
-def needs_a_thread_beside_training() -> None:
+def needs_a_background_thread() -> None:
     """Skip where there is none: a device's jobs are enqueued by the host, which threads' communicator lets wait."""
     if place.device.type != "cpu":
         pytest.skip("ranks that are threads have no wire, and let the host wait where a device would")

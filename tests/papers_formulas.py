@@ -1,4 +1,4 @@
-"""What the papers say about time, in their own symbols: the special cases that predictions must agree with."""
+"""What the papers say about time, in their own symbols: the special cases that predictions must reproduce."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Iteration:
     """Training as paper 001 models it: layers 1 to L, whose gradients come in the order L to 1.
 
     Gradients of :class:`~lightning_hiercomm.schemes.StepsDelay` leave together when the backward pass has ended, so
-    for it a model is one layer; then :func:`~lightning_hiercomm.planning.predict.cost.predict` agrees with Eq. 4. For
-    synchronous training it agrees with Eq. 2, DDP's buckets being the layers.
+    for it a model is one layer; then :func:`~lightning_hiercomm.planning.predict.cost.predict` gives Eq. 4. For
+    synchronous training it gives Eq. 2, DDP's buckets being the layers.
 
     Source: Xu et al., "SSD-SGD", Sections 2.1 to 2.3.
 

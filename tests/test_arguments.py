@@ -98,7 +98,7 @@ def test_any_value_of_any_argument_is_taken_or_refused_by_its_name(which, value)
 
 @st.composite
 def schemes(draw):
-    """A scheme with some arguments, most of which are not obviously wrong."""
+    """Draw a scheme with some arguments, most of them not obviously wrong."""
     cls = draw(st.sampled_from([*SCHEMES.values(), hiercomm.ParameterSync]))
     sensible = st.one_of(st.integers(0, 4), st.sampled_from(WORDS), st.booleans(), st.floats(0, 1), st.none(), PLAIN)
     names = [*inspect.signature(cls).parameters]

@@ -233,7 +233,7 @@ def test_a_composition_from_yaml(strategy):
 
 
 def test_a_copy_shares_the_factory_of_the_outer_optimizer(strategy):
-    """LightningCLI's factory refers to the whole program, parts of which cannot be copied in training."""
+    """LightningCLI's factory refers to the whole program, and parts of it cannot be copied in training."""
 
     class Unique:
         def __call__(self, parameters):

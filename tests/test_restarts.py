@@ -93,7 +93,7 @@ def written(folder: Path, name: str) -> list[dict[str, int]]:
     return [json.loads((folder / f"{name}-{i}").read_text()) for i in range(len([*folder.glob(f"{name}-*")]))]
 
 
-@pytest.mark.long("two runs of several epochs, one of which restarts after every kill")
+@pytest.mark.long("two runs of several epochs; one restarts after every kill")
 # the next test restarts nodes of two ranks, too
 @pytest.mark.parametrize(("times", "epochs", "ranks"), [(2, 3, 1), pytest.param(5, 5, 2, marks=pytest.mark.nightly)])
 def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):

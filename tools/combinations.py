@@ -465,7 +465,7 @@ class Record:
 
     Attributes:
         trace: All values after every step.
-        looks: Agreed values.
+        looks: Averaged values.
         end: All values at the end.
         buffer: The buffer at the end.
     """
@@ -619,7 +619,7 @@ class Reference:
 
     Attributes:
         trace: All values after every step, by rank.
-        looks: Agreed values.
+        looks: Averaged values.
         end: All values when the run is over.
         stop_after: The number of steps of a run that ends early.
     """

@@ -4,10 +4,10 @@
 that trains a small model at a pace of its own (a step sleeps), and is started again by this program when it ends.
 Faults are drawn from the seed; ``cut`` needs root, and network namespaces.
 
-What is counted: how often the run stood still; how long survivors waited for each fault at most, beside their
-undisturbed pace; how long a node needed from asking to training; which share of an undisturbed run's steps was taken by
-the survivors (``waits alone``), and by all nodes together (``with restarts``: what a node has trained since the last
-agreement is lost with it); whether all end with equal bits; and the loss, beside that of nodes that stay.
+It counts how often the run stood still; how long survivors waited for each fault at most, compared with their
+undisturbed pace; how long a node needed from asking to training; which share of an undisturbed run's steps was taken
+by the survivors (``waits alone``), and by all nodes together (``with restarts``: what a node has trained since the last
+synchronization is lost with it); whether all end with equal bits; and the loss, compared with that of nodes that stay.
 
 ``--torchft SECONDS`` lets the same faults happen to torchft's own DiLoCo, with a Manager of that timeout.
 """
@@ -91,7 +91,7 @@ class Outcome:
         hangs: How often no node took a step for a minute.
         steps: Of the run.
         seconds: From the first fault to the last one's end.
-        pace: Seconds per step, with synchronizations: the median of all periods, most of which are undisturbed.
+        pace: Seconds per step, with synchronizations: the median of all periods; most are undisturbed.
         calm_pace: The same, the mean before the first fault; other work of the machine shows in the difference.
         kept_waits_alone: Which share of the undisturbed run's steps the run took in that time.
         kept_with_restarts: The same of all nodes' steps, less those that were lost.

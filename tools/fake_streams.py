@@ -5,7 +5,7 @@ operation counts as work of its thread's current stream, and vector clocks say w
 events, and by what the host has waited for. Three things are trouble:
 
 - two streams use the same elements, one of them writes, and nothing orders them;
-- a tensor goes, and a stream other than the one that made it may still have to use it, but was not told to keep it: the
+- a tensor goes, and a stream other than the one that made it may still have to use it, but did not record its use: the
   next tensor of the stream that made it may get the memory;
 - the host reads its copy of something before it knows that the copy has ended.
 

@@ -1,7 +1,8 @@
 """Count what makes our prose hard to read: `python tools/prose.py`.
 
-Prints, for the package, the documentation and the tests, how often words of a private dialect occur; the size of the
-Markdown; the words per sentence in the documentation; and very short docstrings and long names of tests.
+Prints, for the package, the documentation, the tests and the programs (benchmarks, tools and examples), how often words
+of a private dialect occur; the size of the Markdown; the words per sentence in the documentation; and very short
+docstrings and long names of tests.
 `tests/docs/test_prose.py` fails where a count rises.
 
 pre-commit and `make test` check the words in Markdown by `codespell --dictionary tools/vocabulary.txt`. This program
@@ -15,6 +16,7 @@ import argparse
 import ast
 import re
 import statistics
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -27,18 +29,24 @@ DIALECT = [line.partition("->")[0] for line in VOCABULARY.read_text().splitlines
 """Words of the private dialect with one meaning. codespell reads the same file, and says what to write instead."""
 
 PHRASES = ("but for", "in place of", "once more", "as ever", "of which", "be it")
+AMBIGUOUS = (
+    "care draw draws handle handles house land lands life look looks mark marks move moves part parts patient"
+    " piece pieces room section segment segments sentence share shares way word"
+)
+"""Words of the dialect that also are plain English or terms of the field: counted, not refused."""
 MARKDOWN_OUTSIDE_DOCS = ("README.md", "CONTRIBUTING.md")
 SUBJECT_LENGTH = 72
 
 
 def sources(area: str) -> list[Path]:
-    """Return the files of ``package``, ``docs`` or ``tests``."""
+    """Return the files of ``package``, ``docs``, ``tests`` or ``programs``."""
     if area == "docs":
         pages = sorted((CHECKOUT / "docs").rglob("*.md"))
         outside = [CHECKOUT / name for name in MARKDOWN_OUTSIDE_DOCS]
         return [*outside, *(page for page in pages if not {"_build", "announce"} & {*page.parts})]
-    folder = CHECKOUT / {"package": "lightning_hiercomm", "tests": "tests"}[area]
-    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+    folders = {"package": ["lightning_hiercomm"], "tests": ["tests"], "programs": ["benchmarks", "examples", "tools"]}
+    paths = (path for folder in folders[area] for path in (CHECKOUT / folder).rglob("*.py"))
+    return sorted(path for path in paths if "__pycache__" not in path.parts)
 
 
 def count_words(text: str, words: Iterable[str], phrases: Iterable[str] = ()) -> Counter[str]:
@@ -129,11 +137,20 @@ def check_subject(message: str) -> str | None:
     return "the subject ends in a full stop; leave it out" if subject.endswith(".") else None
 
 
+def check_subjects(commits: str) -> list[str]:
+    """Return what is wrong with the subjects of a range of commits, such as ``origin/main..HEAD``."""
+    command = ["git", "log", "--no-merges", "--format=%h %s", commits]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, cwd=CHECKOUT).stdout.splitlines()
+    checked = ((line, check_subject(line.partition(" ")[2])) for line in lines)
+    return [f"{line}: {wrong}" for line, wrong in checked if wrong]
+
+
 def report(lists_words: bool) -> None:
-    for area in ("package", "docs", "tests"):
+    for area in ("package", "docs", "tests", "programs"):
         text = "\n".join(path.read_text() for path in sources(area))
         dialect = count_words(text, DIALECT, PHRASES)
-        print(f"{area:8} {dialect.total():6} words of the dialect")
+        ambiguous = count_words(text, AMBIGUOUS.split()).total()
+        print(f"{area:8} {dialect.total():6} words of the dialect, {ambiguous:6} that are also plain words")
         if lists_words:
             print("         " + ", ".join(f"{word} {count}" for word, count in dialect.most_common()))
     pages = sources("docs")
@@ -152,12 +169,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--words", action="store_true", help="list the words")
     parser.add_argument("--commit-subject", type=Path, metavar="FILE", help="check the message of a commit instead")
+    parser.add_argument("--commit-subjects", metavar="RANGE", help="check those of origin/main..HEAD, say, instead")
     parser.add_argument("--check", action="store_true", help="fail if the documentation has a word of the dialect")
     arguments = parser.parse_args()
     if arguments.check:
         sys.exit("\n".join(f"{page}: {dict(counts)}" for page, counts in dialect_in_docs().items()) or None)
     if arguments.commit_subject:
         sys.exit(check_subject(arguments.commit_subject.read_text()))
+    if arguments.commit_subjects:
+        sys.exit("\n".join(check_subjects(arguments.commit_subjects)) or None)
     report(arguments.words)
 
 

@@ -211,7 +211,7 @@ def _fitting(fit: Fit, draw: random.Random) -> Fit:
         fit = replace(fit, precision="scaled")
     if fit.precision == "bf16-true":
         fit = replace(fit, dtype="bfloat16")
-    if fit.weights is not None and "batchnorm" in fit.module:  # of which every rank gets two samples at least
+    if fit.weights is not None and "batchnorm" in fit.module:  # every rank needs two samples at least
         fit = replace(fit, weights=tuple(max(2.0, weight) for weight in fit.weights))
     if fit.unfreeze is not None and draw.random() < 0.5 and fit.epochs > 1:
         fit = replace(fit, unfreeze=fit.steps, freeze=None, finetuning=True)  # the callback alone says what is trained
@@ -466,7 +466,7 @@ class Toy(pl.LightningModule):
         return DataLoader(range(_VALIDATED * self.trainer.world_size), batch_size=3)  # type: ignore[arg-type]
 
 
-class _Thaws(BaseFinetuning):
+class _Unfreezes(BaseFinetuning):
     def __init__(self, epoch: int) -> None:
         super().__init__()
         self.epoch = epoch
@@ -586,7 +586,7 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
 def _callbacks(fit: Fit, folder: Path) -> Iterator[pl.Callback]:
     if fit.finetuning:
         assert fit.unfreeze is not None
-        yield _Thaws(fit.unfreeze // fit.steps)
+        yield _Unfreezes(fit.unfreeze // fit.steps)
     if fit.stops:
         yield EarlyStopping("val_loss", patience=0, min_delta=0.05, check_on_train_epoch_end=False)
     if fit.averages == "swa":

@@ -532,7 +532,7 @@ def train(
     looks: Collection[int] = (),
     look: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Agreed parameters at the end, runs x parameters; followed by running statistics if the network has them.
+    """Return the averaged parameters at the end, runs x parameters; then running statistics if the network has them.
 
     Args:
         arena: Of all runs.

@@ -1,4 +1,4 @@
-"""Networks of which many are trained at once: a batched matrix product per layer for all of them.
+"""Networks that are trained many at once: a batched matrix product per layer for all of them.
 
 Parameters are models x parameters, in the order of the module's. A network with BatchNorm also has running statistics,
 which follow the parameters where a model is judged.
@@ -22,12 +22,12 @@ Split = tuple[Examples, Examples, Examples]
 
 NORM_MOMENTUM, _NORM_EPSILON = 0.1, 1e-5  # torch's BatchNorm
 _WIDTH, _WINDOW, _HIDDEN_UNITS = 8, 16, 48  # of the character model
-_EVERY_HELD_OUT = 4  # of the character model's windows, neighbors of which are nearly the same
+_EVERY_HELD_OUT = 4  # of the character model's windows; neighboring ones are nearly the same
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network of which many are trained at once.
+    """A network that is trained many at once.
 
     Attributes:
         task: Makes one module.
@@ -116,7 +116,7 @@ def normalized_scores(parameters: Tensor, inputs: Tensor) -> tuple[Tensor, Tenso
     """Return the scores of many CNNs with BatchNorm, and the statistics of their batches as a module would keep them.
 
     Args:
-        parameters: Models x parameters; followed by running statistics, which are then used in place of the batch's.
+        parameters: Models x parameters; followed by running statistics, which then replace the batch's.
         inputs: Models x examples x 40.
     """
     own, given = parameters[:, :_NORMALIZED_PARAMETERS], parameters[:, _NORMALIZED_PARAMETERS:]

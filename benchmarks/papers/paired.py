@@ -22,7 +22,7 @@ class Difference:
         mean: Over the pairs.
         half: Half the interval's width; infinity of a single pair.
         pairs: How many.
-        diverged: How many more there are, of which one diverged, or both.
+        diverged: The number of further pairs in which one run diverged, or both.
     """
 
     mean: float
@@ -58,7 +58,7 @@ class Difference:
 
 
 def difference(one: Mapping[int, float | None], other: Mapping[int, float | None]) -> Difference:
-    """Of one to the other, by the seeds that both have; those of which either diverged are only counted."""
+    """Return the difference of one to the other over their common seeds; seeds where either diverged are counted."""
     both = [(a, other[seed]) for seed, a in one.items() if seed in other]
     pairs = [a - b for a, b in both if a is not None and b is not None]
     diverged = len(both) - len(pairs)

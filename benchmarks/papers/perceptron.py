@@ -1,4 +1,4 @@
-"""The task of most studies: MNIST-1D with a perceptron, of which a replica takes a thousand steps per second."""
+"""The task of most studies: MNIST-1D with a perceptron; a replica takes a thousand steps per second."""
 
 from __future__ import annotations
 

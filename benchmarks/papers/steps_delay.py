@@ -167,7 +167,7 @@ def _report(results: Results) -> str:
             "compares with MXNet's parameter server, whose links carry more than an all-reduce's do: it finds k = 5 "
             "72.3 % (ResNet-50 in batches of 32), 100.7 % (AlexNet) and 58.7 % (VGG-11) faster on 56 Gbit/s, and "
             "ASGD slower than"
-            " that but for ResNet-50 in batches of 64.\n\n" + table(["link", *columns], rows)
+            " that, except for ResNet-50 in batches of 64.\n\n" + table(["link", *columns], rows)
         )
     return "\n\n".join(parts)
 

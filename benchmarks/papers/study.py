@@ -150,7 +150,7 @@ class Results:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def sample(self, key: str, of: Callable[[Mapping[str, Any]], float | None]) -> Sample:
-        """A number of every seed's run; runs of which it is None count as failed."""
+        """Return a number of every seed's run; runs where it is None count as failed."""
         runs = self.runs.get(key, {})
         return Sample({seed: None if run["error"] else of(run) for seed, run in runs.items()})
 

@@ -42,7 +42,7 @@ def _settings() -> list[Setting]:
 
 
 def _report(results: Results) -> str:
-    rows, told = [], []
+    rows, distinct = [], []
     for task in _EPOCHS:
         samples = [results.accuracy(_key(task, batch)) for batch in BATCHES]
         rows.append(
@@ -51,9 +51,9 @@ def _report(results: Results) -> str:
         neighbours = zip(pairwise(BATCHES), pairwise(samples), strict=True)
         pairs = [f"{one} and {two}" for (one, two), (a, b) in neighbours if a.differs_from(b)]
         if samples[0].values:
-            told.append(f"{task}: {', '.join(pairs) or 'none'}")
+            distinct.append(f"{task}: {', '.join(pairs) or 'none'}")
     head = ["task", "epochs", *(f"batch {batch}" for batch in BATCHES), f"{BATCHES[-1]} against {BATCHES[0]}"]
-    return "\n\n".join([table(head, rows, left=2), f"Neighbouring batch sizes that are told apart: {'; '.join(told)}."])
+    return "\n\n".join([table(head, rows, left=2), f"Neighboring batch sizes that differ: {'; '.join(distinct)}."])
 
 
 def _draw(results: Results, path: Path) -> None:

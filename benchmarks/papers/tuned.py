@@ -286,7 +286,7 @@ _ALL_REDUCE = Contender("AllReduce", lambda _: Synchronous(), "all-reduce")
 
 
 def _with_itself(contenders: tuple[Contender, ...]) -> tuple[Contender, ...]:
-    """The same, and all-reduce once more, tuned and judged by seeds of its own: what chance alone sets apart."""
+    """Return the same, and all-reduce again with seeds of its own: the difference that chance alone makes."""
     first, *others = contenders
     again = replace(first, name=f"{first.name}, other seeds", about=f"{first.about}, seeds + 1000", other_seeds=1000)
     return (first, again, *others)

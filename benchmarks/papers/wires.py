@@ -74,7 +74,7 @@ class NodeMean:
 
 
 class ParameterMean:
-    """The mean of the nodes' parameters, of which the differences from the last mean travel.
+    """The mean of the nodes' parameters; the differences from the last mean travel.
 
     Args:
         codec: Encodes the differences. Without a narrower type the parameters themselves are averaged.

@@ -60,7 +60,7 @@ def operations(numel: int, buckets: int) -> dict[str, Callable[[int], object]]:
 
 
 def measured(numel: int, buckets: int, rounds: int) -> dict[str, float]:
-    """Seconds for a bucket by operation: medians over rounds, in each of which every operation has its turn."""
+    """Seconds for a bucket by operation: medians over rounds; every operation has its turn in each."""
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {}
     todo = operations(numel, buckets)

@@ -21,20 +21,19 @@ Block = tuple[str, float, float]
 def nodes() -> str:
     """Draw two nodes of four ranks."""
     parts = []
-    for node, left in enumerate((30, 470)):
-        parts += [box(left, 40, 240, 170), text(left + 120, 30, f"node {node}", "name", "middle")]
-        places = [(left + 60, 85), (left + 180, 85), (left + 60, 165), (left + 180, 165)]
+    for node, left in enumerate((20, 345)):
+        parts += [box(left, 40, 205, 160), text(left + 102, 30, f"node {node}", "name", "middle")]
+        places = [(left + 50, 80), (left + 155, 80), (left + 50, 160), (left + 155, 160)]
         for index, (x, y) in enumerate(places):
             parts += [f'<path class="line" d="M{x} {y}L{x2} {y2}"/>' for x2, y2 in places[index + 1 :]]
         for index, (x, y) in enumerate(places):
-            parts.append(f'<circle cx="{x}" cy="{y}" r="24" fill="#fff" stroke="#47525c"/>')
-            parts.append(text(x, y + 4, f"rank {4 * node + index}", "small", "middle"))
-        parts.append(text(left + 120, 232, "fast links: gradients, at every step", "", "middle"))
-    parts.append('<path class="line dashed" d="M270 125H470" stroke-width="3"/>')
-    parts.append(text(370, 95, "slow network:", "", "middle"))
-    parts.append(text(370, 112, "compressed, or rarely,", "small", "middle"))
-    parts.append(text(370, 148, "or overlapped", "small", "middle"))
-    return picture(740, 250, parts, "two nodes of four ranks each, joined by a slow network")
+            parts.append(f'<circle cx="{x}" cy="{y}" r="27" fill="#fff" stroke="#47525c"/>')
+            parts.append(text(x, y + 5, f"rank {4 * node + index}", "", "middle"))
+        parts.append(text(left + 102, 224, "fast: gradients, every step", "", "middle"))
+    parts.append('<path class="line dashed" d="M225 120H345" stroke-width="3"/>')
+    parts += [text(285, 108, "slow network", "", "middle"), text(285, 142, "compressed,", "", "middle")]
+    parts += [text(285, 162, "rarely, or", "", "middle"), text(285, 182, "overlapped", "", "middle")]
+    return picture(570, 240, parts, "two nodes of four ranks each, joined by a slow network")
 
 
 def ddp() -> Iterator[Block]:

@@ -57,7 +57,7 @@ class CollectiveCounter:
 
     @contextmanager
     def excused(self) -> Iterator[None]:
-        """Inside, do not count collectives."""
+        """Return a context whose collectives are not counted."""
         outside, before = self.is_excusing, self._total() - self._excused
         self.is_excusing = True
         try:

@@ -52,7 +52,7 @@ class Division:
 
     @property
     def own(self) -> int:
-        """Samples of this rank, B_i."""
+        """Samples of this rank in each batch, B_i."""
         return self.sizes[self.rank]
 
     @property

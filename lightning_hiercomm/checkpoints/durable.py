@@ -55,7 +55,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def base_name(name: str) -> str:
-    """Return the prefix of files beside a checkpoint.
+    """Return the prefix of files next to a checkpoint.
 
     It is not ``hpc_ckpt_``: Lightning takes the highest number in all names with that prefix as the newest checkpoint.
     """

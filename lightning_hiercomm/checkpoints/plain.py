@@ -392,7 +392,7 @@ def _sidecars(filepath: Any, rank: int) -> list[tuple[str, str]]:
             return []
         folder = os.path.dirname(prefix)
         file_system.invalidate_cache(folder)
-        siblings = file_system.ls(folder, detail=False)
+        neighbors = file_system.ls(folder, detail=False)
     except (FileNotFoundError, ImportError, ValueError):  # no folder, or no file system
         return []
     own = prefix if rank == 0 else f"{prefix}{rank:04d}."
@@ -401,7 +401,7 @@ def _sidecars(filepath: Any, rank: int) -> list[tuple[str, str]]:
             path.removesuffix(".part").rpartition(".")[2],
             file_system.unstrip_protocol(path) if "://" in str(filepath) else path,
         )
-        for path in siblings
+        for path in neighbors
         if path.startswith(own)
     ]
 

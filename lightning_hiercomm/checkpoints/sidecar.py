@@ -1,4 +1,4 @@
-"""Sidecars: per-rank shards beside a checkpoint, for a bit-exact resume."""
+"""Sidecars: per-rank shards next to a checkpoint, for a bit-exact resume."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Autocast:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Disable autocast in the context."""
+        """Return a context in which autocast is disabled."""
         with ExitStack() as stack:
             for kind in self._on:
                 stack.enter_context(torch.autocast(kind, enabled=False))

@@ -109,22 +109,22 @@ class Background:
     Args:
         device: The tensors' device.
         meter: Times the training thread's waits for the jobs.
-        tier: The level of these waits.
+        level: The level of these waits.
         defers: Whether jobs block the host; without effect on CPU.
     """
 
-    def __init__(self, device: torch.device, meter: Meter, tier: str = "inter", defers: bool = False) -> None:
+    def __init__(self, device: torch.device, meter: Meter, level: str = "inter", defers: bool = False) -> None:
         self._device = device
         self._meter = meter
-        self._tier = tier
+        self._level = level
         self._stream = streams.new(device) if streams.has(device) else None
         self._deferred: deque[_DeferredJob] | None = deque() if defers else None
-        self._thread = JobThread(f"hiercomm-{tier}")
+        self._thread = JobThread(f"hiercomm-{level}")
 
     def submit(self, work: Callable[[], object]) -> Handle:
         """Run ``work``, which may wait for handles, after everything submitted before. An error reaches the waiter."""
         job = self._thread.submit(work) if self._stream is None else self._enqueue(self._stream, work)
-        return Timed(job, self._meter, self._tier, self._device)
+        return Timed(job, self._meter, self._level, self._device)
 
     def read(self, numbers: Callable[[], Tensor]) -> Reading:
         """Compute numbers for the host, after everything submitted before."""
@@ -137,7 +137,7 @@ class Background:
         if self._deferred is not None:
             return _DeferredJob(stream, self._device, work, self._deferred)
         # gloo inside a node blocks the host here, and the stream of training runs out of work
-        with self._meter.waiting(self._tier, self._device), self._meter.overlapped():
+        with self._meter.waiting(self._level, self._device), self._meter.overlapped():
             return _StreamJob(stream, self._device, work)
 
     def uses(self, tensor: Tensor) -> None:
@@ -262,19 +262,19 @@ class Reading(Handle):
 class Timed(Handle):
     """A handle whose waits are counted as exposed time."""
 
-    def __init__(self, handle: Handle, meter: Meter, tier: str, device: torch.device) -> None:
+    def __init__(self, handle: Handle, meter: Meter, level: str, device: torch.device) -> None:
         self._handle = handle
         self._meter = meter
-        self._tier = tier
+        self._level = level
         self._device = device
 
     def wait(self) -> None:
-        with self._meter.waiting(self._tier, self._device):
+        with self._meter.waiting(self._level, self._device):
             self._handle.wait()
 
     def is_done(self) -> bool:
         return self._handle.is_done()
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        with self._meter.waiting(self._tier, self._device):  # of deferred jobs
+        with self._meter.waiting(self._level, self._device):  # of deferred jobs
             return self._handle.future(value)

@@ -159,18 +159,18 @@ class Communicator(ABC):
     Args:
         ranks: World ranks of the members, in group order.
         rank: World rank of this member.
-        tier: The level whose traffic this is: ``"intra"`` (inside a node), ``"inter"`` (between nodes) or ``"world"``.
+        level: The level whose traffic this is: ``"intra"`` (inside a node), ``"inter"`` (between nodes) or ``"world"``.
         meter: Counts this rank's traffic.
 
     Attributes:
         in_node: Group ranks on this rank's node, if it is a group between nodes; messages to them count as ``"intra"``.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, tier: str, meter: Meter) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, level: str, meter: Meter) -> None:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
-        self.tier = tier
+        self.level = level
         self.meter = meter
         self.in_node: frozenset[int] = frozenset()
 
@@ -259,7 +259,7 @@ class Communicator(ABC):
             return finished
         self._check_awaited()
         for tensor, peer in send:
-            self._count(_bytes(tensor), "intra" if peer in self.in_node else self.tier)
+            self._count(_bytes(tensor), "intra" if peer in self.in_node else self.level)
         return self._checked(self._exchange(send, receive))
 
     def expect_exchanges(self) -> None:
@@ -303,15 +303,15 @@ class Communicator(ABC):
     @abstractmethod
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle: ...
 
-    def _count(self, sent_bytes: float, tier: str | None = None) -> None:
+    def _count(self, sent_bytes: float, level: str | None = None) -> None:
         self._check_awaited()
-        self.meter.count(tier or self.tier, sent_bytes)
+        self.meter.count(level or self.level, sent_bytes)
 
     def _checked(self, handle: Handle) -> Handle:
         collective = sys._getframe(1)
         caller = collective.f_back
         assert caller is not None
-        return _WaitChecked(handle, self.meter, f"{self.tier}.{collective.f_code.co_name}", caller)
+        return _WaitChecked(handle, self.meter, f"{self.level}.{collective.f_code.co_name}", caller)
 
     def _check_awaited(self) -> None:
         collective, self.meter.unawaited = self.meter.unawaited, None

@@ -122,7 +122,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class AsIs(Codec):
-    """Sends tensors unencoded."""
+    """Sends tensors in their own type, unencoded."""
 
     adds: ClassVar[bool] = True
 
@@ -297,7 +297,7 @@ class Blockwise(Codec):
     def _quantize(
         self, values: Tensor, scales: Tensor, codes: Tensor, numel: int, quotients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the scales and codes of blocks of values, the last of which is zero after ``numel`` elements of a row.
+        """Write the scales and codes of blocks of values; the last block is zero after ``numel`` elements of a row.
 
         Returns:
             The largest magnitude of every block, its scale in the type of the values, and a code for every element.
@@ -340,7 +340,7 @@ class Blockwise(Codec):
     @property
     @abstractmethod
     def _per_byte(self) -> int:
-        """Elements for each byte."""
+        """Number of elements that one byte encodes."""
 
     @property
     def _group(self) -> int:
@@ -350,7 +350,7 @@ class Blockwise(Codec):
     @property
     @abstractmethod
     def _top(self) -> int:
-        """The largest code."""
+        """The largest code of one element."""
 
     @abstractmethod
     def _pack(self, elements: Tensor, packed: Tensor) -> None:

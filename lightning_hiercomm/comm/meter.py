@@ -41,14 +41,14 @@ class Meter:
         self._lock = threading.Lock()
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def count(self, tier: str, sent_bytes: float) -> None:
+    def count(self, level: str, sent_bytes: float) -> None:
         """Add one collective that sends ``sent_bytes`` bytes from this rank."""
         with self._lock:  # background threads call this too
-            self.bytes[tier] += sent_bytes
-            self.messages[tier] += 1
+            self.bytes[level] += sent_bytes
+            self.messages[level] += 1
 
     @contextmanager
-    def waiting(self, tier: str, device: torch.device) -> Iterator[None]:
+    def waiting(self, level: str, device: torch.device) -> Iterator[None]:
         """Time the enclosed wait, unless it is inside :meth:`overlapped`."""
         if getattr(_thread, "is_overlapped", False):
             yield
@@ -57,7 +57,7 @@ class Meter:
         try:
             yield
         finally:
-            self.add_wait(tier, start, self.mark(device))
+            self.add_wait(level, start, self.mark(device))
 
     @staticmethod
     @contextmanager
@@ -75,13 +75,13 @@ class Meter:
         """Return the present moment, on the host or on the current stream of ``device``."""
         return streams.mark(device, timing=True) if streams.has(device) else time.perf_counter()
 
-    def add_wait(self, tier: str, start: Mark, end: Mark) -> None:
+    def add_wait(self, level: str, start: Mark, end: Mark) -> None:
         """Add the time between two marks to the exposed seconds of a level."""
         with self._lock:  # autograd has a thread for each device
             if isinstance(start, float) and isinstance(end, float):
-                self._seconds[tier] += end - start
+                self._seconds[level] += end - start
             elif not isinstance(start, float) and not isinstance(end, float):
-                self._events.append((tier, start, end))
+                self._events.append((level, start, end))
                 if len(self._events) > 1000:  # bounds the memory of runs that never read the meter
                     self._collect()
 
@@ -100,18 +100,18 @@ class Meter:
         """
         values: dict[str, float] = {}
         seconds = self.seconds
-        for tier in ("intra", "inter", "world"):
-            values[f"{tier}_bytes"] = self.bytes[tier]
-            values[f"{tier}_messages"] = float(self.messages[tier])
-            values[f"{tier}_exposed_seconds"] = seconds.get(tier, 0.0)
+        for level in ("intra", "inter", "world"):
+            values[f"{level}_bytes"] = self.bytes[level]
+            values[f"{level}_messages"] = float(self.messages[level])
+            values[f"{level}_exposed_seconds"] = seconds.get(level, 0.0)
         values["exposed_seconds"] = sum(seconds.values())
         return values
 
     def _collect(self) -> None:
         pending = []
-        for tier, start, end in self._events:
+        for level, start, end in self._events:
             if end.query():
-                self._seconds[tier] += start.elapsed_time(end) / 1000.0
+                self._seconds[level] += start.elapsed_time(end) / 1000.0
             else:
-                pending.append((tier, start, end))
+                pending.append((level, start, end))
         self._events = pending

@@ -99,14 +99,14 @@ def connect_mpi(meter: Meter, rank: int, world_size: int) -> Connect:
         )
     world = mpi.COMM_WORLD.Split(color=0, key=rank)
 
-    def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+    def connect(groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
         own = next((index for index, ranks in enumerate(groups) if rank in ranks), None)
         if own is None:
             world.Split(color=mpi.UNDEFINED)
             return None
         ranks = list(groups[own])
         group = world.Split(color=own, key=ranks.index(rank))
-        return StagedCommunicator(MPICommunicator(group, ranks, rank, tier, Meter()), meter)
+        return StagedCommunicator(MPICommunicator(group, ranks, rank, level, Meter()), meter)
 
     return connect
 
@@ -118,12 +118,12 @@ class MPICommunicator(Communicator):
         group: The MPI communicator, used only here.
         ranks: World ranks of its members, in its order.
         rank: World rank of this member.
-        tier: See :class:`~lightning_hiercomm.comm.base.Communicator`.
+        level: See :class:`~lightning_hiercomm.comm.base.Communicator`.
         meter: Counts this rank's traffic.
     """
 
-    def __init__(self, group: MPI.Comm, ranks: Sequence[int], rank: int, tier: str, meter: Meter) -> None:
-        super().__init__(ranks, rank, tier, meter)
+    def __init__(self, group: MPI.Comm, ranks: Sequence[int], rank: int, level: str, meter: Meter) -> None:
+        super().__init__(ranks, rank, level, meter)
         self.group = group
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -181,7 +181,7 @@ class MPICommunicator(Communicator):
 
     def _failure(self, error: BaseException) -> CommunicationError:
         return CommunicationError(
-            f"rank {self.ranks[self.rank]} lost its {self.tier} group (ranks {list(self.ranks)}): {error}"
+            f"rank {self.ranks[self.rank]} lost its {self.level} group (ranks {list(self.ranks)}): {error}"
         )
 
 
@@ -213,7 +213,7 @@ class _Collective(Handle):
         self._completion.end(error)
 
     def wait(self) -> None:
-        with self._communicator.meter.waiting(self._communicator.tier, torch.device("cpu")):
+        with self._communicator.meter.waiting(self._communicator.level, torch.device("cpu")):
             self._completion.wait()
         self._tensors = ()
 

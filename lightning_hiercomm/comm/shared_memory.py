@@ -62,7 +62,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
         timeout: timedelta,
     ) -> None:
         ranks = communicator.ranks
-        super().__init__(communicator.group, ranks, ranks[communicator.rank], communicator.tier, communicator.meter)
+        super().__init__(communicator.group, ranks, ranks[communicator.rank], communicator.level, communicator.meter)
         self.sockets = [each for each in sockets if each is not None]
         for each in self.sockets:
             each.settimeout(timeout.total_seconds())
@@ -146,7 +146,7 @@ class SharedMemoryCommunicator(TorchCommunicator):
             with torch.inference_mode():  # tensors that were made in it cannot be written to outside of it
                 collective()
 
-        return Timed(self._jobs.submit(work), self.meter, self.tier, tensor.device)
+        return Timed(self._jobs.submit(work), self.meter, self.level, tensor.device)
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
@@ -201,7 +201,7 @@ def _combine(tensors: Sequence[Tensor], op: Reduction, out: Tensor) -> None:
 # ---- connecting ------------------------------------------------------------------------------------------------------
 
 
-def sharing_memory(connect: Connect, timeout: timedelta | None = None, tiers: Sequence[str] = ("intra",)) -> Connect:
+def sharing_memory(connect: Connect, timeout: timedelta | None = None, levels: Sequence[str] = ("intra",)) -> Connect:
     """Let the groups of ``connect`` share memory if all their members can.
 
     They cannot on systems other than Linux, in containers with different network namespaces, or if a member has
@@ -210,12 +210,12 @@ def sharing_memory(connect: Connect, timeout: timedelta | None = None, tiers: Se
     Args:
         connect: Creates the groups.
         timeout: Of a wait for a member. Default: 30 minutes, as torch's.
-        tiers: The levels whose groups share memory.
+        levels: The levels whose groups share memory.
     """
 
-    def connect_and_share(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-        own = connect(groups, tier)
-        if tier in tiers and isinstance(own, TorchCommunicator) and own.size > 1 and not own.is_nccl:
+    def connect_and_share(groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
+        own = connect(groups, level)
+        if level in levels and isinstance(own, TorchCommunicator) and own.size > 1 and not own.is_nccl:
             return _share(own, timeout or timedelta(minutes=30)) or own
         return own
 

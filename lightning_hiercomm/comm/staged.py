@@ -32,7 +32,7 @@ class StagedCommunicator(Communicator):
     """
 
     def __init__(self, over_host: Communicator, meter: Meter) -> None:
-        super().__init__(over_host.ranks, over_host.ranks[over_host.rank], over_host.tier, meter)
+        super().__init__(over_host.ranks, over_host.ranks[over_host.rank], over_host.level, meter)
         self.over_host = over_host
         self._thread = JobThread("hiercomm-staged")
         self._copying: torch.cuda.Stream | None = None
@@ -71,7 +71,7 @@ class StagedCommunicator(Communicator):
         if not streams.has(device):
             handle = launch(lambda tensor: tensor)
             handle.forget()  # this communicator's own handle is checked for waits
-            return Timed(handle, self.meter, self.tier, device)
+            return Timed(handle, self.meter, self.level, device)
         if self._copying is None:
             self._copying = streams.new(device)
         return _Staged(self, self._copying, device, launch, reads, writes)
@@ -112,7 +112,7 @@ class _Staged(Handle):
     def wait(self) -> None:
         communicator = self._communicator
         # the host waits, and training too if its stream has no work
-        with communicator.meter.waiting(communicator.tier, self._device):
+        with communicator.meter.waiting(communicator.level, self._device):
             self._job.wait()
         assert self._arrived is not None
         streams.current(self._device).wait_event(self._arrived)
@@ -125,8 +125,8 @@ def connect_gloo(meter: Meter, timeout: timedelta | None = None) -> Connect:
     """Return the :data:`~lightning_hiercomm.comm.base.Connect` over gloo, for any backend of the default group."""
     over_gloo = connect_torch(Meter(), timeout, launching=unprofiled, backend="gloo")
 
-    def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-        over_host = over_gloo(groups, tier)
+    def connect(groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
+        over_host = over_gloo(groups, level)
         return None if over_host is None else StagedCommunicator(over_host, meter)
 
     return connect

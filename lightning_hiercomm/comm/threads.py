@@ -86,13 +86,13 @@ class ThreadWorld:
         meter = meter or Meter()
         made: dict[Hashable, int] = defaultdict(int)
 
-        def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+        def connect(groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
             own = next((ranks for ranks in groups if rank in ranks), None)
             if own is None:
                 return None
             number, ranks = self._numbered(tuple(own))
-            made[tier, number] += 1
-            return _ThreadCommunicator(self, ranks, rank, tier, meter, key=(tier, number, made[tier, number]))
+            made[level, number] += 1
+            return _ThreadCommunicator(self, ranks, rank, level, meter, key=(level, number, made[level, number]))
 
         return connect
 
@@ -190,9 +190,9 @@ class _Parcel:
 
 class _ThreadCommunicator(Communicator):
     def __init__(
-        self, world: ThreadWorld, ranks: Sequence[int], rank: int, tier: str, meter: Meter, key: Hashable
+        self, world: ThreadWorld, ranks: Sequence[int], rank: int, level: str, meter: Meter, key: Hashable
     ) -> None:
-        super().__init__(ranks, rank, tier, meter)
+        super().__init__(ranks, rank, level, meter)
         self._world = world
         self._key = key
         self._collectives = 0
@@ -301,9 +301,9 @@ class _ThreadHandle(Handle):
             if not torch.equal(tensor, sent) and not torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(sent)):
                 raise CommunicationError(
                     f"rank {self._communicator.rank} changed a tensor while it was in flight in the"
-                    f" {self._communicator.tier} group"
+                    f" {self._communicator.level} group"
                 )
-        with self._communicator.meter.waiting(self._communicator.tier, self._device):
+        with self._communicator.meter.waiting(self._communicator.level, self._device):
             self._finish()
         self._finish = None
 

@@ -51,7 +51,7 @@ class TorchCommunicator(Communicator):
         group: The process group, or None for the default one.
         ranks: World ranks of its members, in group order.
         rank: World rank of this member.
-        tier: See :class:`~lightning_hiercomm.comm.base.Communicator`.
+        level: See :class:`~lightning_hiercomm.comm.base.Communicator`.
         meter: Counts this rank's traffic.
         launching: Returns a context in which collectives are launched.
 
@@ -65,11 +65,11 @@ class TorchCommunicator(Communicator):
         group: dist.ProcessGroup | None,
         ranks: Sequence[int],
         rank: int,
-        tier: str,
+        level: str,
         meter: Meter,
         launching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(ranks, rank, tier, meter)
+        super().__init__(ranks, rank, level, meter)
         self.group = group
         self._launching = launching
         self._last_tag = _EXCHANGE
@@ -77,7 +77,7 @@ class TorchCommunicator(Communicator):
         self._is_connected = False
         self._spares = Spares()
         # messages to several nodes at once take up to a half longer in all
-        in_order = tier == "inter" and self.size > 2 and not self.is_nccl
+        in_order = level == "inter" and self.size > 2 and not self.is_nccl
         self._thread = JobThread("hiercomm-exchanges") if in_order else None
 
     def _is_nccl(self) -> bool:
@@ -143,7 +143,7 @@ class TorchCommunicator(Communicator):
             dist.destroy_process_group(self.group)
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
-        if self.tier == "inter" and self.size <= _MOST_DIRECT_PEERS and not streams.has(tensor.device):
+        if self.level == "inter" and self.size <= _MOST_DIRECT_PEERS and not streams.has(tensor.device):
             sent = tensor.numel() * tensor.element_size()
             in_one_round = self.size == 2 or sent <= _ONE_ROUND
             if in_one_round or (waiting and sent <= _TWO_ROUNDS):
@@ -254,7 +254,7 @@ class TorchCommunicator(Communicator):
         launch = partial(self._launch, partial(self._post, send, receive, _EXCHANGE), tensors)
         if self._thread is None or streams.has(device):
             return launch()
-        return Timed(self._thread.submit(lambda: launch().wait()), self.meter, self.tier, device)
+        return Timed(self._thread.submit(lambda: launch().wait()), self.meter, self.level, device)
 
     def _exchange_on_host(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         """Exchange host copies of CUDA tensors, because gloo's send and recv take CPU tensors only.
@@ -291,7 +291,7 @@ class TorchCommunicator(Communicator):
     def failure(self, error: RuntimeError) -> CommunicationError:
         """Return the error of a lost group."""
         some = f"{list(self.ranks[:8])}{f' and {self.size - 8} more' if self.size > 8 else ''}"
-        return CommunicationError(f"rank {self.ranks[self.rank]} lost its {self.tier} group (ranks {some}): {error}")
+        return CommunicationError(f"rank {self.ranks[self.rank]} lost its {self.level} group (ranks {some}): {error}")
 
 
 class _TorchHandle(Handle):
@@ -319,7 +319,7 @@ class _TorchHandle(Handle):
             # with nccl only the stream waits
             # (https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations);
             # with gloo the host waits, and training too if its stream has no work
-            with communicator.meter.waiting(communicator.tier, self._tensors[0].device):
+            with communicator.meter.waiting(communicator.level, self._tensors[0].device):
                 for work in self._works:
                     work.wait()
                 if self._finish is not None:
@@ -385,17 +385,17 @@ def connect_torch(
         backend: Of the process groups. Default: that of the default one.
     """
 
-    def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+    def connect(groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
         rank = dist.get_rank()
-        if tier == "world" and backend is None and list(groups[0]) == [*range(dist.get_world_size())]:
-            return TorchCommunicator(None, groups[0], rank, tier, meter)
+        if level == "world" and backend is None and list(groups[0]) == [*range(dist.get_world_size())]:
+            return TorchCommunicator(None, groups[0], rank, level, meter)
         own = next((ranks for ranks in groups if rank in ranks), None)
         is_lazy = own is not None and len(own) > _MOST_DIRECT_PEERS
         with connecting_when_needed() if is_lazy else nullcontext():
             group = _own_group(groups, own, timeout, backend)
         if own is None or group is None:
             return None
-        communicator = TorchCommunicator(group, own, rank, tier, meter, launching if tier == "inter" else nullcontext)
+        communicator = TorchCommunicator(group, own, rank, level, meter, launching if level == "inter" else nullcontext)
         if is_lazy and "gloo" in dist.get_backend_config(group):
             communicator.connect_neighbors()
         return communicator
@@ -423,7 +423,7 @@ def _own_group(
       first use, which may be in a background thread, but with a topology or its duplicate.
     """
     wanted, how = [own or [dist.get_rank()]], dict[str, Any](use_local_synchronization=True)
-    if not group_names_agree() or dist.get_backend() == "mpi":
+    if not group_names_are_equal() or dist.get_backend() == "mpi":
         others = sorted({*range(dist.get_world_size())}.difference(*groups))
         wanted, how = [*groups, *[others] * bool(others)], {}
     with without_splitting_gloo():
@@ -442,7 +442,7 @@ def is_of_communicator(group: dist.ProcessGroup) -> bool:
     return group in _groups
 
 
-def group_names_agree() -> bool:
+def group_names_are_equal() -> bool:
     """Whether members name a group alike, even if they were in unequal numbers of groups before."""
     major, minor = (int(number) for number in torch.__version__.split(".")[:2])
     return (major, minor) >= (2, 14)

@@ -17,7 +17,7 @@ BUCKETS_IN_FLIGHT = 3
 """Number of buckets in flight in a synchronous exchange: one is sent, one gathered, one packed."""
 
 CACHE_SIZED = 2**20
-"""Bytes of buffers of which a few fit into a processor's cache."""
+"""Bytes of a buffer so small that a few fit into a processor's cache."""
 
 
 @dataclass(frozen=True)

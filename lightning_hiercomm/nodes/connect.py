@@ -101,8 +101,8 @@ def _close(left: list[tuple[Topology, object, int]]) -> None:
 
 
 def _between_nodes(inter: Connect, others: Connect) -> Connect:
-    def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-        return inter(groups, tier) if tier == "inter" else others(groups, tier)
+    def connect(groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
+        return inter(groups, level) if level == "inter" else others(groups, level)
 
     return connect
 

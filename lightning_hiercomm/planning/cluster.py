@@ -230,7 +230,7 @@ class Workload:
 
     @classmethod
     def of_step(cls, parameters: float, seconds: float, **others: object) -> Workload:
-        """Split a step of which only the total is known: a third is forward, the rest backward."""
+        """Split a step whose total alone is known: a third is forward, the rest backward."""
         return cls(parameters, seconds / 3, seconds * 2 / 3, **others)  # type: ignore[arg-type]
 
     def at_speed(self, speed: float) -> Workload:

@@ -20,7 +20,7 @@ class Watch(Protocol):
     """Finds collectives in a repeated part of a program, such as the forward pass."""
 
     def begin(self) -> None:
-        """Begin a pass."""
+        """Begin a pass through the repeated part."""
 
     def end(self) -> None:
         """End the pass, if one has begun."""
@@ -30,13 +30,13 @@ class Collectives(Protocol):
     """Counts collectives that a program starts by itself, with ranks that do not share its gradients."""
 
     def excused(self) -> AbstractContextManager[None]:
-        """Inside, do not count collectives."""
+        """Return a context whose collectives are not counted."""
 
     def watch(self, found: Callable[[str, str], None]) -> Watch:
         """Call ``found`` once, with the line that starts a collective, and the optimizer if it is inside of a step."""
 
     def close(self) -> None:
-        """Stop counting."""
+        """Release the process groups, and stop counting."""
 
 
 class OptimizerSteps:
@@ -84,7 +84,7 @@ class OptimizerSteps:
                 self._step.end()  # after a step that has failed
 
     def excused(self) -> AbstractContextManager[None]:
-        """Inside, do not count collectives as the program's own."""
+        """Return a context whose collectives do not count as the program's own."""
         return nullcontext() if self._collectives is None else self._collectives.excused()
 
     def begin_forward(self) -> None:

@@ -13,6 +13,10 @@ from lightning_hiercomm.schemes.requirements import Requirements
 class AllReduce(Scheme):
     """Average gradients over all ranks at every step; nodes never differ.
 
+    Example::
+
+        HierarchicalStrategy(AllReduce(), wire_dtype="int8")
+
     The result is that of DDP, with less traffic between nodes. Each bucket is reduce-scattered inside the node, shard
     ``l`` is all-reduced over the inter-node process group of local rank ``l``, and the shards are all-gathered inside
     the node. With M nodes and R ranks this sends ``2 (M - 1) / M`` times the gradients per node, against ``2 (R - 1) /

@@ -225,7 +225,7 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     @property
     def staleness(self) -> int:
-        """S."""
+        """Steps between sending and merging, S."""
         return self.config.staleness if self.state.cycle is None else self.state.cycle[1]
 
     @property

@@ -119,7 +119,7 @@ class Exchanger:
                 turn=lambda: 1 + state.fragments_sent // max(1, len(self.fragments)),
                 average_in_node=guard.average_in_node,
                 update_reference=self._reference.update,
-                look=guard.check,
+                check=guard.check,
             )
         normalizing = self._normalizing
         return ALL_REDUCERS[config.reducer](

@@ -28,11 +28,11 @@ class GradientPath(ABC):
     """Averages the gradients of one model, for all its optimizers, during the backward pass.
 
     Attributes:
-        tier: The level at which waits for gradients are measured: ``"intra"``, or ``"inter"`` between nodes.
+        level: The level at which waits for gradients are measured: ``"intra"``, or ``"inter"`` between nodes.
         residuals: The error-feedback residuals, if gradients are encoded with a lossy codec that has them.
     """
 
-    tier = "intra"
+    level = "intra"
     residuals: Residuals | None = None
 
     @abstractmethod
@@ -129,7 +129,7 @@ class WorldMean(GradientPath):
         parameters: The model's parameters in their order, which identify the contents of buckets.
     """
 
-    tier = "inter"
+    level = "inter"
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class WorldMean(GradientPath):
 class InterNodeMean(GradientPath):
     """The weighted mean over the nodes of gradients that are sharded inside a node (FSDP2)."""
 
-    tier = "inter"
+    level = "inter"
 
     def __init__(self, topology: Topology, wire: Wire, parameters: Iterable[Tensor] = ()) -> None:
         parameters = [*parameters]
@@ -245,8 +245,8 @@ class PhasedGradients(GradientPath):
         return self._then
 
     @property
-    def tier(self) -> str:  # type: ignore[override]
-        return self.present.tier
+    def level(self) -> str:  # type: ignore[override]
+        return self.present.level
 
     @property
     def residuals(self) -> Residuals | None:  # type: ignore[override]

@@ -14,7 +14,7 @@ from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 
 
 class ReferenceParameters:
-    """The reference parameters of one replica, of which each rank stores a shard in its reducer.
+    """The reference parameters of one replica; each rank stores a shard of them in its reducer.
 
     A reducer has reference parameters if differences from them are sent. If the merge :attr:`~Merge.keeps_reference`,
     they are also state of the scheme, from which runs resume.

@@ -37,7 +37,7 @@ class GradientReduction:
         """Start to average a bucket; DDP's communication hook."""
         future = gradients.reduce_bucket(bucket)
         if bucket.is_last():
-            self._last = gradients.tier, topology.meter.mark(bucket.buffer().device)
+            self._last = gradients.level, topology.meter.mark(bucket.buffer().device)
         return future
 
     def end_backward(self, runs: Iterable[TrainingRun], topology: Topology, device: torch.device) -> None:

@@ -112,7 +112,6 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
 
     def _place(self) -> Place:
-        """Return where this rank is."""
         return place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks)
 
     def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:

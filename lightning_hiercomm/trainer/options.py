@@ -14,6 +14,10 @@ from lightning_hiercomm.arguments import as_call, checked_fields
 class Health:
     """How a run reacts to non-finite parameters, ranks that differ, and ranks that are frozen.
 
+    Example::
+
+        HierarchicalStrategy("periodic", health=Health(on_nonfinite="skip", hang_timeout=60))
+
     Args:
         on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
             to be sent to other nodes. ``"raise"``: all ranks end, and the error names the rank and the parameter.
@@ -58,6 +62,10 @@ class Health:
 class Transport:
     """How parameters travel between nodes.
 
+    Example::
+
+        HierarchicalStrategy(transport=Transport(inter_node="gloo"))
+
     Args:
         inter_node: The library for traffic between nodes: ``"torch"`` (the process group's backend), ``"gloo"`` (also
             for GPUs, whose tensors pass through pinned memory asynchronously; nccl stays inside the nodes) or ``"mpi"``
@@ -87,6 +95,10 @@ class Transport:
 @dataclass(frozen=True)
 class UnequalData:
     """How nodes with unequal numbers of batches train together.
+
+    Example::
+
+        HierarchicalStrategy(PeriodicAveraging(50), unequal_data=UnequalData(samples="tokens"))
 
     Args:
         samples: The name of a number that ``training_step`` logs at every step, by which nodes are weighted, such as

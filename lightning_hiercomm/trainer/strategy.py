@@ -247,7 +247,7 @@ class HierarchicalStrategy(OwnPaceHooks, DDPArguments, _PlainDDP):
         return result
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
-        return self._topology.meter.waiting(self._run.gradients.tier, self.root_device)
+        return self._topology.meter.waiting(self._run.gradients.level, self.root_device)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

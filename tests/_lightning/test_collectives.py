@@ -111,7 +111,7 @@ def test_a_backend_without_sequence_numbers_counts_nothing(process_group):
 
 
 def watched(steps, counter):
-    """Lines that are found in passes of which each does one of the steps."""
+    """Lines that are found in passes that each do one of the steps."""
     found = []
     watch = CollectiveWatch(counter, lambda *what: found.append(what))
     for step in steps:

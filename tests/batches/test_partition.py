@@ -99,7 +99,7 @@ def test_no_other_division_would_finish_sooner_by_more_than_a_sample(costs, tota
 
 
 def test_a_fixed_cost_counts():
-    # 10 ms + 1 ms a sample beside 1 ms a sample: both take 30 ms
+    # 10 ms + 1 ms a sample, and 1 ms a sample: both take 30 ms
     assert divide(50, [StepCost(0.010, 1000), StepCost(0.0, 1000)]) == [20, 30]
 
 

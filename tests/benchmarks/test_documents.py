@@ -62,5 +62,5 @@ def test_measured_numbers_are_substitutions(page):
 
 def test_a_mark_without_a_result_is_an_error():
     with pytest.raises(KeyError):
-        written("<!-- measured: tuned / nodes-8 / Nobody -->1.0<!-- end -->")
+        written("<!-- measured: tuned / nodes-8 / Unknown -->1.0<!-- end -->")
     assert documents.without_marked("a <!-- measured: x -->1.0<!-- end --> b") == "a  b"

@@ -44,7 +44,7 @@ def test_eight_nodes_have_a_link_each_and_reach_each_other() -> None:
     assert first.namespace not in network.command("ip", "netns", "list")
 
 
-@pytest.mark.long("two launches, of which one fails")
+@pytest.mark.long("two launches, one of them fails")
 @pytest.mark.slow
 def test_a_failing_row_does_not_take_the_next_one_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(launch, "interpreter", lambda venv: stand_in_for_python())

@@ -95,9 +95,9 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
         warnings.simplefilter("always")
         assert on_two_nodes(scheme(after), work) == [((5, 5, 0), (10, 5, 1))] * 2
     names = [type(scheme(name)).__name__ for name in (before, after)]
-    told = [str(warning.message) for warning in caught if "the checkpoint was saved with" in str(warning.message)]
+    messages = [str(warning.message) for warning in caught if "the checkpoint was saved with" in str(warning.message)]
     expected = f"the checkpoint was saved with {names[0]}: {names[1]} continues from its parameters"
-    assert [message.startswith(expected) for message in told] == [True] * (before != after)
+    assert [message.startswith(expected) for message in messages] == [True] * (before != after)
 
 
 @pytest.mark.parametrize("nodes", [((0,),), ((0, 1),), ((0, 1, 2), (3,))], ids=["1", "2", "3+1"])
@@ -120,7 +120,7 @@ def test_a_checkpoint_goes_to_other_nodes(name, nodes):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
-    """``OnExceptionCheckpoint`` does; whoever waits for the others there waits until they are ended."""
+    """``OnExceptionCheckpoint`` does; a rank that waits for the others there waits until they end."""
 
     def work(run):
         train(run, 0, 5)
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_format_is_refused(number, found):
 
 def _foreign(folder: Path) -> list[str]:
     """What a run says that resumes from, or validates, checkpoints that this version has not written."""
-    path, told = folder / "plain.ckpt", []
+    path, messages = folder / "plain.ckpt", []
     trainer = one_trainer(folder, max_epochs=1, limit_train_batches=2)
     trainer.fit(BoringModel())
     trainer.save_checkpoint(path)
@@ -168,10 +168,10 @@ def _foreign(folder: Path) -> list[str]:
         try:
             getattr(trainer, act)(BoringModel(), ckpt_path=file)
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
         else:
-            told.append(f"{act}: step {trainer.global_step}")
-    return told
+            messages.append(f"{act}: step {trainer.global_step}")
+    return messages
 
 
 def test_only_a_resume_refuses_another_format_and_reads_lightnings_own(borrow):

@@ -95,9 +95,9 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path):
 
 def test_leftovers_of_a_failed_write_do_not_block_the_next(path):
     for ending in ("part", "old"):
-        beside = path.with_name(f"last.ckpt.{ending}")
-        beside.mkdir()
-        (beside / "__0_0.distcp").write_bytes(b"half")
+        unfinished = path.with_name(f"last.ckpt.{ending}")
+        unfinished.mkdir()
+        (unfinished / "__0_0.distcp").write_bytes(b"half")
     save(1.0, path)
     assert holds(path, 1.0)
     assert [*path.parent.iterdir()] == [path]

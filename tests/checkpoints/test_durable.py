@@ -65,7 +65,7 @@ def test_a_kill_at_any_moment_leaves_the_old_checkpoint(path, monkeypatch, momen
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     monkeypatch.undo()
     assert holds(path, OLD)
-    DurableCheckpointIO().save_checkpoint(NEW, path)  # what the dead one left behind is in nobody's way
+    DurableCheckpointIO().save_checkpoint(NEW, path)  # despite the files of the dead process
     assert [*path.parent.iterdir()] == [path]
 
 

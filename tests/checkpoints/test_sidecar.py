@@ -329,7 +329,7 @@ def _validated_and_resumed(folder):
     steps = 4  # per epoch
     for kind in ("consensus", "replica", "manual"):
         for run, validations in {"plain": 0, "whole": 2, "resumed": 2}.items():
-            if (kind, run) == ("replica", "plain"):  # what nobody validates
+            if (kind, run) == ("replica", "plain"):  # no run validates this one
                 reports[kind, run] = reports["consensus", run]
                 continue
             evaluate = "replica" if kind == "replica" else "consensus"
@@ -350,7 +350,7 @@ def _validated_and_resumed(folder):
 
 @pytest.mark.long("eight runs on four ranks")
 def test_buffers_shared_in_a_node_are_unchanged_by_validation(borrow):
-    """DDP shares them before a forward pass, but for the one after a validation.
+    """DDP shares them before a forward pass, except the first after a validation.
 
     And Lightning's manual optimization lets it do so before the first one of a process only.
     """
@@ -395,8 +395,8 @@ class Tells(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, *_):
         ema, own = self.of
         averages = [*ema._average_model.module.parameters(), *ema._average_model.module.buffers()]
-        told = torch.cat([value.flatten().double() for value in (*averages, *own.average.values(), own.squares)])
-        pl_module.report.append(told.tolist())
+        state = torch.cat([value.flatten().double() for value in (*averages, *own.average.values(), own.squares)])
+        pl_module.report.append(state.tolist())
 
 
 def _resumed_with_averages(folder):
@@ -469,7 +469,7 @@ def test_a_resume_from_averaged_parameters_alone_continues_from_them(fit, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def saved_after_an_agreement(borrow, tmp_path_factory):
+def saved_after_a_synchronization(borrow, tmp_path_factory):
     path = tmp_path_factory.mktemp("outer") / "saved.ckpt"
 
     def main(folder):
@@ -481,12 +481,12 @@ def saved_after_an_agreement(borrow, tmp_path_factory):
 
 
 @pytest.mark.parametrize("nodes", [2, 1, [3, 1]], ids=str)
-def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, saved_after_an_agreement, nodes):
-    path = saved_after_an_agreement
+def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, saved_after_a_synchronization, nodes):
+    path = saved_after_a_synchronization
     saved = torch.load(path, weights_only=True)
     (scheme,) = saved["hiercomm"]["schemes"]
     outer = scheme["outer"]["state"]
-    assert [state["step"].item() for state in outer] == [1.0] * 6  # one agreement before
+    assert [state["step"].item() for state in outer] == [1.0] * 6  # one synchronization before
     assert [state["exp_avg"].shape for state in outer] == [p.shape for p in Net().parameters()]
     seen = []
 
@@ -514,7 +514,7 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
 
 
 def sidecars_of(path: Path) -> list[str]:
-    """The names of what lies beside a checkpoint, which is itself there."""
+    """Return the names of the files next to a checkpoint, which exists."""
     assert path.exists()
     return sorted(other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}."))
 
@@ -541,7 +541,7 @@ class Disk(pl.Callback):
         pl_module.report = sorted(path.removeprefix("/saves/") for path in fsspec.filesystem("memory").find("/saves"))
 
 
-@pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
+@pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "overlapped"])
 def test_sidecars_of_deleted_checkpoints_are_removed_on_every_node(fit, io):
     def callbacks():
         best = {"monitor": "step", "mode": "max", "save_top_k": 1}
@@ -637,7 +637,7 @@ def test_a_slow_save_does_not_delete_the_shards_of_the_next(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([own, following])
 
 
-@pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "beside training"])
+@pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "overlapped"])
 def test_a_checkpoint_that_replaces_another_brings_its_own_sidecars(fit, tmp_path, io):
     path = tmp_path / "last.ckpt"
     strategy = {"checkpoint_replicas": True, "checkpoint_io": io and io(), "ranks_per_node": 1}
@@ -666,7 +666,7 @@ class Fails(DurableCheckpointIO):
 
 @pytest.fixture(scope="module")
 def undisturbed(borrow):
-    """What ranks report of a run whose agreements do not end its epochs."""
+    """Return the ranks' reports of a run whose synchronizations do not end its epochs."""
 
     def main(folder):
         scheme = PeriodicAveraging(4, at_epoch_end=False)
@@ -830,7 +830,7 @@ def test_random_numbers_go_on_after_a_resume_in_mid_epoch(tmp_path, shuffle):
 
 @pytest.fixture
 def load(tmp_path):
-    """``load(rank, identity=..., nodes=..., module=...)`` for what two ranks have saved beside "saved.ckpt"."""
+    """``load(rank, identity=..., nodes=..., module=...)`` for the sidecars of two ranks next to "saved.ckpt"."""
 
     @functools.cache
     def attached(rank, nodes, module):

@@ -1,4 +1,4 @@
-"""Worlds of four ranks, one per carrier, for the conformance suite. As a program, this file is one of the ranks."""
+"""Worlds of four ranks, one per backend, for the conformance suite. As a program, this file is one of the ranks."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Rank:
         self.meter = Meter()
 
     def group(
-        self, groups: Sequence[Sequence[int]] = EVERYONE, tier: str = "inter", twin: int = 0
+        self, groups: Sequence[Sequence[int]] = EVERYONE, level: str = "inter", duplicate: int = 0
     ) -> Communicator | None:
         """This rank's communicator in one of ``groups``; made once per world, because making them is slow."""
-        key = (tuple(map(tuple, groups)), tier, twin)
+        key = (tuple(map(tuple, groups)), level, duplicate)
         if key not in self._made:
-            self._made[key] = self.connect(groups, tier)
+            self._made[key] = self.connect(groups, level)
         communicator = self._made[key]
         if communicator is not None:
             communicator.meter = self.meter
@@ -272,7 +272,7 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-CARRIERS = ["threads", "gloo", "gloo-lazy", "shared-memory", "openmpi", "mpich"]
+BACKENDS = ["threads", "gloo", "gloo-lazy", "shared-memory", "openmpi", "mpich"]
 ON_A_GPU = [pytest.param(f"{name}, gpu", marks=pytest.mark.gpu) for name in ("threads", "gloo", "staged", "openmpi")]
 HAS_GPU = torch.cuda.is_available() or os.environ.get("FAKE_GPU") == "1"
 
@@ -291,9 +291,9 @@ def gpu_of_processes() -> Iterator[torch.device]:
             yield device
 
 
-@pytest.fixture(scope="session", params=[*CARRIERS, *ON_A_GPU * HAS_GPU])
+@pytest.fixture(scope="session", params=[*BACKENDS, *ON_A_GPU * HAS_GPU])
 def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
-    """Four ranks, over each carrier; with tensors of a GPU where there is one."""
+    """Four ranks, over each backend; with tensors of a GPU where there is one."""
     world: World
     if request.param.endswith("gpu"):
         device = request.getfixturevalue("gpu_of_processes")
@@ -305,8 +305,8 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
         elif request.param == "gloo, gpu" and device.type != "cuda":
             pytest.skip("gloo moves no tensors of a GPU that is played")
         else:  # not forked: CUDA cannot be used in a fork of a process that has used it
-            carrier = {"DEVICE": device.type, "STAGED": str(int(request.param == "staged, gpu"))}
-            ranks = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **carrier} for rank in range(SIZE)]
+            backend = {"DEVICE": device.type, "STAGED": str(int(request.param == "staged, gpu"))}
+            ranks = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **backend} for rank in range(SIZE)]
             world = Processes([_execute(_PYTHON, environment) for environment in ranks])
     elif request.param == "threads":
         world = Threads()
@@ -378,7 +378,7 @@ def _serve_on(address: str, device: torch.device | None) -> None:
 
 
 def _connect_sharing(meter: Meter) -> Connect:
-    return sharing_memory(connect_torch(meter), timedelta(seconds=20), tiers=("intra", "inter"))
+    return sharing_memory(connect_torch(meter), timedelta(seconds=20), levels=("intra", "inter"))
 
 
 def _load(path: str) -> Any:

@@ -1,4 +1,4 @@
-"""A background thread keeps the order of its jobs, and whoever waits for one hears of its error."""
+"""A background thread keeps the order of its jobs, and a wait for a job raises its error."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, fake_devi
     """As a move over gloo does, which is waited for where it is submitted, or where a deferred job is due."""
     background = Background(CPU, meter, defers=defers)
     waits: list[float] = []
-    meter.add_wait = lambda tier, start, end: waits.append(end.made_at - start.made_at)
+    meter.add_wait = lambda level, start, end: waits.append(end.made_at - start.made_at)
 
     def job() -> None:
         with meter.waiting("inter", CPU):

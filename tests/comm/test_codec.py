@@ -385,7 +385,7 @@ def test_a_gpu_encodes_and_decodes_to_the_bits_of_the_cpu(codec, gpu):
         payload = codec.encode(values)
         assert same_bits(encoded(codec, values), payload)
         on_cpu = codec.decode(payload, torch.empty_like(values))
-        assert torch.equal(decoded(codec, values).nan_to_num(), on_cpu.nan_to_num())  # a NaN's bits are nobody's
+        assert torch.equal(decoded(codec, values).nan_to_num(), on_cpu.nan_to_num())  # the bits of a NaN may differ
 
 
 # ---- sizes, names, checks -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What every communicator does, whoever carries it. The functions without ``test_`` run on each of four ranks."""
+"""All communicators behave the same over every backend. The functions without ``test_`` run on each of four ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8]
 SIZES = [1, 3, 7, 1000, 4099]
 PAIRS = ((0, 1), (2, 3))
-LANES = ((0, 2), (1, 3))
+INTER_NODE = ((0, 2), (1, 3))
 
 
 def values(rank, numel, dtype):
@@ -69,7 +69,7 @@ def test_ranks_that_wait_in_order_reduce_the_same(world, dtype, op):
 
 
 def reduce_in_pairs(rank, dtype, op):
-    group = rank.group(LANES)
+    group = rank.group(INTER_NODE)
     for numel in [1, 3, 1000, *[2**20 + 1] * (dtype == torch.float32)]:
         tensor = values(rank.rank, numel, dtype)
         first = group.all_reduce(tensor, op)
@@ -116,13 +116,13 @@ def scatter_weighted(rank, dtype, groups):
     assert tensor.tolist() == [0.5] * 3
 
 
-@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), LANES], ids=["four", "two"])
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_reduce_scatter_may_write_to_a_view_of_its_input(world, dtype, groups):
     world.run(scatter_weighted, dtype, groups)
 
 
-@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), LANES], ids=["four", "two"])
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_members_contribute_by_their_weights(world, dtype, groups):
     world.run(reduce_weighted, dtype, groups)
@@ -422,42 +422,42 @@ def test_three_members_sum_too(world):
     world.run(sum_of_three)
 
 
-def move_in_two_groups(rank):
-    pairs, lanes = rank.group(PAIRS, "intra"), rank.group(LANES, "inter")
+def launch_in_two_groups(rank):
+    pairs, inter = rank.group(PAIRS, "intra"), rank.group(INTER_NODE, "inter")
     for numel in [5, 100003]:
-        in_pair, in_lane = torch.full((numel,), float(rank.rank)), torch.full((numel,), float(rank.rank))
-        first, second = (pairs, lanes) if rank.rank % 2 else (lanes, pairs)  # ranks launch in different orders
+        in_pair, between_nodes = torch.full((numel,), float(rank.rank)), torch.full((numel,), float(rank.rank))
+        first, second = (pairs, inter) if rank.rank % 2 else (inter, pairs)  # ranks launch in different orders
         handles = [
             group.all_reduce(tensor)
             for group, tensor in zip(
-                (first, second), (in_pair, in_lane) if first is pairs else (in_lane, in_pair), strict=True
+                (first, second), (in_pair, between_nodes) if first is pairs else (between_nodes, in_pair), strict=True
             )
         ]
         wait_all(handles[::-1])
         assert torch.equal(in_pair, torch.full((numel,), [1.0, 1.0, 5.0, 5.0][rank.rank]))
-        assert torch.equal(in_lane, torch.full((numel,), [2.0, 4.0, 2.0, 4.0][rank.rank]))
+        assert torch.equal(between_nodes, torch.full((numel,), [2.0, 4.0, 2.0, 4.0][rank.rank]))
 
 
 def test_two_groups_move_at_once_in_any_order(world):
-    world.run(move_in_two_groups)
+    world.run(launch_in_two_groups)
 
 
-def move_in_twins(rank):
-    twins = [rank.group(twin=0), rank.group(twin=1)]
+def launch_in_two_communicators(rank):
+    communicators = [rank.group(duplicate=0), rank.group(duplicate=1)]
     order = (0, 1) if rank.rank % 2 else (1, 0)
     tensors = [torch.full((50001,), 1.0 + rank.rank), torch.full((50001,), 10.0 * rank.rank)]
-    handles = [twins[i].all_reduce(tensors[i]) for i in order]
+    handles = [communicators[i].all_reduce(tensors[i]) for i in order]
     wait_all(handles)
     assert torch.equal(tensors[0], torch.full((50001,), 10.0))
     assert torch.equal(tensors[1], torch.full((50001,), 60.0))
 
 
 def test_two_communicators_of_the_same_ranks_do_not_mix(world):
-    world.run(move_in_twins)
+    world.run(launch_in_two_communicators)
 
 
-def move_from_two_threads(rank):
-    twins = [rank.group(twin=0), rank.group(twin=1)]
+def launch_from_two_threads(rank):
+    communicators = [rank.group(duplicate=0), rank.group(duplicate=1)]
     errors = []
 
     def work(group, scale):
@@ -469,7 +469,7 @@ def move_from_two_threads(rank):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(twins[i], float(i + 1))) for i in range(2)]
+    threads = [threading.Thread(target=work, args=(communicators[i], float(i + 1))) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -478,10 +478,10 @@ def move_from_two_threads(rank):
 
 
 def test_two_threads_may_each_use_a_communicator(world):
-    world.run(move_from_two_threads)
+    world.run(launch_from_two_threads)
 
 
-def mix_moves_in_flight(rank):
+def mix_collectives_in_flight(rank):
     group, peer = rank.group(), rank.rank ^ 1
     sums = [torch.full((101 * i + 1,), float(rank.rank + i)) for i in range(20)]
     whole, part, received = torch.zeros(8), torch.full((2,), float(rank.rank)), torch.zeros(3)
@@ -502,11 +502,11 @@ def mix_moves_in_flight(rank):
 
 
 def test_collectives_of_a_group_can_be_awaited_in_any_order(world):
-    world.run(mix_moves_in_flight)
+    world.run(mix_collectives_in_flight)
 
 
 def launch_ahead_of_peers(rank):
-    group, other = rank.group(twin=0), rank.group(twin=1)
+    group, other = rank.group(duplicate=0), rank.group(duplicate=1)
     tensor, token = torch.full((200003,), 1.0), torch.zeros(1)
     if rank.rank == 0:
         handle = group.all_reduce(tensor)  # its peers are not there yet, and wait for the token
@@ -524,7 +524,7 @@ def test_launching_does_not_wait_for_peers(world):
 
 
 def receive_ahead_of_the_sender(rank):
-    group, other = rank.group(twin=0), rank.group(twin=1)
+    group, other = rank.group(duplicate=0), rank.group(duplicate=1)
     received, token = torch.zeros(3), torch.zeros(1)
     if rank.rank == 0:
         handle = group.exchange([], [(received, 1)])
@@ -543,7 +543,7 @@ def test_a_receive_is_not_done_before_its_letter_was_sent(world):
 
 
 def exchange_in_turns(rank):
-    group, other = rank.group(twin=0), rank.group(twin=1)
+    group, other = rank.group(duplicate=0), rank.group(duplicate=1)
     first, second, token = torch.zeros(3), torch.zeros(3), torch.zeros(1)
     if rank.rank == 0:
         handles = [group.exchange([], [(first, 1)]), group.exchange([], [(second, 2)])]
@@ -615,7 +615,7 @@ def drop_handle(rank):
     group = rank.group()
     where = "drop_handle" if rank.device is None else "<lambda>"  # of what stands between this and the device
     for _ in range(20):
-        group.all_reduce(torch.ones(1000))  # nobody keeps the tensor or the handle
+        group.all_reduce(torch.ones(1000))  # neither the tensor nor the handle is kept
         with pytest.raises(CommunicationError, match=rf"did not wait for inter\.all_reduce.*, in {where}: its result"):
             group.broadcast(torch.ones(1), 0)
     check = torch.ones(1)
@@ -651,7 +651,7 @@ def count_bytes(rank):
     assert meter.bytes["world"] == 0
 
 
-def test_the_meter_counts_the_textbook_bytes_of_each_move_under_its_tier(world):
+def test_meter_counts_the_textbook_bytes_of_each_collective_by_level(world):
     world.run(count_bytes)
 
 
@@ -664,11 +664,11 @@ def count_waits(rank):
     assert waited > 0
     handle = group.all_reduce(torch.zeros(1000))
 
-    def wait_beside_training():
+    def wait_in_parallel():
         with rank.meter.overlapped():
             handle.wait()
 
-    thread = threading.Thread(target=wait_beside_training)
+    thread = threading.Thread(target=wait_in_parallel)
     thread.start()
     thread.join()
     assert rank.meter.seconds["inter"] == waited
@@ -680,7 +680,7 @@ def test_only_waits_of_training_are_exposed(world):
 
 def mark_waits(rank):
     marks = []
-    rank.meter.add_wait = lambda tier, start, end: marks.extend((start, end))
+    rank.meter.add_wait = lambda level, start, end: marks.extend((start, end))
     try:
         rank.group().all_reduce(torch.zeros(1000)).wait()
     finally:

@@ -427,7 +427,7 @@ def test_a_feedback_of_another_part_is_refused():
 
 def sum_among_three(rank):
     groups = ((0, 1, 2), (3,))
-    encoded_sum = EncodedSum(Quantized(4), rank.group(groups, "inter"), rank.group(groups, "inter", twin=1))
+    encoded_sum = EncodedSum(Quantized(4), rank.group(groups, "inter"), rank.group(groups, "inter", duplicate=1))
     background = Background(torch.device("cpu"), rank.meter)
     feedback = encoded_sum.feedback(torch.empty(300_001))
     parts, handles = [], []

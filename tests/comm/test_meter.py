@@ -12,7 +12,7 @@ from lightning_hiercomm.comm.meter import Meter
 CPU = torch.device("cpu")
 
 
-def test_bytes_and_messages_add_up_by_tier():
+def test_bytes_and_messages_add_up_by_level():
     meter = Meter()
     meter.count("inter", 10)
     meter.count("inter", 2.5)
@@ -23,7 +23,7 @@ def test_bytes_and_messages_add_up_by_tier():
     assert (snapshot["world_bytes"], snapshot["world_messages"]) == (0, 0)
 
 
-def test_exposed_seconds_are_those_between_the_marks_of_all_tiers():
+def test_exposed_seconds_are_those_between_the_marks_of_all_levels():
     meter = Meter()
     meter.add_wait("inter", 1.0, 1.5)
     meter.add_wait("intra", 2.0, 2.25)
@@ -31,7 +31,7 @@ def test_exposed_seconds_are_those_between_the_marks_of_all_tiers():
     assert meter.seconds == {"inter": 1.5, "intra": 0.25}
     snapshot = meter.snapshot()
     assert snapshot["exposed_seconds"] == 1.75
-    assert [snapshot[f"{tier}_exposed_seconds"] for tier in ("intra", "inter", "world")] == [0.25, 1.5, 0.0]
+    assert [snapshot[f"{level}_exposed_seconds"] for level in ("intra", "inter", "world")] == [0.25, 1.5, 0.0]
 
 
 def test_a_wait_that_raises_is_counted():

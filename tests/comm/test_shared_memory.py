@@ -63,7 +63,7 @@ def test_tensors_of_other_devices_go_over_the_process_group(world):
 
 
 def lose_a_member(rank):
-    group = rank.group(twin="lost")
+    group = rank.group(duplicate="lost")
     group.barrier()
     if rank.rank == 3:
         for each in group.sockets:  # as the kernel does when a process dies
@@ -83,7 +83,7 @@ def test_the_death_of_a_member_ends_the_moves_of_all_others_at_once(world):
 
 
 def move_unequal_sizes(rank):
-    group = rank.group(twin="unequal")
+    group = rank.group(duplicate="unequal")
     with pytest.raises(CommunicationError):
         group.all_reduce(torch.zeros(10 if rank.rank else 11)).wait()
 
@@ -132,4 +132,4 @@ def test_closing_gives_back_memory_and_sockets(world):
 def test_a_group_over_nccl_shares_no_memory():
     group = object.__new__(TorchCommunicator)
     group.size, group.is_nccl = 2, True
-    assert sharing_memory(lambda groups, tier: group)([[0, 1]], "intra") is group
+    assert sharing_memory(lambda groups, level: group)([[0, 1]], "intra") is group

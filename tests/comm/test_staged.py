@@ -34,9 +34,11 @@ SCHEMES: dict[str, Scheme] = {
 def staging(connect):
     """Between nodes, moves pass through the host."""
 
-    def connect_staged(groups, tier):
-        carrier = connect(groups, tier)
-        return StagedCommunicator(carrier, carrier.meter) if carrier is not None and tier == "inter" else carrier
+    def connect_staged(groups, level):
+        over_gloo = connect(groups, level)
+        return (
+            StagedCommunicator(over_gloo, over_gloo.meter) if over_gloo is not None and level == "inter" else over_gloo
+        )
 
     return connect_staged
 
@@ -73,7 +75,9 @@ def test_the_host_waits_for_an_exchange_only_at_its_merge(fake_device: FakeDevic
     scheme = with_policy(DASO(4, 2, **CYCLING), on_nonfinite="raise")
     work = partial(trained, scheme=scheme, wire=None, look=look)
     for _, looks in on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True):
-        for step, ((_, before), (waits, seconds)) in enumerate(pairwise(looks[:-1]), start=2):  # the last one agrees
+        for step, ((_, before), (waits, seconds)) in enumerate(
+            pairwise(looks[:-1]), start=2
+        ):  # the last one synchronizes
             assert waits == (["an event"] if step in (3, 7) else [])
             assert (seconds > before) == (step in (3, 7))
 
@@ -88,13 +92,13 @@ def test_processes_synchronize_over_gloo_as_over_torch(fit):
 
 def test_cpu_tensors_are_not_staged():
     def work(topology) -> list[float]:
-        lane = topology.inter
+        inter = topology.inter
         tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
-        lane.all_gather(whole, tensor[:2]).wait()
-        lane.reduce_scatter(part, tensor.clone()).wait()
-        lane.all_reduce(tensor).wait()
-        lane.broadcast(scalar := torch.tensor(float(topology.rank)), source=1).wait()
-        return [tensor[0].item(), *whole.tolist(), *part.tolist(), scalar.item(), *lane.all_gather_object("x")]
+        inter.all_gather(whole, tensor[:2]).wait()
+        inter.reduce_scatter(part, tensor.clone()).wait()
+        inter.all_reduce(tensor).wait()
+        inter.broadcast(scalar := torch.tensor(float(topology.rank)), source=1).wait()
+        return [tensor[0].item(), *whole.tolist(), *part.tolist(), scalar.item(), *inter.all_gather_object("x")]
 
     results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
     assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0, 2.0, "x", "x"]
@@ -117,11 +121,11 @@ def test_inference_mode_tensors_are_staged(fake_device: FakeDevice):
 
 
 def test_waiting_for_tensors_of_the_cpu_is_exposed_time_of_the_run():
-    """The carrier's own meter is read by nobody."""
+    """The meter of the gloo communicator is not read."""
 
     def separately(connect):
-        def connect_staged(groups, tier):
-            return StagedCommunicator(connect(groups, tier), Meter())
+        def connect_staged(groups, level):
+            return StagedCommunicator(connect(groups, level), Meter())
 
         return connect_staged
 
@@ -137,10 +141,10 @@ def test_a_message_to_several_peers_is_staged_once(fake_device: FakeDevice, monk
     monkeypatch.setattr(streams, "to_host", lambda tensor: (copied.append(tensor), to_host(tensor))[1])
 
     def work(topology) -> list[float]:
-        lane = topology.inter
-        sent, peers = torch.full((2,), 1.0 + topology.rank), [peer for peer in range(3) if peer != lane.rank]
+        inter = topology.inter
+        sent, peers = torch.full((2,), 1.0 + topology.rank), [peer for peer in range(3) if peer != inter.rank]
         received = [torch.zeros(2) for _ in peers]
-        lane.exchange([(sent, peer) for peer in peers], list(zip(received, peers, strict=True))).wait()
+        inter.exchange([(sent, peer) for peer in peers], list(zip(received, peers, strict=True))).wait()
         return [each[0].item() for each in received]
 
     results = on_ranks(work, ((0,), (1,), (2,)), connect=staging, waits_on_host=True)
@@ -162,7 +166,7 @@ class Noted:
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
 def test_ranks_of_a_node_launch_its_collectives_in_one_order(on_nonfinite, fake_device, monkeypatch):
-    """As nccl wants it of communicators that share a device, whatever that has done, and be the rank in no lane."""
+    """nccl wants that of communicators that share a device, in any case, and of a rank without an inter-node group."""
     monkeypatch.setattr(FakeEvent, "query", lambda event: next(answers))
     answers = itertools.cycle([False, True, True])
 
@@ -171,9 +175,9 @@ def test_ranks_of_a_node_launch_its_collectives_in_one_order(on_nonfinite, fake_
         made = itertools.count()
         staged = staging(connect)
 
-        def connect_and_note(groups, tier):
-            communicator = staged(groups, tier)
-            return Noted(communicator, next(made), launched) if tier == "intra" else communicator
+        def connect_and_note(groups, level):
+            communicator = staged(groups, level)
+            return Noted(communicator, next(made), launched) if level == "intra" else communicator
 
         return connect_and_note
 

@@ -21,18 +21,18 @@ from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch
 
 @pytest.mark.parametrize("is_nccl", [True, False])
 def test_nccl_connects_once_before_exchanges_of_a_subset(is_nccl, monkeypatch):
-    meetings: list[object] = []
+    gathers: list[object] = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist, "all_gather_object", lambda values, value, group: meetings.append(group))
-    lane = TorchCommunicator(None, [0], 0, "inter", Meter())
-    lane.is_nccl = is_nccl
-    lane.expect_exchanges()
-    lane.expect_exchanges()
-    assert len(meetings) == int(is_nccl)
+    monkeypatch.setattr(dist, "all_gather_object", lambda values, value, group: gathers.append(group))
+    group = TorchCommunicator(None, [0], 0, "inter", Meter())
+    group.is_nccl = is_nccl
+    group.expect_exchanges()
+    group.expect_exchanges()
+    assert len(gathers) == int(is_nccl)
 
 
 NODES = ([0, 1, 2], [3, 4])
-LANES = ([0, 3], [1, 4])
+INTER_NODE = ([0, 3], [1, 4])
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def pretend(rank: int, size: int = 5) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
-@pytest.mark.skipif(not over_torch.group_names_agree(), reason="before torch 2.14 all ranks make all groups")
+@pytest.mark.skipif(not over_torch.group_names_are_equal(), reason="before torch 2.14 all ranks make all groups")
 @pytest.mark.parametrize("rank", range(5))
 def test_a_rank_makes_its_own_groups_only_and_as_many_as_every_other(rank, made):
     pretend(rank)
     connect = connect_torch(Meter())
-    groups = [connect([range(5)], "world"), connect(NODES, "intra"), connect(LANES, "inter")]
-    own = [range(5), NODES[rank // 3], LANES[rank % 3] if rank != 2 else None]
+    groups = [connect([range(5)], "world"), connect(NODES, "intra"), connect(INTER_NODE, "inter")]
+    own = [range(5), NODES[rank // 3], INTER_NODE[rank % 3] if rank != 2 else None]
     assert [group and list(group.ranks) for group in groups] == [ranks and list(ranks) for ranks in own]
     assert [ranks for ranks, _ in made] == [own[1], own[2] or [2]]  # of one rank alone: all ranks count alike
     assert all(how["use_local_synchronization"] for _, how in made)
@@ -72,7 +72,7 @@ def test_a_rank_makes_its_own_groups_only_and_as_many_as_every_other(rank, made)
 
 
 def test_all_ranks_make_all_groups_where_names_may_differ(made, monkeypatch):
-    for version, agree in (
+    for version, is_equal in (
         ("2.4.0", False),
         ("2.13.1+cpu", False),
         ("2.14.0", True),
@@ -80,8 +80,8 @@ def test_all_ranks_make_all_groups_where_names_may_differ(made, monkeypatch):
         ("3.0", True),
     ):
         monkeypatch.setattr(torch, "__version__", version)
-        assert over_torch.group_names_agree() == agree
-    monkeypatch.setattr(over_torch, "group_names_agree", lambda: False)
+        assert over_torch.group_names_are_equal() == is_equal
+    monkeypatch.setattr(over_torch, "group_names_are_equal", lambda: False)
     pretend(4)
     assert connect_torch(Meter())(NODES, "intra").ranks == (3, 4)
     assert [ranks for ranks, _ in made] == list(NODES)
@@ -92,13 +92,13 @@ def test_all_ranks_make_all_groups_where_names_may_differ(made, monkeypatch):
 def test_where_all_ranks_make_all_groups_every_rank_is_in_one_of_them(rank, made, monkeypatch):
     """For a group of gloo that a rank is not in, torch splits nccl's communicator: a move of all ranks.
 
-    Ranks in no lane split it once more than others, and waited for ever.
+    Ranks without an inter-node group split it one time more than others, and waited forever.
     """
-    monkeypatch.setattr(over_torch, "group_names_agree", lambda: False)
+    monkeypatch.setattr(over_torch, "group_names_are_equal", lambda: False)
     pretend(rank)
-    lane = connect_torch(Meter())(LANES, "inter")
-    assert (lane and list(lane.ranks)) == (None if rank == 2 else LANES[rank % 3])
-    assert [ranks for ranks, _ in made] == [*LANES, [2]]
+    group = connect_torch(Meter())(INTER_NODE, "inter")
+    assert (group and list(group.ranks)) == (None if rank == 2 else INTER_NODE[rank % 3])
+    assert [ranks for ranks, _ in made] == [*INTER_NODE, [2]]
     assert len(dist.distributed_c10d._world.pg_map) == (1 if rank == 2 else 2)  # with the world
 
 
@@ -111,7 +111,7 @@ def _groups_of_one(folder):
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
     default = dist.distributed_c10d._get_default_group()
     default.bound_device_id = torch.device("cuda", 0)
-    over_torch.group_names_agree = lambda: False  # then all ranks make all groups
+    over_torch.group_names_are_equal = lambda: False  # then all ranks make all groups
     own = connect_torch(Meter())([[0], [1]], "intra")
     try:
         return own.ranks, str(default.bound_device_id)

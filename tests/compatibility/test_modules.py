@@ -1,4 +1,4 @@
-"""Modules whose weights a hook changes, and what else real programs do, beside one plain device.
+"""Modules whose weights a hook changes, and other habits of real programs, compared with one plain device.
 
 All ranks see the same samples, so whatever is exchanged is between equals, and every scheme gives what one device does.
 """

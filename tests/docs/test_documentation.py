@@ -175,6 +175,12 @@ def test_every_measured_number_is_used():
     assert used == set(measured)
 
 
+def test_docstring_of_each_class_that_users_construct_shows_an_example():
+    classes = {name: each for name, each in vars(lightning_hiercomm).items() if isinstance(each, type)}
+    constructed = sorted({*classes} & {*lightning_hiercomm.__all__} - {"Scheme", "Topology"})
+    assert [name for name in constructed if "::\n" not in (classes[name].__doc__ or "")] == []
+
+
 @pytest.mark.long("Sphinx reads the whole site")
 @pytest.mark.slow
 def test_site_builds_without_a_warning(tmp_path):

@@ -9,7 +9,7 @@ def rows(out):
     return {name: values for name, *values in cells[1:]}
 
 
-def test_spectra_agree_with_the_paper_and_are_drawn(folder):
+def test_spectra_equal_those_of_the_paper_and_are_drawn(folder):
     out = rows(folder.run("gossip_spectra.py", "--ranks=16", "--steps=16", "--seeds=20"))
     at = {
         name: [tuple(map(float, cell.split(" / "))) for cell in cells] for name, cells in out.items()

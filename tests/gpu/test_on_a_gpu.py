@@ -136,9 +136,13 @@ def test_no_step_between_syncs_waits_for_the_device(name, gpu):
 
 def test_staging_copies_overlap_with_computation(cuda):
     def staging(connect):
-        def connect_staged(groups, tier):
-            carrier = connect(groups, tier)
-            return StagedCommunicator(carrier, Meter()) if carrier is not None and tier == "inter" else carrier
+        def connect_staged(groups, level):
+            communicator = connect(groups, level)
+            return (
+                StagedCommunicator(communicator, Meter())
+                if communicator is not None and level == "inter"
+                else communicator
+            )
 
         return connect_staged
 

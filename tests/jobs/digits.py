@@ -1,4 +1,4 @@
-"""The digits example, for torchrun's `--run-path`, which does not look beside a script for what it imports."""
+"""The digits example, for torchrun's `--run-path`, which does not search the folder of a script for its imports."""
 
 import runpy
 import sys

@@ -1,6 +1,6 @@
 """Fits of two ranks, each a node of its own, that share a GPU or the CPU: ``python -m jobs.on_a_device cpu FILE RANK``.
 
-Every rank writes what :func:`fits` returns to ``FILE.RANK``, and checkpoints beside it;
+Every rank writes what :func:`fits` returns to ``FILE.RANK``, and checkpoints next to it;
 ``tests/gpu/test_trainer_on_a_gpu.py`` compares them.
 """
 

@@ -89,7 +89,7 @@ class Unlucky(pl.LightningModule):
             return
         self.left -= 1
         if self.left < 0:
-            self.left = 10**6  # handlers of the fault may come to the moment once more
+            self.left = 10**6  # handlers of the fault may come to the moment again
             (self.folder / "struck").write_text(str(time.time()))
             FAULTS[self.fault]()
 
@@ -159,8 +159,8 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    told = (arguments.fault, arguments.moment, arguments.victim, arguments.time, arguments.workers)
-    trainer.fit(Unlucky(arguments.out, *told))
+    settings = (arguments.fault, arguments.moment, arguments.victim, arguments.time, arguments.workers)
+    trainer.fit(Unlucky(arguments.out, *settings))
 
 
 if __name__ == "__main__":

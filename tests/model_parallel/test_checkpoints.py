@@ -103,7 +103,7 @@ def _fit_whole(folder, resume=None, module_class=Dropped, **arguments):
 
 
 def _train(names, files, folder):
-    """Each scheme without a break, one checkpoint in it; then one of which a rank dies after the checkpoint."""
+    """Each scheme without a break, one checkpoint in it; then a run whose rank dies after the checkpoint."""
     results = {}
     for name in names:
         kind = "directory" if name in ("daso", "gossip") else "file"
@@ -120,7 +120,7 @@ def _train(names, files, folder):
         logging.getLogger("lightning_hiercomm").addHandler(logging.StreamHandler(heard))
         try:
             _fit(folder, "diloco", "directory", callbacks=[Dies()])
-        except Exception:  # of which torch.multiprocessing passes on one rank's
+        except Exception:  # torch.multiprocessing passes on that of one rank
             traceback.print_exc()
             raise
 

@@ -1,4 +1,4 @@
-"""The mesh of a world, of which a strategy takes its node's part."""
+"""A strategy takes its node's part of the mesh of a world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning's own way to parallelise a module, unchanged, on nodes that agree by a scheme."""
+"""Lightning's own way to parallelize a module, unchanged, on nodes that a scheme synchronizes."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _train_all(runs, folder):
 
 
 class OneShardBecomesNonfinite(pl.Callback):
-    """Node 1 is non-finite, but only its second rank holds a value that says so when the nodes agree next."""
+    """Node 1 is non-finite, but only its second rank holds a value that says so at the next synchronization."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         if trainer.global_rank == 3 and trainer.global_step == 3:
@@ -208,7 +208,7 @@ def test_the_monitor_logs_the_bytes_of_a_sharded_node(trained):
     rows = [row for row in trained[0]["logged"] if row["hiercomm/inter_bytes"]]
     parameters = sum(parameter.numel() for parameter in Net().build().parameters())
     assert len(rows) == 2
-    for row in rows:  # a synchronization every three steps, of which a node sends the model to the other
+    for row in rows:  # a synchronization every three steps, at which a node sends the model to the other
         assert float(row["hiercomm/inter_bytes"]) == pytest.approx(4 * parameters / 3, rel=0.05)
         assert float(row["hiercomm/disagreement"]) > 0
 

@@ -1,4 +1,4 @@
-"""Buffers that layers assign anew are found where they are."""
+"""Buffers that layers reassign are found where they are."""
 
 from __future__ import annotations
 

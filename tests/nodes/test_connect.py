@@ -58,7 +58,7 @@ def test_a_fork_does_not_wait_for_threads_of_its_parent():
     ("inter_node", "is_nccl", "waits"), [("torch", True, False), ("torch", False, True), ("gloo", True, True)]
 )
 def test_the_host_waits_for_moves_of_a_gpu_s_tensors_but_for_nccl_s(inter_node, is_nccl, waits, monkeypatch):
-    """Over gloo, too, by which tests and whoever has no nccl let GPUs exchange: jobs beside training are put off."""
+    """Over gloo, which connects GPUs in tests and without nccl, overlapped jobs are put off, too."""
     monkeypatch.setattr(TorchCommunicator, "_is_nccl", lambda communicator: is_nccl)
     topology = connect_world(0, 1, Place(0, 0), inter_node=inter_node)
     assert topology.waits_on_host == waits

@@ -17,7 +17,7 @@ def places(kind: bool, *of_ranks: tuple[int, int, str]) -> list[Place]:
     return [Place(node, local_rank, "Env", kind, (host, "boot")) for node, local_rank, host in of_ranks]
 
 
-AGREES = {
+PLACED = {
     "one node": ((0, 0, "a"), (0, 1, "a")),
     "two hosts": ((0, 0, "a"), (0, 1, "a"), (1, 0, "b"), (1, 1, "b")),
     "a host per rank": ((0, 0, "a"), (1, 0, "b"), (2, 0, "c")),
@@ -29,11 +29,11 @@ AGREES = {
 
 
 @pytest.mark.parametrize("kind", [DELIBERATE, ASSUMED])
-@pytest.mark.parametrize("name", AGREES)
+@pytest.mark.parametrize("name", PLACED)
 def test_the_environment_decides_unless_host_names_contradict_it(name, kind):
-    nodes, warning = nodes_by_default(places(kind, *AGREES[name]))
+    nodes, warning = nodes_by_default(places(kind, *PLACED[name]))
     reported: dict[int, list[int]] = {}
-    for rank, (node, _, _) in enumerate(AGREES[name]):
+    for rank, (node, _, _) in enumerate(PLACED[name]):
         reported.setdefault(node, []).append(rank)
     assert nodes == [*reported.values()]
     assert warning is None

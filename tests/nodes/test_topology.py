@@ -1,4 +1,4 @@
-"""Nodes, lanes and weights."""
+"""Nodes, inter-node groups and weights."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_every_rank_finds_itself_and_its_node(nodes):
         return topology.inter
 
     inters = on_ranks(work, nodes)
-    lanes = min(map(len, nodes))
-    in_lanes = sorted(rank for rank, inter in enumerate(inters) if inter is not None)
-    assert in_lanes == sorted(rank for ranks in nodes for rank in ranks[:lanes])
+    groups = min(map(len, nodes))
+    connected = sorted(rank for rank, inter in enumerate(inters) if inter is not None)
+    assert connected == sorted(rank for ranks in nodes for rank in ranks[:groups])
     for inter in inters:
         if inter is not None:  # one rank per node, in node order
             assert [next(m for m, ranks in enumerate(nodes) if r in ranks) for r in inter.ranks] == list(
@@ -62,8 +62,8 @@ def test_weights_are_shares_of_the_world_and_of_the_node(nodes, data):
 
 @given(some_nodes(), st.integers(0, 5))
 def test_own_shards_tile_a_tensor_and_are_gathered(nodes, elements):
-    lanes = min(map(len, nodes))
-    whole = torch.arange(1.0, elements * lanes + 1)
+    groups = min(map(len, nodes))
+    whole = torch.arange(1.0, elements * groups + 1)
 
     def work(topology):
         flat = torch.zeros_like(whole)
@@ -79,10 +79,10 @@ def test_own_shards_tile_a_tensor_and_are_gathered(nodes, elements):
 @pytest.mark.usefixtures("device")
 def test_a_duplicate_has_its_own_communicators():
     def work(topology):
-        twin = topology.duplicate()
-        assert (twin.nodes, twin.rank, twin.weights) == (topology.nodes, topology.rank, topology.weights)
+        duplicate = topology.duplicate()
+        assert (duplicate.nodes, duplicate.rank, duplicate.weights) == (topology.nodes, topology.rank, topology.weights)
         first, second = torch.ones(1, device=place.device), torch.full((1,), 10.0, device=place.device)
-        pair = [(topology, first), (twin, second)]
+        pair = [(topology, first), (duplicate, second)]
         handles = [t.intra.all_reduce(x) for t, x in (pair if topology.rank % 2 else reversed(pair))]
         for handle in handles:
             handle.wait()
@@ -95,9 +95,9 @@ def test_duplicates_share_the_world_which_is_closed_once():
     def work(topology):
         closed = []
         topology.world.close = lambda: closed.append(topology.rank)
-        siblings = topology.duplicate(), topology.ranks_as_nodes()
-        assert all(sibling.world is topology.world for sibling in siblings)
-        siblings[0].close()
+        derived = topology.duplicate(), topology.ranks_as_nodes()
+        assert all(other.world is topology.world for other in derived)
+        derived[0].close()
         assert not closed
         topology.close()
         return closed
@@ -153,7 +153,7 @@ def test_counts_that_do_not_fit_the_world_are_refused(counts, message):
 @pytest.mark.parametrize("nodes", [[[0, 1], [1]], [[0, 2]], [[0], []]])
 def test_nodes_must_hold_every_rank_once(nodes):
     with pytest.raises(ValueError, match="once, not"):
-        Topology(nodes, 0, lambda groups, tier: None, Meter())
+        Topology(nodes, 0, lambda groups, level: None, Meter())
 
 
 def test_the_same_ranks_always_have_bit_equal_weights():

@@ -21,7 +21,7 @@ RANKS = 2
 
 
 def strategy(how: str, tree: str = "lightning_hiercomm") -> Any:
-    """DDP, or two nodes of one rank that agree by a scheme; of the tree of classes that a package imports."""
+    """Return DDP, or a scheme on two nodes of one rank, for the tree of classes that a package imports."""
     if how == "ddp":
         return "ddp_fork"
     package = importlib.import_module(tree)

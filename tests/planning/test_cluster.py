@@ -77,7 +77,7 @@ def test_measured_curves_override_latency_and_bandwidth():
     assert (both.seconds, both.delay, both.processor_seconds) == pytest.approx((2e-3, 0, 3e-4))
     alone = link.cost("exchange", 2, 2e6, sharing=1)  # as many bytes on the link, more work for one rank
     assert (alone.seconds, alone.processor_seconds) == pytest.approx((2e-3, 7e-4))
-    assert link.cost("all_gather", 2, 2e6).seconds == pytest.approx(1e6)  # nobody measured that
+    assert link.cost("all_gather", 2, 2e6).seconds == pytest.approx(1e6)  # not measured
 
 
 def test_a_curve_of_two_members_is_scaled_to_a_thousand():

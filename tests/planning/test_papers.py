@@ -52,7 +52,7 @@ def test_equation_4_by_hand(push, rest, case, expected):
     assert iteration(push, rest).delayed_seconds(4) == expected
 
 
-# ---- the cost model agrees -------------------------------------------------------------------------------------------
+# ---- the cost model's predictions ------------------------------------------------------------------------------------
 
 
 def two_nodes(model_seconds: float, workload: Workload) -> Cluster:

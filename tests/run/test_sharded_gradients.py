@@ -127,9 +127,9 @@ def test_gradients_cross_nodes_only_in_inter_node_groups():
         messages = gradients.topology.meter.messages
         before = messages.copy()
         backward(layers, gradients, 1.0)
-        return {tier: messages[tier] - before[tier] for tier in ("inter", "world")}
+        return {level: messages[level] - before[level] for level in ("inter", "world")}
 
-    # a ring of all ranks takes two rounds for every rank but one, a lane one or two
+    # a ring of all ranks takes two rounds for every rank but one, an inter-node group one or two
     assert on_two_nodes(work) == [{"inter": 4, "world": 0}] * 2
 
 

@@ -112,7 +112,7 @@ def test_buffer_is_averaged_again_once_it_is_finite_everywhere():
             def look(own: float) -> None:
                 module.best.fill_(own)
                 for which in (0, 1):
-                    add(run, which, 1.0)  # both agree, so nothing but the buffer differs
+                    add(run, which, 1.0)  # both synchronize, so nothing but the buffer differs
                 with run.averaged_model():
                     seen.append(module.best.item())
                 seen.append(module.best.item())
@@ -478,7 +478,7 @@ class Product(torch.optim.SGD):
 
 
 def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) -> list[tuple[float, float]]:
-    """What two nodes hold and agree on after two steps of a user who multiplies in bfloat16 in any case."""
+    """Return two nodes' values after two steps and a synchronization; the user always multiplies in bfloat16."""
 
     def body(topology: Topology) -> tuple[float, float]:
         module = nn.Linear(1, 1, bias=False).to(place.device)

@@ -18,7 +18,7 @@ TWO_NODES = [[0], [1]]
 
 
 class Loop:
-    """A run of two layers, of which the first has an optimizer."""
+    """A run of two layers; only the first has an optimizer."""
 
     def __init__(self, topology: Topology, scheme=None, both=False):
         self.module = nn.ModuleDict({"first": nn.Linear(1, 1), "second": nn.Linear(1, 1)}).to(place.device)

@@ -216,7 +216,7 @@ def test_infinite_masks_and_bounds_stay_and_end_no_run(masked, name, policy, wir
     same_bits([one, other])
     for buffer in ("causal", "filled", "best"):
         assert torch.equal(one["state_dict"][buffer], Masked().state_dict()[buffer])
-    assert one["report"][0] > 0.0  # a statistic agrees: rank 0 has counted none itself
+    assert one["report"][0] > 0.0  # a statistic is synchronized: rank 0 has counted none itself
     assert math.isfinite(one["report"][1])
 
 

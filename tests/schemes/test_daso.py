@@ -12,7 +12,7 @@ import torch
 from harness import (
     TWO_BY_TWO,
     attached,
-    needs_a_thread_beside_training,
+    needs_a_background_thread,
     on_nodes,
     on_ranks,
     reloaded,
@@ -132,7 +132,7 @@ def test_one_node_trains_as_all_reduce_does(run_oracle):
 def test_the_ranks_of_a_node_carry_the_exchanges_in_turn(run_oracle):
     # 12 steps: three exchanges and the epoch's mean, two for each rank; 16 steps: one more, the first rank's turn
     less, more = ([t.meter["inter_bytes"] for t in run_oracle(cycling(), steps_per_epoch=k)] for k in (12, 16))
-    preflight = 3 * 8  # bytes, on every lane and at every exchange
+    preflight = 3 * 8  # bytes, in every inter-node group and at every exchange
     parameters = 2 * 4  # one float and its padding to the two ranks of a node
     assert less == [4 * preflight + 2 * parameters + preflight] * 4
     assert [b - a - preflight for a, b in zip(less, more, strict=True)] == [parameters, 0, parameters, 0]
@@ -145,7 +145,7 @@ def test_a_sharded_exchange_is_carried_by_all_ranks_alike(run_oracle):
 
 
 def test_nothing_waits_between_a_send_and_its_merge():
-    needs_a_thread_beside_training()
+    needs_a_background_thread()
     # node 1 does not even send before node 0 has sent and taken two steps more: waiting would be a deadlock
     node_0_went_on = threading.Barrier(4)
 
@@ -523,7 +523,7 @@ def test_a_run_without_an_end_has_four_epochs_of_warm_up_and_no_cool_down():
     assert phases == ["warm-up"] * 4 + ["cycling"] * 2
 
 
-# ---- agreement, state --------------------------------------------------------------------------------------------
+# ---- synchronization, state --------------------------------------------------------------------------------------
 
 
 def test_averaging_in_mid_cycle_leaves_training_unchanged():
@@ -580,7 +580,7 @@ def test_plain_checkpoint_resumes_from_averaged_parameters():
 
 
 def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
-    needs_a_thread_beside_training()
+    needs_a_background_thread()
     # after an exception the others may never answer
     saved = threading.Barrier(4)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 TWO = ((0,), (1,))
 TWO_OF_TWO = ((0, 1), (2, 3))
 UNEQUAL = ((0, 1), (2,))
-SEVENS = {"a": 7, "b": 5, "c": 11}  # odd sizes, so that lanes, buckets and fragments cut tensors
+SEVENS = {"a": 7, "b": 5, "c": 11}  # odd sizes, so that shards, buckets and fragments cut tensors
 WIRES = [None, "bfloat16", "float16", "int8", "int4"]
 
 
@@ -91,7 +91,7 @@ def target_of(rank, numel):
             {3: [0.734] * 2, 5: [0.534, 0.134], 6: [0.3546] * 2, 9: [-0.12686] * 2},
         ),
     ],
-    ids=["DiLoCo", "unequal nodes", "unequal ranks", "gradients of nobody else", "stale by two"],
+    ids=["DiLoCo", "unequal nodes", "unequal ranks", "gradients of the own rank", "stale by two"],
 )
 def test_one_weight_follows_the_trace(on_nodes, scheme, nodes, gradients, expected):
     for rank, seen in enumerate(on_nodes(constant(*gradients)(9), scheme, nodes)):
@@ -219,7 +219,7 @@ def test_fragments_by_module_names_are_due_in_their_order(on_nodes):
     scheme = DiLoCo(6, partial(SGD, lr=1.0), fragments=["c", "a"])
 
     def work(rank):
-        agreed_after = {}
+        synchronized_after = {}
         for step in range(1, 7):
             rank.train(lambda x: torch.full_like(x, 1.0 + 2 * rank.rank))
             everyones = rank.topology.world.all_gather_object(
@@ -227,8 +227,8 @@ def test_fragments_by_module_names_are_due_in_their_order(on_nodes):
             )
             for name in SEVENS:
                 if torch.equal(everyones[0][name], everyones[1][name]):
-                    agreed_after.setdefault(name, step)
-        return agreed_after
+                    synchronized_after.setdefault(name, step)
+        return synchronized_after
 
     assert on_nodes(work, scheme, TWO, shapes=SEVENS) == [{"c": 2, "a": 4, "b": 6}] * 2
 
@@ -676,10 +676,10 @@ def test_freezing_and_unfreezing_keep_outer_steps_of_others(on_nodes, outer, fra
 def test_unfreezing_during_an_exchange_keeps_the_schedulers_period(on_nodes):
     scheme = DiLoCo(4, partial(SGD, lr=1.0), staleness=2, outer_scheduler=partial(StepLR, step_size=1, gamma=0.5))
 
-    def work(rank, thaws_before):
+    def work(rank, unfreezes_before):
         rates = []
         for step in range(1, 13):
-            if step == thaws_before:
+            if step == unfreezes_before:
                 rank.module["b"].requires_grad_(True)
                 rank.scheme.synchronize()
                 rank.scheme.follow(rank.replica())
@@ -688,8 +688,8 @@ def test_unfreezing_during_an_exchange_keeps_the_schedulers_period(on_nodes):
         return rates[3::4]
 
     arguments = {"shapes": {"a": 2, "b": 2}, "frozen": ["b"], "dtype": torch.float64}
-    for thaws_before in (3, 5):
+    for unfreezes_before in (3, 5):
         assert (
-            on_nodes(partial(work, thaws_before=thaws_before), scheme, ((0,), (1,)), **arguments)
+            on_nodes(partial(work, unfreezes_before=unfreezes_before), scheme, ((0,), (1,)), **arguments)
             == [[0.5, 0.25, 0.125]] * 2
         )

@@ -114,15 +114,15 @@ def test_crossover_mixes_each_segment_with_another_rank():
     assert second == (0.5, 1.5, 3.5, 2.5)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_hierarchical_crossover_follows_the_table(run_oracle, lanes):
-    nodes = [[0], [1], [2], [3]] if lanes == 1 else [[0, 1], [2, 3], [4, 5], [6, 7]]
-    targets = [1, 7, 7, 5] if lanes == 1 else [0, 2, 4, 10, 7, 7, 5, 5]
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_hierarchical_crossover_follows_the_table(run_oracle, ranks_per_node):
+    nodes = [[0], [1], [2], [3]] if ranks_per_node == 1 else [[0, 1], [2, 3], [4, 5], [6, 7]]
+    targets = [1, 7, 7, 5] if ranks_per_node == 1 else [0, 2, 4, 10, 7, 7, 5, 5]
     graph = received_from([3, 0, 1, 2], [2, 0, 3, 1])
     traces = run_oracle(lambda: Gossip(graph), nodes=nodes, targets=targets, steps_per_epoch=2)
     table = [(1.5, 2, 3.5, 3), (3.25, 2.875, 4.625, 4.25)]
     for rank, trace in enumerate(traces):
-        assert trace.after_step == [row[rank // lanes] for row in table]
+        assert trace.after_step == [row[rank // ranks_per_node] for row in table]
 
 
 def test_rank_means_are_those_of_every_mean_preserving_scheme(run_oracle):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 
 NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 1), (2,), (3,)), ((0, 1), (2, 3), (4, 5))]
 WIRES = [None, "bfloat16", "int8", "int4", "top4"]
-# relative to the largest number that is encoded; a sum over more than two nodes is encoded once more
+# relative to the largest number that is encoded; a sum over more than two nodes is encoded twice
 HALF_A_SCALE = {None: 1e-6, "bfloat16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}
 
 
@@ -269,8 +269,8 @@ def test_residuals_stay_with_their_elements(kind, first, resumes):
         on_nodes(lambda path, topology, contents=contents: second_round(path, topology, contents))[0]
         for contents in ((0, 0), first)
     )
-    anew, _ = on_nodes(lambda path, topology: round_of(path, topology, 1, *first))[0]
-    assert torch.equal(changed, anew)
+    again, _ = on_nodes(lambda path, topology: round_of(path, topology, 1, *first))[0]
+    assert torch.equal(changed, again)
     assert not torch.equal(changed, same)
     assert torch.equal(other, too)
 
@@ -278,7 +278,7 @@ def test_residuals_stay_with_their_elements(kind, first, resumes):
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("kind", [WorldMean, InterNodeMean])
 def test_residuals_wait_for_the_turn_of_their_optimizer(kind, resumes):
-    """For whom another's turn has frozen a bucket holds zeros, and nobody takes what arrives for these."""
+    """A bucket holds zeros for parameters that another optimizer's turn froze; their received sums are ignored."""
     model = [torch.zeros(50, device=place.device) for _ in range(2)]
 
     def take_turns(order, path, topology):

@@ -27,7 +27,7 @@ from lightning_hiercomm.schemes import (
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
-LR, STEPS, NUMEL, SICK_ELEMENT = 0.1, 11, 9, 4
+LR, STEPS, NUMEL, NONFINITE_ELEMENT = 0.1, 11, 9, 4
 NODES = {"3": ((0,), (1,), (2,)), "1+2+2": ((0,), (1, 2), (3, 4))}
 
 
@@ -56,7 +56,7 @@ class Plain:
     def slopes(self, step: int, in_node: bool) -> list[Tensor]:
         slopes = [self.x[r] - target_of(r) for r in self.ranks]
         if step == self.at:
-            slopes[self.victim][SICK_ELEMENT] = math.nan
+            slopes[self.victim][NONFINITE_ELEMENT] = math.nan
         of = {r: ranks for ranks in self.nodes for r in ranks}
         return [self.mean(slopes, of[r]) for r in self.ranks] if in_node else slopes
 
@@ -116,7 +116,7 @@ def before_the_step(plain: Plain) -> Callable[[int], None]:
     def step(number: int) -> None:
         slopes, stepping = plain.slopes(number, True), list(plain.ranks)
         if number % 2 == 0 or number == STEPS:
-            stepping = plain.healthy  # whoever gets the others' values has no gradient for them
+            stepping = plain.healthy  # a replaced node has no gradient for the others' values
             plain.synchronize()
         for r in stepping:
             plain.x[r] = plain.x[r] - LR * slopes[r]
@@ -213,7 +213,7 @@ def gossip(plain: Plain, graph: Graph, push_sum: bool = True, overlap: bool = Fa
         slopes = [plain.slopes(number, True)[ranks[0]] for ranks in plain.nodes]
         seen = [plain.x[ranks[0]] for ranks in plain.nodes]
         was_nonfinite = [not x.isfinite().all() for x in seen]
-        if late:  # gradients are those of before it was added, and none of whoever was sick
+        if late:  # gradients of before it was added, without those of non-finite nodes
             seen = [after if bad else x + after for x, after, bad in zip(seen, late, was_nonfinite, strict=True)]
             slopes = [
                 0.0 * after if bad else slope for slope, after, bad in zip(slopes, late, was_nonfinite, strict=True)
@@ -298,7 +298,7 @@ def test_nodes_continue_without_a_non_finite_one_as_calculated(scheme, nodes, at
             def gradient(x: Tensor, now: bool = (number, rank.rank) == (at, 2)) -> Tensor:
                 slope = x - target_of(rank.rank)
                 if now:
-                    slope[SICK_ELEMENT] = math.nan
+                    slope[NONFINITE_ELEMENT] = math.nan
                 return slope
 
             rank.train(gradient, last=number == STEPS)

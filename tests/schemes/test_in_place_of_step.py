@@ -1,4 +1,4 @@
-"""Something else in place of an optimizer's step, for programs that step as they like."""
+"""Programs that replace an optimizer's step by code of their own."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "steps_delay": lambda: StepsDelay(2, warmup_steps=0),
     "gossip": lambda: Gossip(segments=2, overlap=True),
     "gossip, flat": lambda: Gossip(segments=2, hierarchical=False),
-    "agreement by graph": lambda: ParameterSync(2, reducer=RandomPermutation()),
+    "synchronization by graph": lambda: ParameterSync(2, reducer=RandomPermutation()),
 }
 
 
@@ -59,9 +59,9 @@ class Counting:
         self.connect = connect
         self.groups = 0
 
-    def __call__(self, groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
+    def __call__(self, groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
         self.groups += 1
-        return self.connect(groups, tier)
+        return self.connect(groups, level)
 
 
 def steps(scheme: RunningScheme[Scheme], optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -96,10 +96,10 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
         scheme.finish()
         return topology.connect.groups - groups, len(scheme.backgrounds) - backgrounds, len(topology.duplicates)
 
-    before = {*threading.enumerate()}  # of which some of another test may just end
-    for groups, backgrounds, siblings in on_ranks(work, connect=Counting):
+    before = {*threading.enumerate()}  # some of another test may just end
+    for groups, backgrounds, duplicates in on_ranks(work, connect=Counting):
         assert (groups, backgrounds) == (0, 0)
-        assert siblings <= 3
+        assert duplicates <= 3
     assert {*threading.enumerate()} <= before
 
 
@@ -240,7 +240,7 @@ def test_closing_a_topology_closes_its_duplicates(wire):
         scheme = DiLoCo(2, staleness=1).build(context)
         scheme.close()
         topology.close()
-        return [topology.is_closed, *(sibling.is_closed for sibling in topology.duplicates)]
+        return [topology.is_closed, *(duplicate.is_closed for duplicate in topology.duplicates)]
 
     for closed in on_ranks(work, connect=Counting):
         assert all(closed)

@@ -23,7 +23,7 @@ BEFORE = [
 @pytest.mark.parametrize(("order", "expected"), [("after_step", AFTER), ("before_step", BEFORE)])
 def test_two_nodes_follow_the_table_to_the_digit(run_oracle, order, expected):
     traces = run_oracle(lambda: PeriodicAveraging(2, order=order), epochs=2, steps_per_epoch=5)
-    # the epoch's last agreement comes after its last step when the order is "after_step"
+    # the epoch's last synchronization comes after its last step when the order is "after_step"
     for rank, trace in enumerate(traces):
         seen = list(trace.after_step)
         if order == "after_step":

@@ -1,4 +1,4 @@
-"""Agreements of ranks that share gradients with their node and of ranks that do not, against means in float64."""
+"""Synchronizations of ranks that share gradients with their node and of ranks that do not, against means in float64."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def plainly(nodes, weights, reducer, staleness, gradients):
             slopes = [mean(slopes, nodes[of[r]]) for r in range(len(x))]
         x = [own - LR * slope for own, slope in zip(x, slopes, strict=True)]
         sends = (step + staleness) % PERIOD == 0
-        if len(nodes) > 1 or (gradients == "none" and len(x) > 1):  # else there is nobody to agree with
+        if len(nodes) > 1 or (gradients == "none" and len(x) > 1):  # else there is no other rank
             if sends and not isinstance(reducer, str):
                 x = [mean(x, nodes[of[r]]) for r in range(len(x))]
             if staleness and step % PERIOD == 0 and on_the_way is not None:
@@ -110,7 +110,7 @@ def test_every_rank_holds_the_plain_mean(gradients, way, staleness, place):
 
 
 @pytest.mark.parametrize(
-    "scheme", [PeriodicAveraging(2, at_epoch_end=False), ParameterSync(2)], ids=["periodic", "agreement"]
+    "scheme", [PeriodicAveraging(2, at_epoch_end=False), ParameterSync(2)], ids=["periodic", "parameter_sync"]
 )
 @pytest.mark.parametrize("gradients", ["node", "none"])
 @pytest.mark.parametrize("place", NODES)
@@ -151,7 +151,7 @@ def test_optimizer_state_is_averaged_once_all_nodes_have_it(gradients):
 
 
 def test_weights_that_change_while_an_exchange_leaves_do_not_move_anybody():
-    # nobody trains, so whatever the weights are, and whenever they change, parameters stay as they are
+    # no rank trains, so parameters stay as they are, whatever the weights
     def work(rank):
         for step in range(12):
             rank.train(0.0)

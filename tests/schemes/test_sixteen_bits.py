@@ -41,7 +41,7 @@ SCHEMES = {
     "by an exponential graph, stale": ParameterSync(2, reducer=DirectedExponential(), staleness=1),
     "gossip": Gossip(segments=3),
     "gossip over a ring": Gossip(Ring(), segments=2),
-    "gossip, beside training": Gossip(RandomPermutation("cyclic"), overlap=True),
+    "gossip, overlapped": Gossip(RandomPermutation("cyclic"), overlap=True),
     "gossip of ranks": Gossip(hierarchical=False),
 }
 
@@ -165,15 +165,15 @@ def test_mean_of_unequal_ranks_is_rounded_once_per_level(nodes_of, dtype):
 
 
 @pytest.mark.parametrize("count", range(2, 8))
-@pytest.mark.parametrize("beside", [False, True])
-def test_sixteen_bit_mean_sends_as_many_bytes_as_an_all_reduce(count, beside):
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_sixteen_bit_mean_sends_as_many_bytes_as_an_all_reduce(count, is_overlapped):
     def work(rank):
         for _ in range(2):
             rank.train(0.0)
         rank.scheme.state.settle()
         return rank.meter.snapshot()["inter_bytes"]
 
-    exchanges, scheme = (1, ParameterSync(2, staleness=1)) if beside else (2, ParameterSync(1))
+    exchanges, scheme = (1, ParameterSync(2, staleness=1)) if is_overlapped else (2, ParameterSync(1))
     sent = on_nodes(work, scheme, NODES[f"{count} nodes"], shapes=[(420,)], dtype=torch.bfloat16)
     numbers_and_preflight = 2 * 420 + 3 * 8
     expected = exchanges * 2 * (count - 1) / count * numbers_and_preflight
@@ -192,7 +192,7 @@ def test_statistics_cost_as_many_bytes_between_nodes_as_parameters(nodes_of):
         return sent
 
     of_parameters, of_statistics = map(sum, zip(*on_ranks(work, NODES[nodes_of]), strict=True))
-    assert of_statistics == pytest.approx(of_parameters, rel=0.05)  # but for the padding to equal chunks
+    assert of_statistics == pytest.approx(of_parameters, rel=0.05)  # except the padding to equal chunks
 
 
 def test_unequal_ranks_send_at_most_a_reduce_scatter_and_all_gather():
@@ -203,7 +203,7 @@ def test_unequal_ranks_send_at_most_a_reduce_scatter_and_all_gather():
         return topology.meter.snapshot()["intra_bytes"]
 
     # to the one rank of the node that carries all, and back from it; by all-reduce it was 1120 for everyone, and back
-    preflight = 2 * (2 * 2 / 3 * 3 * 8)  # three numbers in the node, and again for ranks in no lane
+    preflight = 2 * (2 * 2 / 3 * 3 * 8)  # three numbers in the node, and again for ranks without an inter-node group
     assert on_ranks(work, ((0, 1, 2), (4, 3, 5), (6,))) == [*[840.0 + preflight] * 6, 0.0]
 
 

@@ -108,7 +108,7 @@ def waits_of(device: FakeDevice, rank: Rank, steps: int) -> list[list[str]]:
         # an exchange leaves after every fourth step, and is merged one step later: the host reads what has arrived,
         # waits for nothing else, and once, however many buckets there are
         pytest.param(DASO(4, 1, **CYCLING), [[], ["an event"], [], []], id="daso"),
-        pytest.param(ParameterSync(4, staleness=1), [[], [], [], ["an event"]], id="agreement"),
+        pytest.param(ParameterSync(4, staleness=1), [[], [], [], ["an event"]], id="parameter_sync"),
         pytest.param(ParameterSync(4, staleness=1, gradients="none"), [[], [], [], ["an event"]], id="alone"),
         # training waits for the exchange anyway
         pytest.param(PeriodicAveraging(4), [[], [], [], ["training"]], id="periodic"),
@@ -180,15 +180,15 @@ class Recorded:
 
 @pytest.mark.parametrize("name", ["gossip", "gossip, overlapped", "noloco"])
 def test_exchanges_are_announced_before_the_first_one(name):
-    lanes: list[list[str]] = []
+    calls: list[list[str]] = []
 
     def recording(connect):
-        def connect_and_record(groups, tier):
-            communicator = connect(groups, tier)
-            if communicator is None or tier != "inter":
+        def connect_and_record(groups, level):
+            communicator = connect(groups, level)
+            if communicator is None or level != "inter":
                 return communicator
-            lanes.append([])
-            return Recorded(communicator, lanes[-1])
+            calls.append([])
+            return Recorded(communicator, calls[-1])
 
         return connect_and_record
 
@@ -197,6 +197,6 @@ def test_exchanges_are_announced_before_the_first_one(name):
             trained(rank)
 
     on_ranks(work, TWO_BY_TWO, connect=recording)
-    used = [moves for moves in lanes if "exchange" in moves]
+    used = [names for names in calls if "exchange" in names]
     assert len(used) >= 2
     assert all("expect_exchanges" in moves[: moves.index("exchange")] for moves in used)

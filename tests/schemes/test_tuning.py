@@ -41,7 +41,7 @@ def timed(kind, *, step=1.0, first=0.0, wait=0.0, launch=0.0, merge=0.0):
     class Running(RUNNING[kind]):
         def __init__(self, config, context):
             super().__init__(config, context)
-            self.clock, self.counts, self.agreed_after = Clock(), itertools.count(), []
+            self.clock, self.counts, self.synchronized_after = Clock(), itertools.count(), []
             if self.tuner is not None:
                 self.tuner.clock = self.clock
             self.exchanger.run = partial(self.timed_exchange, self.exchanger.run)
@@ -61,14 +61,14 @@ def timed(kind, *, step=1.0, first=0.0, wait=0.0, launch=0.0, merge=0.0):
 
         def timed_exchange(self, exchange, fragments):
             self.spend(wait)
-            self.agreed_after.append(self.state.steps)
+            self.synchronized_after.append(self.state.steps)
             exchange(fragments)
 
         def timed_overlap(self, overlap, arrived, leaving, staleness):
             self.spend(merge if arrived is not None else 0.0)
             self.spend(launch if leaving else 0.0)
             if arrived is not None:
-                self.agreed_after.append(self.state.steps)
+                self.synchronized_after.append(self.state.steps)
             overlap(arrived, leaving, staleness)
 
     Timed.__name__ = Timed.__qualname__ = kind.__name__
@@ -97,7 +97,7 @@ def test_the_least_period_is_chosen_that_keeps_to_the_target():
 
 def test_nodes_sync_often_during_tuning_and_then_at_the_chosen_period():
     scheme, _ = train(timed(PeriodicAveraging, wait=0.45)("auto"), 40)
-    assert (scheme.period, scheme.agreed_after) == (9, [4, 8, 12, 16, 20, 27, 36])
+    assert (scheme.period, scheme.synchronized_after) == (9, [4, 8, 12, 16, 20, 27, 36])
 
 
 def test_a_period_is_exact_where_it_divides():
@@ -212,7 +212,7 @@ def test_the_chosen_period_is_saved_and_kept_on_resume(make):
         chosen, state, schedule = rank.scheme.period, rank.state(), reloaded(rank.scheme.state_dict(shared=True))
         for _ in range(12):
             rank.train()
-        return chosen, state, schedule, rank.values, rank.scheme.agreed_after[-2:]
+        return chosen, state, schedule, rank.values, rank.scheme.synchronized_after[-2:]
 
     before = on_nodes(work, make())
 
@@ -222,7 +222,7 @@ def test_the_chosen_period_is_saved_and_kept_on_resume(make):
         assert (rank.scheme.period, rank.scheme.tuner) == (5, None)
         for _ in range(12):
             rank.train()
-        assert rank.scheme.agreed_after[-2:] == averaged
+        assert rank.scheme.synchronized_after[-2:] == averaged
         torch.testing.assert_close(rank.values, values, rtol=0, atol=0)
         rank.scheme.load_state_dict(schedule)
         return chosen, rank.scheme.period

@@ -34,7 +34,7 @@ def test_every_rank_chooses_the_same_period_and_a_resumed_run_keeps_it(fit, tmp_
     )
     first = [report["report"] for report in train(Quadratic(steps=24))]
     assert all(report == first[0] for report in first)
-    assert first[0][:19] == ["auto"] * 19  # the fifth agreement comes after the 20th step
+    assert first[0][:19] == ["auto"] * 19  # the fifth synchronization comes after the 20th step
     chosen = first[0][-1]
     assert isinstance(chosen, int)
 

@@ -197,7 +197,7 @@ def test_error_feedback_delivers_rounding_errors_later(on_nodes, scheme, wire, n
 
 @pytest.mark.parametrize("scheme", [Gossip(), ParameterSync(4, reducer=Ring())], ids=["gossip", "ring"])
 def test_peers_that_send_parameters_refuse_a_wire_that_drops_most(on_nodes, scheme):
-    with pytest.raises(ValueError, match="peers exchange parameters, of which wire_dtype='top4' would drop most:"):
+    with pytest.raises(ValueError, match="peers exchange parameters, and wire_dtype='top4' would drop most of them:"):
         on_nodes(training, scheme, TWO_OF_TWO, shapes=SEVENS, wire="top4")
 
 
@@ -218,7 +218,7 @@ def test_the_largest_of_each_group_end_on_the_same_bits_everywhere(on_nodes, nam
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("scheme", ["periodic", "daso, waiting", "diloco", "gossip"])
 def test_float_buffers_travel_as_they_are(on_nodes, scheme, wire):
-    """A variance or a counter beside a larger number must not be rounded by what is right for that."""
+    """A variance or a counter next to a larger number must not be rounded by the larger one's scale."""
 
     def work(rank):
         (buffer,) = rank.scheme.replica.buffers

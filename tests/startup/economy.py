@@ -8,8 +8,8 @@ import torch
 def wait_for_turns() -> None:
     """Let threads of this process, and of those it starts, wait for their turn when they are woken (Linux only).
 
-    Or they take a processor from a thread of gloo's that holds a connection's lock, and whoever wants it asks again
-    and again, a thousand times in an all-reduce of four ranks on two processors.
+    Or they take a processor from a thread of gloo's that holds a connection's lock, and a thread that wants it asks
+    again and again, a thousand times in an all-reduce of four ranks on two processors.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -171,7 +171,7 @@ def second_half(fabric, strategy, path):
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(2), StepsDelay(2, STEPS), DiLoCo(2)], ids=repr)
 def test_a_loop_resumes_where_it_synchronized(launched, scheme, tmp_path):
-    # all of them agree with the last step of the first epoch, so nothing is lost in the checkpoint
+    # all of them synchronize at the last step of the first epoch, so nothing is lost in the checkpoint
     launched(scheme, first_half, tmp_path / "half.ckpt")
     launched(scheme, second_half, tmp_path / "half.ckpt")
     for rank in range(4):
@@ -705,7 +705,7 @@ def unfreezing_between_synchronizations(fabric, strategy):
         optimizer.step()
         optimizer.zero_grad()
         seen.append((module.weight.item(), module.bias.item()))
-    # towards 0 on one node and 4 on the other, by halves; before the third pass they agree on 1.5
+    # towards 0 on one node and 4 on the other, by halves; before the third pass their average is 1.5
     expected = [[(0.0, 0.0), (0.0, 0.0), (0.75, -0.75)], [(2.0, 0.0), (3.0, 0.0), (2.75, 1.25)]]
     assert seen == expected[fabric.global_rank // 2], seen
 

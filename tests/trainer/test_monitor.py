@@ -119,7 +119,7 @@ def test_logs_bytes_per_step_of_the_node(tmp_path):
         assert row["hiercomm/inter_bytes"] == model_sized(0.5, ranks_per_node=2)
         assert row["hiercomm/intra_bytes"] > 0
         assert row["hiercomm/exposed_seconds"] > 0
-        parts = [row[f"hiercomm/{tier}_exposed_seconds"] for tier in ("intra", "inter", "world")]
+        parts = [row[f"hiercomm/{level}_exposed_seconds"] for level in ("intra", "inter", "world")]
         assert row["hiercomm/exposed_seconds"] == pytest.approx(sum(parts))
         assert row["hiercomm/phase_name"] == "training"
         assert "hiercomm/steps" not in row

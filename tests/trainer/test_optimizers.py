@@ -563,7 +563,7 @@ def test_changes_need_no_counted_step_where_nodes_do_not_differ(borrow):
 
 
 class Quiet(Quadratic):
-    """Writes to its parameters in ways of which each is right.
+    """Writes to its parameters in several valid ways.
 
     Args:
         how: In which one.
@@ -790,7 +790,7 @@ def test_ranks_of_a_node_that_do_not_share_gradients_are_named(borrow):
 
 
 class Hooked(Quadratic):
-    """Registers a communication hook beside the strategy's, as it would with DDP.
+    """Registers a communication hook besides the strategy's, as it would with DDP.
 
     Args:
         name: Which one of torch's.

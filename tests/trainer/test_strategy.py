@@ -194,7 +194,7 @@ def test_values_set_in_on_train_start_are_trained_from(fit):
 
     reports = fit(Pretrained(2), {"scheme": DiLoCo(2)})
     assert [report["report"][0] for report in reports] == [4.5, 4.5, 7.5, 7.5]
-    # the nodes come to 2.75 and 7.25, 3 below their anchor; SGD with momentum makes that 0.7 * (1 + 0.9) * 3
+    # the nodes reach 2.75 and 7.25, 3 below the reference; SGD with momentum makes that 0.7 * (1 + 0.9) * 3
     assert [report["report"][1] for report in reports] == pytest.approx([8 - 3.99] * 4)
 
 
@@ -492,7 +492,7 @@ def test_a_number_reduced_on_one_rank_does_not_wait(fit):
 
 
 def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
-    """The finder restores what was before, with barriers, before anybody hears why it ends."""
+    """The finder restores the state before it, with barriers, before its error is raised."""
 
     class Unlucky(Oracle):
         lr = 0.1
@@ -936,12 +936,12 @@ def test_slurms_signal_saves_one_file_and_requeues_once(borrow, tmp_path):
     assert (tmp_path / "said").read_text() == "requeue 7\n"
 
 
-@pytest.mark.parametrize("tier", ["intra", "inter"])
-def test_waits_for_broadcast_buffers_count_with_the_gradients(tier, monkeypatch):
+@pytest.mark.parametrize("level", ["intra", "inter"])
+def test_waits_for_broadcast_buffers_count_with_the_gradients(level, monkeypatch):
     monkeypatch.setattr(HierarchicalStrategy, "root_device", torch.device("cpu"))
     strategy = HierarchicalStrategy(AllReduce())
     strategy.topology = SimpleNamespace(meter=Meter())
-    strategy._run_or_none = SimpleNamespace(gradients=SimpleNamespace(tier=tier))  # noqa: SLF001
+    strategy._run_or_none = SimpleNamespace(gradients=SimpleNamespace(level=level))  # noqa: SLF001
     with strategy._waiting_for_buffers():  # noqa: SLF001
         pass
-    assert strategy.topology.meter.seconds.keys() == {tier}
+    assert strategy.topology.meter.seconds.keys() == {level}

@@ -91,7 +91,7 @@ def test_a_forked_rank_that_raises_asks_no_other_any_more(control):
 
 
 def test_the_next_run_reports_the_failure_again(control, monkeypatch):
-    """A program may catch an error, and train once more with the same Trainer."""
+    """A program may catch an error, and train again with the same Trainer."""
     control.note_exception(ValueError("in the run before"))
     control.plane = None
     assert control.is_interrupted(None)

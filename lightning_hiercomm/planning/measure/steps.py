@@ -60,12 +60,12 @@ class StepTimes:
 
     @property
     def seconds(self) -> float:
-        """Of a whole step."""
+        """Seconds of a whole optimizer step."""
         return self.forward + self.backward + self.update
 
     @property
     def timing(self) -> Timing:
-        """The whole step."""
+        """The times of a whole optimizer step."""
         return Timing(self.seconds, self.processor_seconds, self.queued_seconds)
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state of elements with unequal step counts, of which some were unfrozen later than others."""
+"""Optimizer state of elements with unequal step counts; some were unfrozen later than others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class History:
     """The properties that elements must share to be in one optimizer parameter.
 
     Attributes:
-        numbers: Values of which all elements share one, such as Adam's ``"step"``: name, value and dtype (None for a
+        numbers: Values that all elements share, such as Adam's ``"step"``: name, value and dtype (None for a
             value that is no tensor).
-        kinds: Values of which each element has its own: name and dtype.
+        kinds: Values that each element has for itself: name and dtype.
     """
 
     numbers: tuple[tuple[str, float, torch.dtype | None], ...] = ()

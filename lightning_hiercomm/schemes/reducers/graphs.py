@@ -47,14 +47,24 @@ class Graph(Value, ABC):
 
 
 class Ring(Graph):
-    """Every rank exchanges with both its neighbors, as in DP-SGD (Lian et al. 2017)."""
+    """Every rank exchanges with both its neighbors, as in DP-SGD (Lian et al. 2017).
+
+    Example::
+
+        HierarchicalStrategy(ParameterSync(2, reducer=Ring()))
+    """
 
     def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
         return [sorted({(rank - 1) % size, (rank + 1) % size}) for rank in range(size)]
 
 
 class Full(Graph):
-    """Every rank exchanges with all others: an exact average, with ``size - 1`` times the bytes and memory."""
+    """Every rank exchanges with all others: an exact average, with ``size - 1`` times the bytes and memory.
+
+    Example::
+
+        HierarchicalStrategy(ParameterSync(2, reducer=Full()))
+    """
 
     def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
         return [[peer for peer in range(size) if peer != rank] for rank in range(size)]
@@ -68,6 +78,10 @@ class DirectedExponential(Graph):
 
     Source: Assran et al. 2019, "Stochastic Gradient Push", section 3; for several peers its code,
     ``NPeerDynamicDirectedExponentialGraph``.
+
+    Example::
+
+        HierarchicalStrategy(Gossip(DirectedExponential(peers=2)))
 
     Args:
         peers: The number of ranks to which each rank sends at a step, or fewer in small worlds.
@@ -96,6 +110,10 @@ class RandomPermutation(Graph):
 
     Source: Yeo et al., "Crossover-SGD", section 3.2 and Algorithm 2. As printed, the algorithm divides by zero if only
     the last rank itself is left for it (9 % of the samples for 8 ranks), which is prevented here.
+
+    Example::
+
+        HierarchicalStrategy(Gossip(RandomPermutation(fair="cyclic")))
 
     Args:
         fair: The distribution of D. ``"uniform"``: all derangements (permutations without a fixed point) are equally

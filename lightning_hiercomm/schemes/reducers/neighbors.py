@@ -55,7 +55,7 @@ class Peers:
     ) -> None:
         if wire.codec.needs_feedback:
             raise ValueError(
-                "peers exchange parameters, of which wire_dtype='top4' would drop most: use 'int8' or 'bfloat16'"
+                "peers exchange parameters, and wire_dtype='top4' would drop most of them: use 'int8' or 'bfloat16'"
             )
         self.segments = segments
         self.graph = graph
@@ -302,7 +302,8 @@ class NeighborExchange(Reducer):
         turn: Returns the number of the next exchange, from 1.
         average_in_node: Writes the node's mean to buckets that differ among its ranks.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
-        look: Returns whether buckets are non-finite; see :meth:`~lightning_hiercomm.schemes.guard.NonFiniteGuard.look`.
+        check: Returns whether buckets are non-finite, as
+            :meth:`~lightning_hiercomm.schemes.guard.NonFiniteGuard.check` does.
     """
 
     def __init__(
@@ -316,7 +317,7 @@ class NeighborExchange(Reducer):
         turn: Callable[[], int],
         average_in_node: Callable[[Sequence[Bucket]], object],
         update_reference: UpdateReference | None = None,
-        look: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
+        check: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
     ) -> None:
         self.buckets = buckets
         self.topology = topology
@@ -326,7 +327,7 @@ class NeighborExchange(Reducer):
         self._background = background
         self._update_reference = update_reference
         self._average_in_node = average_in_node
-        self._look = look
+        self._finds_nonfinite = check
         self._next_turn = turn
         self._is_nonfinite: bool | None = None
         self.disagreement = self._peers.disagreement
@@ -346,7 +347,7 @@ class NeighborExchange(Reducer):
         leaving = [self.buckets[index] for index in only]
         # ranks that train alone average inside the node first, because the graph connects nodes
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
-        self._is_nonfinite = self._look(leaving)
+        self._is_nonfinite = self._finds_nonfinite(leaving)
         # no check for equal steps: ranks with other counts have other peers
         return Verdict(is_nonfinite=bool(self._is_nonfinite))
 

@@ -59,7 +59,7 @@ LocalRule: TypeAlias = Callable[[LocalUpdate], None]
 
 
 def glu(update: LocalUpdate) -> None:
-    """Global gradient for local update: estimate the global gradient from the server's way between two pulls.
+    """Global gradient for local update: estimate the global gradient from the server's change between two pulls.
 
     With a constant gradient a server with momentum m ends up moving by ``lr / (1 - m)`` times the gradient per step,
     so::
@@ -92,7 +92,7 @@ def hold_global_gradient(update: LocalUpdate) -> None:
 
 
 def _global_scale(update: LocalUpdate) -> float:
-    """The factor from the server's way between two pulls to a gradient."""
+    """The factor from the server's change between two pulls to a gradient."""
     return (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
 
 
@@ -133,7 +133,7 @@ class DelayCompensation:
             raise ValueError(f"decay={self.decay} must be from 0 to less than 1")
 
     def __call__(self, update: LocalUpdate) -> None:
-        """Move the weights."""
+        """Apply one local step to the weights."""
         gradient = update.gradient
         mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
         mean_square.mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)

@@ -210,7 +210,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
 
 class ServedStepsDelay(RunningStepsDelay):
-    """The scheme on several nodes: the server, of which this rank owns a shard, and the weights pulled from it."""
+    """The scheme on several nodes: the server, whose shard this rank owns, and the weights pulled from it."""
 
     def __init__(self, config: StepsDelay, context: Context) -> None:
         super().__init__(config, context)

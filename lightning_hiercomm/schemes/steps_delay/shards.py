@@ -24,7 +24,7 @@ Hyperparameters: TypeAlias = list[dict[str, Any]]
 """Per param group: learning rate, momentum, weight decay and all others except the parameters."""
 
 State: TypeAlias = dict[int, dict[str, Any]]
-"""Optimizer state by a piece's index: values, or the dtype of a value that has one number per element."""
+"""Optimizer state by a slice's index: values, or the dtype of a value that has one number per element."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_a_first_phase_sends_gradients_and_then_parameters_with_state():
         WAYS[f"PeriodicAveraging(4, warmup_steps=0.25){state}, int4"] for state in ("", ", with optimizer state")
     )
     gradients = front.bytes_per_step(WAYS["AllReduce, int4"], SHORT.arena)
-    # 744 steps in epochs of 62, in each of which nodes average 16 times; 186 steps send gradients
+    # 744 steps in epochs of 62, nodes average 16 times in each; 186 steps send gradients
     exchanges = 9 * 16 / 744
     assert front.bytes_per_step(phase, SHORT.arena) == pytest.approx(gradients * (0.25 + exchanges), rel=1e-3)
     assert front.bytes_per_step(with_state, SHORT.arena) == pytest.approx(gradients * (0.25 + 2 * exchanges), rel=1e-3)

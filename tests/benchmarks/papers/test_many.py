@@ -73,7 +73,7 @@ SAME = {
 ON_PUSH = {"averages every 4 steps", "DASO", "DiLoCo, late"}
 
 
-@pytest.mark.long("a run of 40 steps by the scheme itself beside the three that are trained at once")
+@pytest.mark.long("a run of 40 steps by the scheme itself, to compare with three trained at once")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n not in ON_PUSH)) for n in SAME])
 def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     ours, scheme = SAME[name]

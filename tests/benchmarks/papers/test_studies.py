@@ -1,4 +1,4 @@
-"""The papers' studies: their settings, and what they write of results, with the papers' numbers beside."""
+"""The papers' studies: their settings, and the tables that compare results with the papers' numbers."""
 
 from __future__ import annotations
 

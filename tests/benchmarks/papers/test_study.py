@@ -1,4 +1,4 @@
-"""Runs over seeds: what is kept, what is done anew, and what counts as a difference."""
+"""Studies over seeds: stored runs, repeated runs and differences."""
 
 from __future__ import annotations
 

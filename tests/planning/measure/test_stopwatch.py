@@ -70,7 +70,7 @@ def test_plenty_of_processors_change_nothing():
 
 
 def test_queueing_ranks_share_the_processors_they_used():
-    # four ranks on two cores, of which others took a tenth
+    # four ranks on two cores; other processes took a tenth of these
     assert ProcessorShare.found(1.0, steps((1, 0.45, 0.55), (1, 0.45, 0.55)), threads=1) == ProcessorShare(0.9, 2)
     # half of the time they wait for data
     assert ProcessorShare.found(1.0, steps((2, 0.45, 0.55), (2, 0.45, 0.55)), threads=1) == ProcessorShare(0.9, 2)

@@ -113,7 +113,7 @@ def metered(scheme, nodes, ranks_per_node, steps, wire):
 
     ranks = nodes_by_count(ranks_per_node, nodes * ranks_per_node)
     everyone = on_nodes(train, scheme, ranks, shapes={"a": NUMEL // 2, "b": NUMEL // 2}, wire=wire, epochs=10)
-    return [sum(after[tier] - before[tier] for before, after in everyone) / nodes for tier in (0, 1)]
+    return [sum(after[level] - before[level] for before, after in everyone) / nodes for level in (0, 1)]
 
 
 def check(make, nodes, ranks_per_node, wire=None):
@@ -122,7 +122,7 @@ def check(make, nodes, ranks_per_node, wire=None):
     period = max(4, cycle(scheme))
     inter, intra = metered(scheme, nodes, ranks_per_node, (period, 2 * period), wire)
     predicted = predict(scheme, cluster, workload, wire).inter_bytes * period
-    # not predicted: the preflight of every agreement, and what pads unequal parts
+    # not predicted: the preflight of every synchronization, and the padding of unequal parts
     assert predicted == pytest.approx(inter, rel=5e-3)
     counted = []
     for steps in (period, 2 * period):

@@ -37,7 +37,7 @@ def test_a_blocking_synchronization_adds_time_per_period(fast_cluster, gigabyte)
 def test_a_ring_over_all_ranks_is_as_slow_as_its_slowest_link(gigabyte):
     for intra, inter in ((0.1, 1.0), (1.0, 0.1)):
         cluster = Cluster(2, 2, Link(intra * GB), Link(inter * GB))
-        on_the_link = 2 * 3 / 4 / 0.1  # a gigabyte, of which each rank sends so much; some of it beside backward
+        on_the_link = 2 * 3 / 4 / 0.1  # each rank's part of a gigabyte; some of it overlaps backward
         assert predict(None, cluster, gigabyte).seconds > on_the_link
 
 
@@ -154,9 +154,9 @@ def test_equal_steps_at_once_cost_as_much_as_single_ones(gigabyte):
     cluster = Cluster(2, 4, Link(GB, 1e-3), Link(GB))
     four, eight, many = (predict(PeriodicAveraging(period), cluster, gigabyte) for period in (4, 8, 800))
     for name in ("seconds", "exposed_seconds", "inter_bytes"):
-        agreement = 8 * (getattr(four, name) - getattr(eight, name))
-        step = getattr(eight, name) - agreement / 8
-        assert getattr(many, name) == pytest.approx(step + agreement / 800, rel=1e-3)
+        synchronization = 8 * (getattr(four, name) - getattr(eight, name))
+        step = getattr(eight, name) - synchronization / 8
+        assert getattr(many, name) == pytest.approx(step + synchronization / 800, rel=1e-3)
 
 
 @pytest.mark.parametrize("nodes", [2, 64, 4096])

@@ -102,10 +102,12 @@ def test_predicted_memory_is_that_of_a_scheme(name, wire):
     predicted = own_bytes(scheme, CLUSTER, WORKLOAD, Payload.named(wire, WORKLOAD)) / MODEL
     if is_served:  # holds its share of the optimizer's state itself
         predicted += state_bytes(scheme, CLUSTER, WORKLOAD) / MODEL
-    if getattr(scheme, "staleness", None) == 0:  # buckets that only the agreement itself holds: all of so small a model
+    if (
+        getattr(scheme, "staleness", None) == 0
+    ):  # buckets that only the synchronization itself holds: all of so small a model
         in_flight = 1 + (Payload.named(wire, WORKLOAD).ratio / 2 * (2 if wire == "int8" else 1) if wire else 0)
         predicted -= in_flight
-    # beside it, up to 4096 elements of each bucket in flight are kept to tell how far apart the nodes are
+    # besides, up to 4096 elements of each bucket in flight are kept to tell how far apart the nodes are
     assert most_held(scheme, wire) == pytest.approx(predicted, abs=0.02)
 
 

@@ -1,4 +1,4 @@
-"""Lanes, and processors that they share, against times worked out by hand."""
+"""Inter-node groups, and processors that they share, against times worked out by hand."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ THREE = ((0,), (1,), (2,))
 PAIRS = ((0, 1), (2, 3), (4, 5))
 SHAPES = {"a": 3, "b": 4, "c": 2}
 
-AGREEING: dict[str, Callable[[], Scheme]] = {
+AVERAGING: dict[str, Callable[[], Scheme]] = {
     "periodic": lambda: PeriodicAveraging(2),
     "periodic, before the step": lambda: PeriodicAveraging(2, order="before_step"),
     "periodic, no gradients": lambda: PeriodicAveraging(2, gradients="none"),
@@ -62,14 +62,14 @@ GOSSIPING: dict[str, Callable[[], Scheme]] = {
     "gossip, plain means": lambda: Gossip(Ring(), segments=2, push_sum=False),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
 }
-ALL = {**AGREEING, **GOSSIPING}
+ALL = {**AVERAGING, **GOSSIPING}
 
 
 def with_policy(scheme: Scheme, policy: str) -> Scheme:
     return harness.with_policy(scheme, on_nonfinite=policy)
 
 
-def falls_sick(rank: Rank, steps: int, at: int, victim: int, value: float = math.nan) -> Rank:
+def becomes_nonfinite(rank: Rank, steps: int, at: int, victim: int, value: float = math.nan) -> Rank:
     """Trains towards the target; at one step the victim's gradient of one element is not finite."""
     for step in range(steps):
 
@@ -83,7 +83,7 @@ def falls_sick(rank: Rank, steps: int, at: int, victim: int, value: float = math
     return rank
 
 
-ill_at_four = partial(falls_sick, steps=12, at=4, victim=2)
+ill_at_four = partial(becomes_nonfinite, steps=12, at=4, victim=2)
 
 
 @pytest.mark.pairwise
@@ -91,14 +91,14 @@ ill_at_four = partial(falls_sick, steps=12, at=4, victim=2)
 @pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
 def test_a_non_finite_node_is_excluded_and_recovers(scheme, nodes, value):
-    work = partial(falls_sick, steps=12, at=4, victim=2, value=value)
+    work = partial(becomes_nonfinite, steps=12, at=4, victim=2, value=value)
     ranks = run_to_end(work, with_policy(ALL[scheme](), "skip"), nodes, shapes=SHAPES, inner=partial(SGD, lr=0.1))
     for rank in ranks:
         assert rank.values.isfinite().all()
         assert rank.values.min() > 0.0  # all have learned since
         assert rank.values.max() <= 10.0
-    sick_node = next(ranks_ for ranks_ in nodes if 2 in ranks_)
-    assert all(ranks[rank].scheme.state.nonfinite >= (rank == 2) for rank in sick_node)
+    nonfinite_node = next(ranks_ for ranks_ in nodes if 2 in ranks_)
+    assert all(ranks[rank].scheme.state.nonfinite >= (rank == 2) for rank in nonfinite_node)
 
 
 BY_NIGHT = pytest.mark.nightly
@@ -118,7 +118,7 @@ def test_nonfinite_node_is_healed_on_a_device_without_waiting(scheme, nodes, fak
 @pytest.mark.parametrize("nodes", [TWO_BY_TWO, PAIRS], ids=["2+2", "2+2+2"])
 @pytest.mark.parametrize("scheme", ALL)
 def test_looking_changes_no_bit_there(scheme, nodes, fake_device):
-    healthy = partial(falls_sick, steps=7, at=-1, victim=-1)
+    healthy = partial(becomes_nonfinite, steps=7, at=-1, victim=-1)
     looked_at, trusted = (
         [rank.trace for rank in ON_A_DEVICE(healthy, with_policy(ALL[scheme](), policy), nodes)]
         for policy in ("skip", "ignore")
@@ -144,7 +144,7 @@ def test_the_first_bad_parameter_is_named_where_it_raises(scheme):
 def test_looking_sends_nothing_and_changes_no_bit(scheme, nodes):
     def train(policy: str) -> list[tuple[list[list[float]], dict[str, float]]]:
         own = AllReduce() if scheme == "all_reduce" else ALL[scheme]()
-        work = partial(falls_sick, steps=11, at=-1, victim=-1)
+        work = partial(becomes_nonfinite, steps=11, at=-1, victim=-1)
         ranks = run_to_end(work, with_policy(own, policy), nodes, shapes=SHAPES, targets=None, start=-0.0)
         counted = [{k: v for k, v in rank.meter.snapshot().items() if "seconds" not in k} for rank in ranks]
         return list(zip([rank.trace for rank in ranks], counted, strict=True))
@@ -198,15 +198,15 @@ def test_without_node_gradients_only_the_non_finite_rank_is_excluded():
 
 
 @pytest.mark.parametrize("inner", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.1)], ids=["SGD", "Adam"])
-@pytest.mark.parametrize("agreement", [PeriodicAveraging(2), DiLoCo(2, partial(SGD, lr=1.0))], ids=["mean", "outer"])
-def test_averaged_optimizer_state_excludes_non_finite_nodes(agreement, inner):
+@pytest.mark.parametrize("averaging", [PeriodicAveraging(2), DiLoCo(2, partial(SGD, lr=1.0))], ids=["mean", "outer"])
+def test_averaged_optimizer_state_excludes_non_finite_nodes(averaging, inner):
     def work(rank: Rank, victim: int) -> tuple[list[float], dict[str, float]]:
         trace = [rank.train(math.nan if (step, rank.rank) == (1, victim) else 1.0).item() for step in range(6)]
         return trace[1::2], {name: float(value) for name, value in rank.optimizer.state[rank.parameters[0]].items()}
 
-    scheme = harness.with_policy(agreement, on_nonfinite="skip", average_optimizer_state=True)
+    scheme = harness.with_policy(averaging, on_nonfinite="skip", average_optimizer_state=True)
     training = {"nodes": THREE, "inner": inner, "dtype": torch.float64, "buffer": torch.ones(2)}
-    # all have the same gradients, so nobody is missed
+    # all have the same gradients, so excluding a node changes nothing
     healthy, *_ = on_nodes(partial(work, victim=-1), scheme, **training)
     for trace, state in on_nodes(partial(work, victim=2), scheme, **training):
         assert trace == pytest.approx(healthy[0])
@@ -229,8 +229,8 @@ def test_healed_node_counts_in_the_next_exchange():
 
 @pytest.mark.parametrize("scheme", ["noloco", "noloco, overlapped"])
 def test_a_node_with_only_non_finite_peers_recovers_later(scheme):
-    def work(rank: Rank) -> Rank:  # of three nodes in a ring one hears of the other non-finite one only
-        return falls_sick(rank, steps=14, at=1, victim=rank.rank if rank.rank != 1 else -1)
+    def work(rank: Rank) -> Rank:  # of three nodes in a ring one exchanges with the other non-finite one only
+        return becomes_nonfinite(rank, steps=14, at=1, victim=rank.rank if rank.rank != 1 else -1)
 
     for rank in run_to_end(work, with_policy(ALL[scheme](), "skip"), THREE, shapes=SHAPES, inner=partial(SGD, lr=0.1)):
         assert torch.tensor(rank.trace[-1]).isfinite().all()
@@ -283,7 +283,7 @@ def test_outer_parameters_and_momentum_are_those_of_the_healthy(staleness):
 @pytest.mark.parametrize("optimizer", [None, partial(Adam, lr=0.5)], ids=["SGD", "Adam"])
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_outer_optimizer_steps_once_with_a_nonfinite_node_on_a_device(fake_device, staleness, optimizer):
-    def work(rank: Rank, victim: int) -> list[float]:  # all nodes go the same way, so nobody is missed
+    def work(rank: Rank, victim: int) -> list[float]:  # all nodes go the same way, so excluding a node changes nothing
         return [rank.train(math.nan if step == 3 and rank.rank == victim else -1.0).item() for step in range(6)]
 
     scheme = with_policy(ParameterSync(2, merge=OuterOptimizer(optimizer), staleness=staleness), "skip")
@@ -311,7 +311,7 @@ def test_healed_node_keeps_no_local_share_and_nodes_still_converge(wire):
     assert [last for _, last in seen] == pytest.approx([healthy_mean] * 3, rel=1e-5)
 
 
-@pytest.mark.parametrize("scheme", AGREEING)
+@pytest.mark.parametrize("scheme", AVERAGING)
 @pytest.mark.parametrize(("wire", "dtype", "far"), [("float16", torch.float32, 1e6), ("int8", torch.float64, 1e300)])
 def test_values_too_large_for_the_wire_are_sent_unencoded_or_raise(scheme, wire, dtype, far):
     def work(rank: Rank) -> Rank:
@@ -320,13 +320,13 @@ def test_values_too_large_for_the_wire_are_sent_unencoded_or_raise(scheme, wire,
         return rank
 
     training = {"shapes": SHAPES, "dtype": dtype, "wire": wire, "inner": partial(SGD, lr=1.0)}
-    ranks = run_to_end(work, with_policy(AGREEING[scheme](), "skip"), PAIRS, **training)
+    ranks = run_to_end(work, with_policy(AVERAGING[scheme](), "skip"), PAIRS, **training)
     assert all(rank.values.isfinite().all() for rank in ranks)
     if scheme.startswith(("periodic", "daso")):
         assert torch.stack([rank.values for rank in ranks]).mean() == pytest.approx(far / 3, rel=0.5)
     if "noloco" not in scheme:
         with pytest.raises(NonfiniteError, match=r"all parameters are finite, but some may be too large for "):
-            run_to_end(work, with_policy(AGREEING[scheme](), "raise"), PAIRS, timeout=5, **training)
+            run_to_end(work, with_policy(AVERAGING[scheme](), "raise"), PAIRS, timeout=5, **training)
 
 
 def test_where_looking_would_mean_to_wait_the_server_takes_zeros(fake_device):
@@ -385,7 +385,7 @@ def test_validation_uses_the_mean_of_the_finite_nodes(scheme):
                 rank.parameters[0][0] = math.nan
         return rank.averaged()
 
-    looks = on_nodes(work, with_policy(AGREEING.get(scheme, GOSSIPING.get(scheme))(), "skip"), THREE, shapes=SHAPES)
+    looks = on_nodes(work, with_policy(AVERAGING.get(scheme, GOSSIPING.get(scheme))(), "skip"), THREE, shapes=SHAPES)
     assert all(torch.equal(look, looks[0]) and look.isfinite().all() for look in looks)
 
 
@@ -406,18 +406,18 @@ def test_averaging_leaves_a_nonfinite_nodes_optimizer_until_it_is_healed(scheme)
         assert all(values.isfinite().all() for values in (*state.values(), rank.values))
         assert state["step"] == (0 if rank.rank == 1 else 1)
 
-    own = {**AGREEING, **GOSSIPING}[scheme]()
+    own = {**AVERAGING, **GOSSIPING}[scheme]()
     on_nodes(work, with_policy(own, "skip"), THREE, shapes=SHAPES, inner=Adam)
 
 
 def test_all_nodes_non_finite_raises_under_every_policy():
-    work = partial(falls_sick, steps=4, at=1, victim=0)
+    work = partial(becomes_nonfinite, steps=4, at=1, victim=0)
 
-    def all_fall_sick(rank: Rank) -> Rank:
+    def all_become_nonfinite(rank: Rank) -> Rank:
         return work(rank, victim=rank.rank)
 
     with pytest.raises(NonfiniteError, match="No node is left whose parameters are finite"):
-        run_to_end(all_fall_sick, with_policy(PeriodicAveraging(2), "skip"), THREE, shapes=SHAPES, timeout=5)
+        run_to_end(all_become_nonfinite, with_policy(PeriodicAveraging(2), "skip"), THREE, shapes=SHAPES, timeout=5)
 
 
 # ---- the pieces ------------------------------------------------------------------------------------------------------
@@ -481,20 +481,20 @@ def test_only_the_state_of_non_finite_parameters_is_reset():
 
 
 def test_a_node_non_finite_at_sending_resumes_bit_for_bit():
-    scheme = with_policy(AGREEING["noloco, overlapped"](), "skip")
+    scheme = with_policy(AVERAGING["noloco, overlapped"](), "skip")
     arguments = {"nodes": THREE, "shapes": SHAPES, "inner": partial(SGD, lr=0.1)}
 
     def saving(rank: Rank) -> tuple[dict, torch.Tensor]:
-        falls_sick(rank, steps=5, at=4, victim=2)
+        becomes_nonfinite(rank, steps=5, at=4, victim=2)
         state = rank.state()
-        return state, falls_sick(rank, steps=4, at=-1, victim=2).values
+        return state, becomes_nonfinite(rank, steps=4, at=-1, victim=2).values
 
     saved = on_nodes(saving, scheme, **arguments)
     assert [state["scheme"]["pending"][0]["is_nonfinite"] for state, _ in saved] == [False, False, True]
 
     def resuming(rank: Rank) -> torch.Tensor:
         rank.load(saved[rank.rank][0])
-        return falls_sick(rank, steps=4, at=-1, victim=2).values
+        return becomes_nonfinite(rank, steps=4, at=-1, victim=2).values
 
     for (_, whole), resumed in zip(saved, on_nodes(resuming, scheme, **arguments), strict=True):
         assert whole.isfinite().all()
@@ -508,7 +508,7 @@ def test_node_excluded_for_wire_overflow_resumes_to_the_bit():
     def train(rank: Rank, steps: int) -> torch.Tensor:
         for _ in range(steps):
             far = torch.full((9,), -1.0)
-            far[0] = -1e6 * rank.node  # of the first lane's part
+            far[0] = -1e6 * rank.node  # in the shard of the first inter-node group
             rank.train(lambda _, far=far: far)
         return rank.values
 

@@ -66,8 +66,8 @@ def test_every_rank_names_its_own_step_and_the_range_of_all(nodes, steps, launch
 
     for rank, message in enumerate(on_ranks(work, NODES[nodes])):
         where = f"rank {rank} (node {[rank in ranks for ranks in NODES[nodes]].index(True)})"
-        told = f"after {steps[rank]} optimizer steps, others after {min(steps)} to {max(steps)}"
-        assert message.startswith(f"{where} synchronizes {told}")
+        difference = f"after {steps[rank]} optimizer steps, others after {min(steps)} to {max(steps)}"
+        assert message.startswith(f"{where} synchronizes {difference}")
 
 
 def test_ranks_of_one_node_check_each_other_without_other_nodes():
@@ -110,7 +110,7 @@ def test_values_that_may_be_too_large_for_the_wire_do_not_leave(value, wire, is_
         average = ShardedAllReduce(Replica([x]), topology, wire, on_nonfinite="raise")
         x.fill_(value if topology.node == 1 else -value)
         carried = not average(1).is_flagged()
-        return carried, bool(x.abs().max() < 0.01 * value)  # their mean is zero, but for rounding
+        return carried, bool(x.abs().max() < 0.01 * value)  # their mean is zero, except for rounding
 
     assert on_ranks(work, ((0,), (1,))) == [(is_carried, is_carried)] * 2
 

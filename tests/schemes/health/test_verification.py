@@ -1,4 +1,4 @@
-"""Ranks of a node that differ, if only by a bit, are found out at the next agreement."""
+"""Ranks of a node that differ, if only by a bit, are detected at the next synchronization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agreement is refused when ranks come to it after different numbers of steps."""
+"""A synchronization is refused when ranks come to it after different numbers of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
-def agree(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes=8):
+def average(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes=8):
     """Average ``numel`` elements that all are the rank; returns every rank's result, or its error's message."""
 
     def work(topology):
@@ -32,7 +32,7 @@ def agree(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes
 @pytest.mark.parametrize("step", [0, 1, 4095, 4096, 10**9 + 1])
 @pytest.mark.parametrize("count", [2, 3, 7])
 def test_ranks_at_the_same_step_get_the_mean(step, count):
-    results = agree([[rank] for rank in range(count)], [step] * count)
+    results = average([[rank] for rank in range(count)], [step] * count)
     for values, _ in results:
         assert values == pytest.approx([(count - 1) / 2] * 5, rel=1e-6)
 
@@ -51,7 +51,7 @@ def test_ranks_at_the_same_step_get_the_mean(step, count):
 )
 @pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])
 def test_unequal_numbers_of_steps_raise_on_all_ranks(nodes, steps, wire):
-    messages = [values for values, _ in agree(nodes, steps, wire=wire) if isinstance(values, str)]
+    messages = [values for values, _ in average(nodes, steps, wire=wire) if isinstance(values, str)]
     assert len(messages) == sum(map(len, nodes))
     for message in messages:
         assert "All ranks must take equally many steps" in message
@@ -60,7 +60,7 @@ def test_unequal_numbers_of_steps_raise_on_all_ranks(nodes, steps, wire):
 
 
 def test_the_preflight_of_an_exchange_is_one_message_of_24_bytes():
-    (_, counters), *_ = agree([[0], [1]], [3, 3], bucket_bytes=1024)
+    (_, counters), *_ = average([[0], [1]], [3, 3], bucket_bytes=1024)
     assert counters["inter_messages"] == 1 + 1
     assert counters["inter_bytes"] == 24 + 5 * 4
 

@@ -29,7 +29,7 @@ NODES = ((0, 1), (2, 3), (4, 5))
 
 
 def training(rank, steps=8):
-    """Nodes go apart by known ways; the values before each step's agreement, and what is known after it."""
+    """Nodes diverge by known amounts; the values before each synchronization, and the estimate after it."""
     generator = torch.Generator().manual_seed(rank.node)
     seen = []
     for _ in range(steps):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import (
     Rank,
-    needs_a_thread_beside_training,
+    needs_a_background_thread,
     needs_sparse_tensors,
     on_nodes,
     on_ranks,
@@ -321,11 +321,11 @@ def test_chunk_size_of_rules_changes_no_bit(monkeypatch, arguments):
     assert run(40, 40) == run(40, 2**20) == run(2**20, 16) == whole
 
 
-# ---- beside training -----------------------------------------------------------------------------------------------
+# ---- in parallel with training -------------------------------------------------------------------------------------
 
 
 def test_a_step_does_not_wait_for_its_own_push_and_pull():
-    needs_a_thread_beside_training()
+    needs_a_background_thread()
     may_start = [threading.Event() for _ in range(10)]
 
     def work(run: Rank) -> Rank:
@@ -352,7 +352,7 @@ class FailsAtThird(torch.optim.SGD):
 
 @pytest.mark.parametrize("warmup", [0, 4])
 def test_a_background_error_reaches_the_training_thread(warmup):
-    needs_a_thread_beside_training()
+    needs_a_background_thread()
     reached = []
 
     def work(run: Rank) -> None:
@@ -477,7 +477,7 @@ class LARS(torch.optim.SGD):
 
 
 class ByClosure(torch.optim.Optimizer):
-    """Hands the loss to somebody else's minimiser, which needs no learning rate."""
+    """Passes the loss to a minimizer of another package, which needs no learning rate."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -487,7 +487,7 @@ class ByClosure(torch.optim.Optimizer):
 
 
 class Wrapping(torch.optim.SGD):
-    """Has param groups of its own beside the optimizer that makes the steps."""
+    """Has param groups of its own, unlike those of the optimizer that makes the steps."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1)

@@ -71,6 +71,6 @@ def test_checkpoint_resumes_under_ddp_and_on_other_nodes(fit, tmp_path):
 
     others = fit(Delayed((4.0, 1.0, 7.0), steps=1), {"scheme": scheme, "ranks_per_node": 1}, devices=3, **resume)
     assert others[0]["state_dict"]["x"].item() == pytest.approx(moved, abs=1e-7)
-    # the exchange starts anew: nothing has been pulled yet, so the first local step has no global gradient
+    # the exchange starts over: nothing has been pulled yet, so the first local step has no global gradient
     for report, target in zip(others, (4.0, 1.0, 7.0), strict=True):
         assert report["report"][0] == pytest.approx([weight - 0.04 * 2 * (weight - target)], abs=1e-7)
