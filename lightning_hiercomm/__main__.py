@@ -99,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--epochs", type=float, default=10.0, help="passes over the examples; default: 10")
     simulate.add_argument("--batch", type=int, help="examples per rank and step; default: the task's")
     simulate.add_argument("--seeds", type=int, default=1, help="runs of each; default: %(default)s")
+    simulate.add_argument(
+        "--inter", type=quantities.bandwidth, help="for the predicted time: bandwidth between nodes, such as 10gbit"
+    )
+    simulate.add_argument(
+        "--step-time",
+        type=quantities.duration,
+        help="for the predicted time: a step without communication, such as 250ms",
+    )
+    simulate.add_argument(
+        "--params", type=quantities.count, help="for the predicted time: parameters, such as 350m; default: the model's"
+    )
+    simulate.add_argument("--profile", metavar="FILE", help="for the predicted time: a file of `probe`")
     simulate.add_argument("--json", action="store_true", help="print everything as JSON")
 
     lighthouse = commands.add_parser("lighthouse", help="serve the nodes of an elastic run; start it once per run")

@@ -6,8 +6,7 @@ import time
 
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from benchmarks.papers.clock import Site
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, schedule
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule
 from lightning_hiercomm.planning.simulate.tasks import Batches, judge, loss_of, momentum_sgd
 
 

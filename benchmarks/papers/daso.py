@@ -11,14 +11,13 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from benchmarks.palette import styles_of
-from benchmarks.papers.clock import Site
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.planning.cluster import Link
-from lightning_hiercomm.planning.simulate.simulation import Experiment
+from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
 from lightning_hiercomm.schemes import DASO, AllReduce, Context, Scheme
 from lightning_hiercomm.schemes.daso import RunningDASO
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.papers.clock import Site
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
+from lightning_hiercomm.planning.simulate.simulation import Site
 
 _RESNET50 = 25.6e6
 _GBIT = 1e9 / 8

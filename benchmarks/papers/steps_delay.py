@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.asynchronous import asynchronous
-from benchmarks.papers.clock import simulate
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
@@ -17,7 +16,7 @@ from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
 from lightning_hiercomm.planning.cluster import Link
 from lightning_hiercomm.planning.predict.cost import predict
-from lightning_hiercomm.planning.simulate.simulation import Experiment
+from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
 from lightning_hiercomm.schemes import AllReduce, Scheme, StepsDelay
 
 NODES = 4

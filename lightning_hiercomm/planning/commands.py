@@ -27,7 +27,7 @@ from lightning_hiercomm.planning.predict.accuracy import WIRES
 from lightning_hiercomm.planning.predict.candidates import DEFAULT_WIRES
 from lightning_hiercomm.planning.predict.candidates import plan as make_plan
 from lightning_hiercomm.planning.simulate import curves
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, check
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, check
 from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
 from lightning_hiercomm.planning.simulate.tasks import Task, load_task
 from lightning_hiercomm.planning.user_code import json_object
@@ -127,15 +127,16 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def simulate(arguments: argparse.Namespace) -> int:
-    """Train many replicas of a model on this machine."""
+    """Train many replicas of a model on this machine, and predict the time on a cluster."""
     task = load_task(arguments.task)
     experiments = _experiments(arguments, task)
+    site = _site(arguments, task, nodes=max(arguments.nodes))
     for experiment in experiments:  # refuse all of them before the first one trains
         if experiment.nodes == min(arguments.nodes) and experiment.seed == 0:
             check(experiment)
     done: list[Curve] = []
     for experiment in experiments:
-        curve = _curve(experiment)
+        curve = _curve(experiment, site)
         done.append(curve)
         end = None if curve.has_diverged else curve.points[-1]
         print(
@@ -148,10 +149,10 @@ def simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _curve(experiment: Experiment) -> Curve:
+def _curve(experiment: Experiment, site: Site) -> Curve:
     began = time.perf_counter()
     try:
-        return run_one(experiment)
+        return run_one(experiment, site)
     except NonfiniteError:
         return Curve(experiment, [], math.nan, time.perf_counter() - began)
 
@@ -202,6 +203,21 @@ def _schemes(arguments: argparse.Namespace) -> list[Scheme]:
         raise PlanningError(str(error)) from error
 
 
+def _site(arguments: argparse.Namespace, task: Task, nodes: int) -> Site:
+    if arguments.profile is not None:
+        profile = Profile.read(Path(arguments.profile))
+        cluster, workload = _with_network(profile.cluster, nodes, arguments), profile.workload
+    elif arguments.inter is None or arguments.step_time is None:
+        raise PlanningError("give --inter and --step-time, or --profile with a file of `probe`")
+    else:
+        parameters = sum(parameter.numel() for parameter in task.model().parameters())
+        cluster = Cluster(nodes, 1, Link(math.inf), Link(1.0, INTER_LATENCY))
+        workload = Workload.of_step(parameters, 1.0)
+    cluster, workload = _with_flags(cluster, workload, arguments)
+    ranks = cluster.ranks_per_node if arguments.ranks_per_node is None else arguments.ranks_per_node
+    return Site(replace(cluster, ranks_per_node=ranks), workload)
+
+
 def _cluster_and_workload(arguments: argparse.Namespace) -> tuple[Cluster, Workload]:
     """Return the cluster and workload of `plan`, from a profile and flags, or from flags alone."""
     if arguments.profile is not None:
@@ -250,9 +266,9 @@ def _with_flags(cluster: Cluster, workload: Workload, arguments: argparse.Namesp
         workload = replace(workload, **parts)
     if arguments.params is not None:
         workload = replace(workload, parameters=arguments.params)
-    if arguments.dtype is not None:
+    if getattr(arguments, "dtype", None) is not None:
         workload = replace(workload, dtype=arguments.dtype)
-    if arguments.optimizer is not None:
+    if getattr(arguments, "optimizer", None) is not None:
         workload = replace(workload, state_per_parameter=_STATE[arguments.optimizer])
     return cluster, workload
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -90,8 +91,9 @@ def test_nodes_of_no_ranks_are_refused_in_one_line(capsys):
 @pytest.mark.usefixtures("own_task")
 def test_an_impossible_scheme_is_refused_before_others_train(capsys, monkeypatch):
     monkeypatch.delattr(commands, "run_one")
+    clock = ["--inter", "1gbit", "--step-time", "1ms"]
     task = ["--task", "own_task:task"]
-    assert program.main(["simulate", *task, "--scheme", "steps_delay", "--wire", "int8"]) == 2
+    assert program.main(["simulate", *task, *clock, "--scheme", "steps_delay", "--wire", "int8"]) == 2
     assert "StepsDelay sends gradients and weights as they are or cast" in capsys.readouterr().err
 
 
@@ -186,9 +188,18 @@ def test_flags_that_contradict_a_profile_are_refused(profile, arguments, message
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("own_task")
 def test_a_profile_of_one_node_needs_inter(tmp_path, capsys):
     path = str(tmp_path / "one.json")
     Profile(Cluster(1, 4, Link(1e10), Link(float("inf"))), Workload(1e8, 0.1, 0.2)).write(tmp_path / "one.json")
     assert run("--profile", path, "--nodes", "8") == 2
     assert "give --inter, too" in capsys.readouterr().err
     assert plan_of(capsys, "--profile", path, "--nodes", "8", "--inter", "10gbit")["nodes"] == 8
+    simulated = ["simulate", "--task", "own_task:task", "--scheme", "periodic", "--epochs", "0.01", "--profile", path]
+    assert program.main(simulated) == 2  # of four nodes
+    assert "give --inter, too" in capsys.readouterr().err
+    link = ["--inter", "100mbit", "--params", "1e6", "--step-time", "1ms"]
+    assert program.main([*simulated, *link, "--scheme-args", '{"sync_every": 1}', "--json"]) == 0
+    *_, own = json.loads(capsys.readouterr().out)
+    least = own["steps"] * own["inter_bytes_per_step"] / 12.5e6
+    assert least <= own["points"][-1]["seconds"] < math.inf

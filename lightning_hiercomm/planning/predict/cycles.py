@@ -1,14 +1,18 @@
-"""When a scheme sends, and how long nodes train apart."""
+"""When a scheme sends, how long nodes train apart, and which scheme a running one costs as much as."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from lightning_hiercomm.schemes import (
     DASO,
+    AllReduce,
     Gossip,
     ParameterSync,
+    PeriodicAveraging,
+    RunningScheme,
     Scheme,
     StepsDelay,
 )
@@ -55,3 +59,31 @@ def drift(scheme: Scheme | None, nodes: int) -> float:
         # as averaging every third step leaves them; a step of delay doubles that. Two nodes are a pair.
         return (1 if nodes == 2 else 3) + (2 if scheme.overlap else 0)
     return 0
+
+
+def next_step(running: RunningScheme[Scheme], steps_of_epoch: int) -> Scheme:
+    """Return a scheme all of whose steps cost what the next step of a running one does."""
+    config = running.config
+    if isinstance(config, DASO):
+        if running.phase != "cycling":
+            return PeriodicAveraging(1, gradients=_in_node(config))
+        scalars = running.scalars()
+        return DASO(
+            int(scalars["sync_every"]),
+            int(scalars["staleness"]),
+            merge="delta" if config.merging.needs_sent else "eq1",
+            reducer="sharded" if config.reducer == "sharded" else "leader",
+            gradients=_in_node(config),
+            narrow_phases=config.narrow_phases,
+        )
+    if running.phase == "warm-up":
+        return AllReduce()
+    if isinstance(config, PeriodicAveraging) and (config.at_epoch_end or config.sync_every is None):
+        averages = math.ceil(steps_of_epoch / (config.period or steps_of_epoch))
+        every = max(1, round(steps_of_epoch / averages))
+        return PeriodicAveraging(every, gradients=_in_node(config), node_sync_every=config.node_sync_every)
+    return config
+
+
+def _in_node(scheme: Scheme) -> Literal["node", "none"]:
+    return "none" if scheme.gradients == "none" else "node"

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from statistics import fmean
 from typing import Any
 
 from lightning_hiercomm.planning.predict.report import aligned
+from lightning_hiercomm.planning.quantities import shown_seconds
 from lightning_hiercomm.planning.simulate.simulation import Curve
 
 _COLUMNS = (
-    *("replicas", "batch", "scheme", "steps", "accuracy", "best", "loss"),
-    "steps to the first row's best",
+    *("replicas", "batch", "scheme", "steps", "step", "all of them", "accuracy", "best", "loss"),
+    "to the first row's best",
 )
 
 
 def table(curves: Sequence[Curve]) -> str:
     """Return one line per experiment: the mean over the seeds that did not diverge.
 
-    The first row of each number of replicas is the baseline. "steps to the first row's best" counts until the accuracy
-    first reached the baseline's highest.
+    The first row of each number of replicas is the baseline. "to the first row's best" is the predicted time until the
+    accuracy first reached the baseline's highest.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
     for _, group in groupby(_by_experiment(curves), key=lambda runs: runs[0].experiment.replicas):
@@ -50,7 +52,7 @@ def _cells(runs: list[Curve], target: float) -> tuple[str, ...]:
         str(experiment.steps),
     )
     if not ended:
-        return (*names, "diverged", *["-"] * 3)
+        return (*names, "-", "-", "diverged", *["-"] * 3)
     ends = [run.points[-1] for run in ended]
     accuracies = [100 * end.accuracy for end in ends]
     spread = f" +-{(max(accuracies) - min(accuracies)) / 2:.1f}" if len(ended) > 1 else ""
@@ -58,15 +60,17 @@ def _cells(runs: list[Curve], target: float) -> tuple[str, ...]:
     reached = [point for run in ended if (point := run.first_to_reach(target)) is not None]
     return (
         *names,
+        shown_seconds(ends[0].seconds / experiment.steps),
+        shown_seconds(ends[0].seconds),
         f"{fmean(accuracies):.1f} %{spread}{lost}",
         f"{100 * fmean(run.best.accuracy for run in ended):.1f} %",
         f"{fmean(end.loss for end in ends):.3f}",
-        f"{fmean(point.step for point in reached):.0f}" if len(reached) == len(ended) else "-",
+        shown_seconds(fmean(point.seconds for point in reached)) if len(reached) == len(ended) else "-",
     )
 
 
 def to_dict(curves: Iterable[Curve]) -> list[dict[str, Any]]:
-    """Return everything as values for JSON."""
+    """Return everything as values for JSON; seconds are predicted, except ``took``."""
     return [
         {
             "label": curve.experiment.label,
@@ -80,11 +84,7 @@ def to_dict(curves: Iterable[Curve]) -> list[dict[str, Any]]:
             "seed": curve.experiment.seed,
             "steps": curve.experiment.steps,
             "diverged": curve.has_diverged,
-            "points": [
-                {"step": point.step, "accuracy": point.accuracy, "loss": point.loss}
-                for point in curve.points
-                if math.isfinite(point.loss)
-            ],
+            "points": [asdict(point) for point in curve.points if math.isfinite(point.loss)],
             "inter_bytes_per_step": curve.inter_bytes if math.isfinite(curve.inter_bytes) else None,
             "took": curve.took,
         }

@@ -1,4 +1,4 @@
-"""Train many replicas with the real schemes on one machine."""
+"""Train many replicas with the real schemes on one machine, and predict the time that a cluster would take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 
@@ -20,7 +20,9 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
-from lightning_hiercomm.planning.cluster import PlanningError
+from lightning_hiercomm.planning.cluster import Cluster, PlanningError, Workload
+from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.predict.cycles import next_step
 from lightning_hiercomm.planning.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -30,6 +32,14 @@ _MOST_REPLICAS = 4096
 
 _LONGEST_WAIT = 600.0
 _SECONDS_BETWEEN_WAKES = 1e-4
+
+
+@dataclass(frozen=True)
+class Site:
+    """The cluster whose step times are predicted."""
+
+    cluster: Cluster
+    workload: Workload
 
 
 @dataclass(frozen=True)
@@ -107,7 +117,7 @@ class Point:
 
     Attributes:
         step: Optimizer steps so far.
-        seconds: Their time, as ``seconds_of_step`` gives it.
+        seconds: Their predicted time on the cluster.
         accuracy: On held-out examples, by the task's own measure.
         loss: On held-out examples.
     """
@@ -151,26 +161,36 @@ class Curve:
         return next((point for point in self.points if point.accuracy >= accuracy), None)
 
 
-SecondsOfStep = Callable[[RunningScheme[Scheme]], float]
-"""Returns the time of a scheme's next step."""
+class VirtualClock:
+    """Predicts each step's time on a cluster, by the phase of the scheme."""
+
+    def __init__(self, experiment: Experiment, site: Site) -> None:
+        self._experiment = experiment
+        self._cluster = replace(site.cluster, nodes=experiment.nodes, world=None)
+        self._workload = site.workload
+        self._known: dict[str, float] = {}
+
+    def seconds_of_step(self, scheme: RunningScheme[Scheme]) -> float:
+        """Return the predicted time of the scheme's next step."""
+        like = next_step(scheme, self._experiment.steps_per_epoch)
+        key = repr(like)
+        if key not in self._known:
+            prediction = predict(like, self._cluster, self._workload, self._experiment.wire_dtype)
+            self._known[key] = prediction.seconds
+        return self._known[key]
 
 
-def simulate(experiment: Experiment, evaluations: int = 10, seconds_of_step: SecondsOfStep = lambda _: 0.0) -> Curve:
+def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve:
     """Train all replicas as threads of this process, with the scheme's own code.
 
     Sums are made in rank order and every replica has its own random batches, so a run gives the same bits each time.
-
-    Args:
-        experiment: The run.
-        evaluations: How often the averaged model is evaluated.
-        seconds_of_step: A clock for :attr:`Point.seconds`.
 
     Raises:
         PlanningError: If the scheme does not support the experiment.
         NonfiniteError: If the scheme finds that parameters are NaN or infinite.
     """
     began = time.perf_counter()
-    replicas = _on_threads(experiment, lambda replica: replica.train(evaluations, seconds_of_step))
+    replicas = _on_threads(experiment, lambda replica: replica.train(site, evaluations))
     first = replicas[0]
     sent = fmean(replica.sent for replica in replicas) * experiment.ranks_per_node
     parameters = [parameter.detach() for parameter in first.module.parameters()]
@@ -232,9 +252,9 @@ class _Replica:
         with self._started():
             pass
 
-    def train(self, evaluations: int, seconds_of_step: SecondsOfStep) -> None:
+    def train(self, site: Site, evaluations: int) -> None:
         experiment = self._experiment
-        seconds, per_epoch = 0.0, experiment.steps_per_epoch
+        clock, seconds, per_epoch = VirtualClock(experiment, site), 0.0, experiment.steps_per_epoch
         evaluated = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
         with self._started() as run:
             for step in range(experiment.steps):
@@ -242,7 +262,7 @@ class _Replica:
                     run.begin_epoch(step // per_epoch, dict)
                 is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
                 if self._topology.rank == 0:
-                    seconds += seconds_of_step(run.schemes[0])
+                    seconds += clock.seconds_of_step(run.schemes[0])
                 batch = self._batches.draw()
                 for turn, optimizer in self._turns:
                     optimizer.param_groups[0]["lr"] = experiment.learning_rate * schedule(step, experiment.steps)

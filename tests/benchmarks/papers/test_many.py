@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from benchmarks.papers.clock import simulate
 from benchmarks.papers.many import (
     NETWORKS,
     Arena,
@@ -32,7 +31,7 @@ from benchmarks.papers.sites import SITES
 from benchmarks.papers.wires import wire_named
 from benchmarks.tasks import adamw
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.simulate.simulation import Experiment
+from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
 from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import (
     DASO,

@@ -12,13 +12,12 @@ from torch import nn
 
 from benchmarks.papers import command, hetgrad
 from benchmarks.papers.asynchronous import asynchronous
-from benchmarks.papers.clock import Site, simulate
 from benchmarks.papers.optimizers import AdaBelief
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import known_results
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.simulate.simulation import Experiment
+from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, simulate
 from lightning_hiercomm.schemes import AllReduce
 
 

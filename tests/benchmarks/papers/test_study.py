@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from benchmarks.papers.clock import Site, simulate
 from benchmarks.papers.study import Results, Sample, Setting
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.simulate.simulation import Experiment
-from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
+from lightning_hiercomm.schemes import AllReduce, Gossip, PeriodicAveraging
 
-# 4 MB between nodes at 10 MB/s: a synchronization of two nodes takes 0.4 s
 SITE = Site(Cluster(2, 1, Link(math.inf), Link(1e7)), Workload.of_step(1e6, 1.0))
 
 
@@ -57,44 +54,3 @@ def test_the_best_of_several_settings_is_one_that_never_diverged():
 
     results = Results({"safe": {0: run(0.5)}, "risky": {0: run(0.9), 1: run(0.1, "diverged")}, "unknown": {}})
     assert results.best_of(["safe", "risky", "unknown"]) == "safe"
-
-
-@pytest.mark.parametrize(
-    ("scheme", "seconds"),
-    [
-        (AllReduce(), 12 * 1.3),  # the backward pass hides the first bucket, of 1 MB; the other has 3 MB
-        (PeriodicAveraging(4), 12 * 1.0 + 3 * 0.4),
-        (PeriodicAveraging(None), 12 * 1.0 + 0.4),
-        (PeriodicAveraging(5), 12 * 1.0 + 3 * 0.4),  # twice, and at the end
-        (DiLoCo(6), 12 * 1.0 + 2 * 0.4),
-        (DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 12 * 1.0),
-        (DASO(4, 1, cooldown_epochs=0, warmup_steps=5), 12 * 1.0 + 5 * 0.4),
-        (StepsDelay(2, warmup_steps=4), 12 * 1.0 + 4 * 0.3),
-    ],
-)
-def test_predicted_times_follow_the_phases_of_a_scheme(scheme, seconds):
-    curve = simulate(experiment(scheme=scheme, steps=12), SITE)
-    assert curve.points[-1].seconds == pytest.approx(seconds, rel=0.05)
-    assert curve.points[0].seconds < curve.points[-1].seconds
-
-
-@pytest.mark.parametrize(
-    ("scheme", "kilobytes"),
-    [
-        (PeriodicAveraging(12), 12 + 0.5),  # of gradients, in each step; then a rank has half of what is averaged on
-        (PeriodicAveraging(12, gradients="none"), 1),  # of parameters, in a synchronization
-        (PeriodicAveraging(12, gradients="none", node_sync_every=4), 1 + 2),
-        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"), 12 + 0.5),
-        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, reducer="sharded", gradients="none"), 1),
-        (DASO(12, 0, warmup_steps=12, cooldown_epochs=0, gradients="none"), 12),
-    ],
-    ids=repr,
-)
-def test_predicted_times_include_traffic_inside_nodes(scheme, kilobytes):
-    slow_inside = replace(SITE, cluster=Cluster(2, 2, Link(1e3), Link(math.inf)))
-    curve = simulate(
-        experiment(scheme=scheme, steps=12, ranks_per_node=2),
-        replace(slow_inside, workload=Workload.of_step(250, 1e-6)),
-    )
-    # two ranks send each other a kilobyte in a second
-    assert curve.points[-1].seconds == pytest.approx(kilobytes, abs=0.01)

@@ -1,9 +1,10 @@
-"""Replicas that are simulated."""
+"""Replicas that are simulated, and the clock they go by."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -11,13 +12,15 @@ import torch
 
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.__main__ import main
-from lightning_hiercomm.planning.cluster import PlanningError
+from lightning_hiercomm.planning.cluster import Cluster, Link, PlanningError, Workload
 from lightning_hiercomm.planning.simulate.curves import table
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, schedule, simulate
+from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule, simulate
 from lightning_hiercomm.planning.simulate.tasks import Batches
-from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
 TASK = TASKS["characters"]
+# 4 MB between nodes at 10 MB/s: an agreement of two nodes takes 0.4 s
+SITE = Site(Cluster(2, 1, Link(math.inf), Link(1e7)), Workload.of_step(1e6, 1.0))
 DEFAULTS = {"label": "it", "nodes": 2, "steps": 12, "learning_rate": 0.1, "batch": 8, "task": TASK}
 
 
@@ -30,7 +33,7 @@ def same(first, second):
 
 
 def test_a_simulation_gives_the_same_bits_each_time():
-    first, again, other = (simulate(experiment(Gossip(), nodes=5, seed=seed)) for seed in (0, 0, 1))
+    first, again, other = (simulate(experiment(Gossip(), nodes=5, seed=seed), SITE) for seed in (0, 0, 1))
     assert same(first, again)
     assert first.points == again.points
     assert not same(first, other)
@@ -98,7 +101,7 @@ class Simulated(pl.LightningModule):
 )
 def test_four_replicas_equal_four_processes_exactly(fit, scheme, nodes):
     made = experiment(scheme, nodes=nodes, ranks_per_node=4 // nodes)
-    simulated = simulate(made).parameters
+    simulated = simulate(made, SITE).parameters
     reports = fit(Simulated(made), {"scheme": scheme, "ranks_per_node": 4 // nodes})
     for report in reports:
         for own, expected in zip(simulated, report["state_dict"].values(), strict=True):
@@ -107,7 +110,7 @@ def test_four_replicas_equal_four_processes_exactly(fit, scheme, nodes):
 
 def test_two_optimizers_in_turn_equal_those_of_processes_exactly(fit):
     made = experiment(PeriodicAveraging(5), ranks_per_node=2, task=TASKS["gan"], learning_rate=1e-3)
-    simulated = simulate(made).parameters
+    simulated = simulate(made, SITE).parameters
     strategy = {"scheme": made.scheme, "find_unused_parameters": True}
     for report in fit(Simulated(made), strategy):
         for own, expected in zip(simulated, report["state_dict"].values(), strict=True):
@@ -115,12 +118,12 @@ def test_two_optimizers_in_turn_equal_those_of_processes_exactly(fit):
 
 
 def test_an_experiment_may_have_another_optimizer_than_its_task():
-    usual, adam = (simulate(experiment(AllReduce(), optimizer=maker)) for maker in (None, torch.optim.Adam))
+    usual, adam = (simulate(experiment(AllReduce(), optimizer=maker), SITE) for maker in (None, torch.optim.Adam))
     assert not same(usual, adam)
 
 
 def test_the_averaged_model_is_evaluated_at_given_steps():
-    curve = simulate(experiment(PeriodicAveraging(5)), evaluations=3)
+    curve = simulate(experiment(PeriodicAveraging(5)), SITE, evaluations=3)
     assert [point.step for point in curve.points] == [4, 8, 12]
     assert curve.best.accuracy == max(point.accuracy for point in curve.points)
     assert curve.first_to_reach(2.0) is None
@@ -129,13 +132,51 @@ def test_the_averaged_model_is_evaluated_at_given_steps():
 
 def test_evaluating_does_not_change_training():
     scheme = DiLoCo(4, fragments=2, staleness=1)
-    once, often = (simulate(experiment(scheme), evaluations=looks) for looks in (1, 12))
+    once, often = (simulate(experiment(scheme), SITE, evaluations=looks) for looks in (1, 12))
     assert same(once, often)
 
 
 def test_a_simulation_learns():
-    curve = simulate(experiment(PeriodicAveraging(5), steps=100))
+    curve = simulate(experiment(PeriodicAveraging(5), steps=100), SITE)
     assert curve.points[-1].loss < curve.points[0].loss - 0.2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "seconds"),
+    [
+        (AllReduce(), 12 * 1.3),  # the backward pass hides the first bucket, of 1 MB; the other has 3 MB
+        (PeriodicAveraging(4), 12 * 1.0 + 3 * 0.4),
+        (PeriodicAveraging(None), 12 * 1.0 + 0.4),
+        (PeriodicAveraging(5), 12 * 1.0 + 3 * 0.4),  # twice, and at the end
+        (DiLoCo(6), 12 * 1.0 + 2 * 0.4),
+        (DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 12 * 1.0),
+        (DASO(4, 1, cooldown_epochs=0, warmup_steps=5), 12 * 1.0 + 5 * 0.4),
+        (StepsDelay(2, warmup_steps=4), 12 * 1.0 + 4 * 0.3),
+    ],
+)
+def test_predicted_times_follow_the_phases_of_a_scheme(scheme, seconds):
+    curve = simulate(experiment(scheme), SITE)
+    assert curve.points[-1].seconds == pytest.approx(seconds, rel=0.05)
+    assert curve.points[0].seconds < curve.points[-1].seconds
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kilobytes"),
+    [
+        (PeriodicAveraging(12), 12 + 0.5),  # of gradients, in each step; then a rank has half of what is averaged on
+        (PeriodicAveraging(12, gradients="none"), 1),  # of parameters, in an agreement
+        (PeriodicAveraging(12, gradients="none", node_sync_every=4), 1 + 2),
+        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"), 12 + 0.5),
+        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, reducer="sharded", gradients="none"), 1),
+        (DASO(12, 0, warmup_steps=12, cooldown_epochs=0, gradients="none"), 12),
+    ],
+    ids=repr,
+)
+def test_predicted_times_include_traffic_inside_nodes(scheme, kilobytes):
+    slow_inside = replace(SITE, cluster=Cluster(2, 2, Link(1e3), Link(math.inf)))
+    curve = simulate(experiment(scheme, ranks_per_node=2), replace(slow_inside, workload=Workload.of_step(250, 1e-6)))
+    # two ranks send each other a kilobyte in a second
+    assert curve.points[-1].seconds == pytest.approx(kilobytes, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +194,13 @@ def test_impossible_experiments_are_refused(others, message):
 
 def test_an_unsupported_scheme_is_refused():
     with pytest.raises(PlanningError, match="one exchange is pending at a time"):
-        simulate(experiment(DiLoCo(4, fragments=["0"], staleness=3)))
+        simulate(experiment(DiLoCo(4, fragments=["0"], staleness=3)), SITE)
 
 
 def after_one_step(**others):
     """The parameters after one step of plain SGD, and what they were."""
     made = experiment(AllReduce(), steps=1, optimizer=plain_sgd, **others)
-    return simulate(made).parameters, [p.detach() for p in TASK.model().parameters()]
+    return simulate(made, SITE).parameters, [p.detach() for p in TASK.model().parameters()]
 
 
 def plain_sgd(parameters, learning_rate):
@@ -200,7 +241,8 @@ def test_batches_are_a_replicas_own():
 
 # ---- the command -------------------------------------------------------------------------------------------------
 
-SHORT = ["simulate", "--scheme", "periodic", "--task", "own_task:task", "--epochs", "0.01", "--nodes", "2"]
+CLOCK = ["--inter", "10gbit", "--step-time", "200ms"]
+SHORT = ["simulate", "--scheme", "periodic", "--task", "own_task:task", *CLOCK, "--epochs", "0.01", "--nodes", "2"]
 
 
 pytestmark = pytest.mark.usefixtures("own_task")
@@ -272,6 +314,18 @@ def test_diverged_seeds_are_counted_and_not_averaged():
     assert "nan" not in row
 
 
+def test_flags_change_predicted_times(capsys):
+    def end(*flags):
+        assert main([*SHORT, "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)[0]["points"][-1]["seconds"]
+
+    assert end("--step-time", "400ms", "--inter", "100gbit") == pytest.approx(20 * 0.4, rel=0.1)
+    slow = end("--inter", "10mbit", "--params", "25m")
+    assert slow > 100 * end("--inter", "10gbit", "--params", "25m")
+    assert end("--inter", "10mbit", "--params", "10m") < 0.6 * slow
+    assert end("--inter", "10mbit") == pytest.approx(end("--inter", "10mbit", "--params", "1474"))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -294,11 +348,17 @@ def test_diverged_seeds_are_counted_and_not_averaged():
             ["--task", "own_task:build"],
             "--task 'own_task:build' is not a lightning_hiercomm.planning.simulate.tasks.Task",
         ),
+        (["--profile", "/nowhere"], "cannot read /nowhere"),
     ],
 )
 def test_wrong_flags_get_one_line(flags, message, capsys):
-    assert main(["simulate", "--task", "own_task:task", "--scheme", "daso", *flags]) == 2
+    assert main(["simulate", "--task", "own_task:task", "--scheme", "daso", *CLOCK, *flags]) == 2
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_simulate_needs_a_network_and_a_step_time(capsys):
+    assert main(["simulate", "--task", "own_task:task", "--scheme", "daso", "--inter", "1gbit"]) == 2
+    assert "give --inter and --step-time, or --profile with a file of `probe`" in capsys.readouterr().err
