@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("pairwise"):  # on each device by itself: not every machine has both
             products[item.path, item.originalname, item.callspec.params.get("device")].append(item)
     for product in products.values():
-        mark_nightly(product, select([_cell(item) for item in product]))
+        groups = product[0].get_closest_marker("pairwise").kwargs.get("groups", ())
+        mark_nightly(product, select([_cell(item) for item in product], groups))
     nightly = [item for item in items if item.get_closest_marker("nightly")]
     if nightly and not config.getoption("--nightly") and not any("::" in argument for argument in config.args):
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]

@@ -11,7 +11,7 @@ from programs import (
 )
 from programs_toy import Action, Program
 
-BATCH, ON_PUSH = 8, 16
+BATCH, ON_PUSH = 8, 8
 FIRST = 540_000
 
 

@@ -23,7 +23,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -275,13 +275,7 @@ def goes_together(fit: Fit) -> bool:
         return False  # stops by an average that is in no file
     if "monitor" in fit.saves and fit.validate is None:
         return False
-    if fit.validate is not None and fit.validate[0] == "batches" and fit.validate[1] > fit.batches:
-        return False
-    return all(not is_off(fit) for is_off in OFF)
-
-
-OFF: list[Callable[[Fit], bool]] = []
-"""Known defects that are not fixed yet."""
+    return fit.validate is None or fit.validate[0] != "batches" or fit.validate[1] <= fit.batches
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------

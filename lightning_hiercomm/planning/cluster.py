@@ -47,27 +47,12 @@ class Cost:
         delay: Seconds until the last message arrives; other collectives may use the link meanwhile.
         processor_seconds: Processor time of each rank.
         bytes: Bytes that each rank sends.
-        longer: Factor of its time while other operations use the processors.
     """
 
     seconds: float
     delay: float
     processor_seconds: float
     bytes: float
-    longer: float = 1.0
-
-
-@dataclass(frozen=True)
-class Contention:
-    """The cost of overlapping collectives with training where processors are scarce.
-
-    Attributes:
-        later: Seconds by which a collective ends later while the processors are busy.
-        unbilled: Processors used during a collective of a rank and billed to no process, such as by the kernel.
-    """
-
-    later: float = 0.0
-    unbilled: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -121,14 +106,12 @@ class Link:
         latency: Seconds of the shortest message.
         algorithm: Of collectives, see :func:`rounds_of`.
         curves: Measured costs by collective; they take precedence over the numbers above.
-        contention: The cost of overlapping with training.
     """
 
     bandwidth: float
     latency: float = 0.0
     algorithm: Algorithm = "halving"
     curves: Mapping[Collective, CostCurve] = field(default_factory=dict)
-    contention: Contention = Contention()
 
     def cost(self, kind: Collective, members: int, whole: float, sharing: int = 1) -> Cost:
         """Return the measured cost of a collective, or ``rounds * latency + bytes / bandwidth``."""
@@ -141,19 +124,12 @@ class Link:
             return Cost(sharing * sent / self.bandwidth, rounds * self.latency, 0.0, sent)
         latencies = rounds / rounds_of(kind, curve.members, self.algorithm)
         seconds = curve.seconds(sent * sharing / curve.sharing, latencies)
-        work = curve.processor_seconds(sent, latencies) + self.contention.unbilled * seconds
-        longer = 1 + self.contention.later / seconds if self.contention.later else 1.0
-        return Cost(seconds, 0.0, work, sent, longer)
+        return Cost(seconds, 0.0, curve.processor_seconds(sent, latencies), sent)
 
     def faster(self, factor: float) -> Link:
         """Scale the bandwidth, not the latency."""
-        return Link(
-            self.bandwidth * factor,
-            self.latency,
-            self.algorithm,
-            {kind: curve.faster(factor) for kind, curve in self.curves.items()},
-            self.contention,
-        )
+        curves = {kind: curve.faster(factor) for kind, curve in self.curves.items()}
+        return Link(self.bandwidth * factor, self.latency, self.algorithm, curves)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +21,12 @@ if importlib.util.find_spec("ray") is None:  # an extra
 def own_classes() -> dict[str, type]:
     """All classes of the package, by module and name."""
     found = {}
-    for module in pkgutil.walk_packages(lightning_hiercomm.__path__, "lightning_hiercomm."):
-        if not any(part in module.name for part in NOT_IMPORTED):
-            for each in vars(importlib.import_module(module.name)).values():
-                if inspect.isclass(each) and each.__module__ == module.name:
+    (root,) = lightning_hiercomm.__path__
+    for path in sorted(Path(root).rglob("*.py")):
+        name = ".".join(path.relative_to(Path(root).parent).with_suffix("").parts).removesuffix(".__init__")
+        if not any(part in name for part in NOT_IMPORTED):
+            for each in vars(importlib.import_module(name)).values():
+                if inspect.isclass(each) and each.__module__ == name:
                     found[f"{each.__module__}.{each.__qualname__}"] = each
     return found
 

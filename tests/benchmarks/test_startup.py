@@ -26,6 +26,7 @@ def test_store_keys_and_connections_do_not_grow_with_the_world(monkeypatch):
     assert many.open_files[DDP] - few.open_files[DDP] == 4
 
 
+@pytest.mark.nightly
 @pytest.mark.long("starts up to twelve ranks twice")
 def test_store_keys_and_connections_do_not_grow_beyond_a_full_mesh(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,12 @@ PLACES = {
     "nodes of one rank and three": ([1, 3], 4),
     HERE: (2, 4),
 }
-ELSEWHERE = [place for place in PLACES if place != HERE]
+
+
+def on_push(*kept: str) -> list[Any]:
+    """All other places; on a push those that are named, because tests/checkpoints has all layouts on threads."""
+    marks = {place: [] if place in kept else [pytest.mark.nightly] for place in PLACES if place != HERE}
+    return [pytest.param(place, marks=marks[place]) for place in marks]
 
 
 def _train(folder, name, place, epochs, resume=None):
@@ -109,13 +115,13 @@ def ends_as_if_uninterrupted(reports, uninterrupted):
 
 @pytest.mark.long("a fit, and its resume on other ranks")
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
-@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize("place", on_push("DDP", "nodes of one rank and three"))
 def test_a_plain_checkpoint_is_resumed_elsewhere(resumed, scheme_name, uninterrupted, place):
     ends_as_if_uninterrupted(resumed(scheme_name)[HERE, place], uninterrupted)
 
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
-@pytest.mark.parametrize("place", ELSEWHERE)
+@pytest.mark.parametrize("place", on_push("DDP", "nodes of one rank and three"))
 def test_a_checkpoint_from_elsewhere_is_resumed_here(resumed, scheme_name, uninterrupted, place):
     ends_as_if_uninterrupted(resumed(scheme_name)[place, HERE], uninterrupted)
 
@@ -226,7 +232,7 @@ def resumed_exactly(borrow, tmp_path_factory, request):
 
 
 @pytest.mark.feature("checkpoint_replicas=True: resume to the bit, from any step")
-@pytest.mark.parametrize("step", [3, 4, 5, 6, 8])
+@pytest.mark.parametrize("step", [4, 5, *(pytest.param(step, marks=pytest.mark.nightly) for step in (3, 6, 8))])
 def test_resume_to_the_bit(resumed_exactly, scheme_name, step):
     reports = resumed_exactly(scheme_name)
     same_bits([results["whole"] for results in reports])

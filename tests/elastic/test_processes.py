@@ -99,7 +99,7 @@ def test_a_killed_node_delays_the_others_by_seconds_and_rejoins(cluster, scheme,
         assert "node 1 has left" in table, "a healed node knows the history"
 
 
-@pytest.mark.parametrize("remembers", [False, True])
+@pytest.mark.parametrize("remembers", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster, remembers):
     """No sample is seen twice; what nobody has learned from is counted. With fewer than min_nodes the others wait."""
     epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True, "remembers": remembers}

@@ -42,7 +42,7 @@ def nodes_share_a_processor():
         yield
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(groups=[("name",), ("sizes", "wire")])
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", ALL)
@@ -132,7 +132,7 @@ def test_rollback_restores_all_that_a_synchronization_changes(name, sizes, wire)
 # ---- lost nodes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(groups=[("name",), ("moment", "sizes")])
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(
     ("sizes", "lost"),
@@ -174,7 +174,7 @@ DUE = {"late": (8, 4), "streaming": (9, 6), "delta": (8, 4), "eq1": (8, 4), "lat
 """The step after which buckets are due, and the number of the synchronization in which they are merged."""
 
 
-@pytest.mark.pairwise
+@pytest.mark.pairwise(groups=[("name", "wire"), ("moment", "wire")])
 @pytest.mark.parametrize(
     "moment", ["in flight", "as it leaves", "before the quorum", "before the vote", "after the vote", "a failure"]
 )

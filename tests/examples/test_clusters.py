@@ -148,6 +148,7 @@ def test_slurm(checkout):
     assert "on 8 ranks" in run_tasks(checkout, arguments, [{**job, **place} for place in places])
 
 
+@pytest.mark.nightly  # a push tests LSF's, SLURM's and Kubeflow's variables in test_launching.py
 @pytest.mark.long("four ranks that train")
 def test_lsf(checkout):
     make_program(checkout / "jsrun", 'printf "%s\\n" "$@" > command')
@@ -172,6 +173,7 @@ def test_lsf(checkout):
     assert "on 4 ranks" in run_tasks(checkout, words[start + 1 :], [{**job, **place} for place in places])
 
 
+@pytest.mark.nightly
 @pytest.mark.long("two torchruns, and three ranks that train")
 def test_slurm_heterogeneous_job(checkout):
     make_program(checkout / "scontrol", '[ "$1 $2" = "show hostnames" ] && echo "$3"')
@@ -210,6 +212,7 @@ def test_skypilot(checkout):
     assert "on 4 ranks" in run_with_torchrun(checkout, *commands)
 
 
+@pytest.mark.nightly
 def test_kubeflow(checkout):
     job = yaml.safe_load((CLUSTERS / "kubeflow.yaml").read_text())["spec"]
     replicas = [job["pytorchReplicaSpecs"][kind] for kind in ("Master", "Worker")]

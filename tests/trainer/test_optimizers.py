@@ -81,7 +81,9 @@ def test_zero_over_all_ranks_is_refused_where_nodes_differ(borrow):
             assert "process_group=self.trainer.strategy.node_process_group" in error
 
 
-@pytest.mark.parametrize("scheme", [PeriodicAveraging(3), DiLoCo(4), AllReduce()], ids=repr)
+@pytest.mark.parametrize(
+    "scheme", [PeriodicAveraging(3), pytest.param(DiLoCo(4), marks=pytest.mark.nightly), AllReduce()], ids=repr
+)
 def test_zero_inside_a_node_equals_adam(borrow, scheme):
     replicas = isinstance(scheme, DiLoCo)
 

@@ -15,7 +15,6 @@ import torch
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Collective, CostCurve, Link, Workload
-from lightning_hiercomm.planning.measure.contention import measure_contention
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
 from lightning_hiercomm.planning.measure.round_trip import between_nodes, round_trips
@@ -78,14 +77,6 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     if trips:
         say(f"the longest round trip to the first node: {1e3 * max(trips):.3g} ms")
     world = link("all ranks", topology.world, topology.world_size, 1, ("all_reduce",))
-    if topology.num_nodes > 1 and share.processors is not None:
-        curve = inter.curves["all_reduce"]
-        contention = measure_contention(topology.inter, topology.world, train, ranks.device, curve, workload, share)
-        say(
-            f"overlapped with training, a collective ends {1e3 * contention.later:.1f} ms later, and takes"
-            f" {contention.unbilled:.0%} of a processor that is billed to no process"
-        )
-        inter, world = replace(inter, contention=contention), replace(world, contention=contention)
     everywhere = world if topology.num_nodes > 1 else None
     cluster = Cluster(
         topology.num_nodes, smallest, intra, inter, everywhere, share.processors, _COPIED / copying.seconds

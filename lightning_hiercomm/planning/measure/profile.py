@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_hiercomm.planning.cluster import Cluster, Contention, CostCurve, Link, PlanningError, Workload
+from lightning_hiercomm.planning.cluster import Cluster, CostCurve, Link, PlanningError, Workload
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ def _link(values: Mapping[str, Any] | None) -> Link | None:
         for kind, curve in values["curves"].items()
     }
     bandwidth = math.inf if values["bandwidth"] is None else values["bandwidth"]
-    contention = Contention(**values["contention"])
-    return Link(bandwidth, values["latency"], values["algorithm"], curves, contention)
+    return Link(bandwidth, values["latency"], values["algorithm"], curves)
 
 
 def _without_infinity(value: Any) -> Any:

@@ -191,7 +191,7 @@ class Node:
     ) -> Operation:
         processors = ranks * cost.processor_seconds / cost.seconds if cost.seconds else 0.0
         seconds = buckets.messages * cost.seconds
-        return self._timeline.add(resource, seconds, processors, after, cost.delay, cost.longer, link)
+        return self._timeline.add(resource, seconds, processors, after, cost.delay, link)
 
     # ---- results -----------------------------------------------------------------------------------------------------
 

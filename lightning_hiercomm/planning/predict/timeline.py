@@ -21,7 +21,6 @@ class Operation:
         processors: Mean number of processors that it then uses; 0 if other hardware does the work.
         after: Operations that must end before it starts.
         delay: Seconds between the release of its resource and its end: the latency of a message.
-        longer: Factor of its time while other operations use all processors.
         link: A link that it occupies, which operations on other resources may also need.
         start: When it started; all times are known after :meth:`Timeline.run`.
         free: When it released its resource.
@@ -32,7 +31,6 @@ class Operation:
     processors: float = 0.0
     after: tuple[Operation, ...] = ()
     delay: float = 0.0
-    longer: float = 1.0
     link: str | None = None
     start: float = field(default=_NEVER, init=False)
     free: float = field(default=_NEVER, init=False)
@@ -62,14 +60,13 @@ class Timeline:
         processors: float = 0.0,
         after: Iterable[Operation] = (),
         delay: float = 0.0,
-        longer: float = 1.0,
         link: str | None = None,
     ) -> Operation:
         """Add an operation to a resource; see :class:`Operation` for the arguments.
 
         Operations that need the same link use it in the order of their addition.
         """
-        task = Operation(seconds, processors, tuple(after), delay, longer, link)
+        task = Operation(seconds, processors, tuple(after), delay, link)
         self._resources.setdefault(resource, []).append(task)
         self._added.append((resource, task))
         return task
@@ -159,8 +156,7 @@ class Timeline:
             return speeds
         remaining = self.processors
         for position, (processors, index) in enumerate(wanted):
-            longer = tasks[index].longer if len(wanted) > 1 else 1.0
-            granted = min(processors / longer, remaining / (len(wanted) - position))
+            granted = min(processors, remaining / (len(wanted) - position))
             speeds[index] = granted / processors
             remaining -= granted
         return speeds

@@ -39,8 +39,8 @@ def test_a_profile_survives_a_round_trip_through_json(tmp_path, world):
         ("not json", "is not JSON"),
         ("[]", "was not written by"),
         ('{"format": 99}', "was not written by"),
-        ('{"format": 2}', "KeyError"),
-        ('{"format": 2, "cluster": {"nodes": 0}, "workload": {}}', "is not a profile"),
+        ('{"format": 3}', "KeyError"),
+        ('{"format": 3, "cluster": {"nodes": 0}, "workload": {}}', "is not a profile"),
     ],
 )
 def test_other_files_are_refused_with_their_name(tmp_path, content, message):
