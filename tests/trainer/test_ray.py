@@ -78,7 +78,7 @@ def lives(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("?.?.json"))}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.long("starts a Ray cluster, whose workers import torch")
 @pytest.mark.timeout(600)
 def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
