@@ -108,7 +108,7 @@ def check_one_node(topology: Topology) -> None:
     if topology.num_nodes > 1:
         raise ValueError(
             f"elastic nodes: every node is a world of its own, but this one has {topology.num_nodes} nodes: start each"
-            " node with `torchrun --nnodes=1`, or under Ray with a TorchTrainer of its own"
+            " node with `torchrun --nnodes=1`"
         )
 
 

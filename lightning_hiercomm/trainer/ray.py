@@ -14,7 +14,6 @@ except ModuleNotFoundError as error:
 import torch.distributed as dist
 from typing_extensions import override
 
-from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.hosts import Place
 from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
@@ -25,11 +24,10 @@ class RayHierarchicalStrategy(HierarchicalStrategy, RayDDPStrategy):  # type: ig
     """A :class:`~lightning_hiercomm.HierarchicalStrategy` in a training function of Ray Train.
 
     A node is a Ray node, unless ``ranks_per_node`` is given. With ``elastic`` and
-    :class:`~lightning_hiercomm.trainer.ray_elastic.ElasticTorchConfig`, a node is a worker; with ``elastic`` and Ray's
-    ``TorchConfig``, all workers of a ``TorchTrainer`` are one node. Use it with Ray's ``RayLightningEnvironment`` and
-    ``prepare_trainer``, which accepts subclasses of Ray's strategies only. Arguments are those of
-    ``HierarchicalStrategy``. Ray creates the process group, so ``timeout`` and ``process_group_backend`` are set in the
-    ``torch_config`` of Ray's ``TorchTrainer``.
+    :class:`~lightning_hiercomm.trainer.ray_elastic.ElasticTorchConfig`, a node is a worker. Use it with Ray's
+    ``RayLightningEnvironment`` and ``prepare_trainer``, which accepts subclasses of Ray's strategies only. Arguments
+    are those of ``HierarchicalStrategy``. Ray creates the process group, so ``timeout`` and ``process_group_backend``
+    are set in the ``torch_config`` of Ray's ``TorchTrainer``.
 
     Raises:
         ValueError: At the start of ``fit``, if ``elastic`` and ``torch_config`` do not fit.
@@ -43,7 +41,7 @@ class RayHierarchicalStrategy(HierarchicalStrategy, RayDDPStrategy):  # type: ig
 
     @override
     def setup_environment(self) -> None:
-        check_torch_config(self._settings.elastic, ray.train.get_context().get_world_size())
+        check_torch_config(self._settings.elastic is not None, ray.train.get_context().get_world_size())
         super().setup_environment()
 
     @override
@@ -65,22 +63,17 @@ class _OwnWorld(RayLightningEnvironment):  # type: ignore[misc]
         return 0
 
 
-def check_torch_config(elastic: Elastic | None, workers: int) -> None:
+def check_torch_config(is_elastic: bool, workers: int) -> None:
     """Raise a ``ValueError`` if ``elastic`` and the ``torch_config`` of Ray's ``TorchTrainer`` do not fit."""
-    is_separate = workers > 1 and dist.is_initialized() and dist.get_world_size() == 1
-    if elastic is None:
-        if is_separate:
-            raise ValueError(
-                "this torch_config of Ray's TorchTrainer gives every worker a process group of its own, so each would"
-                " train alone: give the strategy elastic=, or use TorchConfig"
-            )
-    elif (is_separate and not is_node_of_its_own()) or not (
-        elastic.lighthouse or os.environ.get("HIERCOMM_LIGHTHOUSE")
-    ):
+    if is_elastic and not is_node_of_its_own():
         raise ValueError(
-            "elastic= under Ray Train: with TorchTrainer(torch_config=ElasticTorchConfig(...)), from"
-            " lightning_hiercomm.trainer.ray_elastic, every worker is a node; with TorchConfig and"
-            " elastic='HOST:PORT' of a lighthouse, all workers of this TorchTrainer are one node"
+            "elastic= under Ray Train needs TorchTrainer(torch_config=ElasticTorchConfig(...)), from"
+            " lightning_hiercomm.trainer.ray_elastic, which makes every worker a node"
+        )
+    if not is_elastic and workers > 1 and dist.is_initialized() and dist.get_world_size() == 1:
+        raise ValueError(
+            "this torch_config of Ray's TorchTrainer gives every worker a process group of its own, so each would"
+            " train alone: give the strategy elastic=, or use TorchConfig"
         )
 
 

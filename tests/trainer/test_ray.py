@@ -78,7 +78,7 @@ def lives(folder: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("?.?.json"))}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.long("starts a Ray cluster, whose workers import torch")
 @pytest.mark.timeout(600)
 def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
@@ -120,35 +120,28 @@ def test_run_continues_from_a_checkpoint_if_all_workers_die(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("elastic", "size", "environment", "error"),
+    ("is_elastic", "size", "is_node", "error"),
     [
-        (None, 1, {}, "each would train alone: give the strategy elastic=, or use TorchConfig"),
-        ("", 1, {}, r"TorchTrainer\(torch_config=ElasticTorchConfig"),
-        ("10.0.0.1:29510", 1, {}, r"TorchTrainer\(torch_config=ElasticTorchConfig"),
-        ("", 4, {}, r"elastic='HOST:PORT' of a lighthouse, all workers of this TorchTrainer are one node"),
-        (None, 4, {}, ""),
-        ("10.0.0.1:29510", 4, {}, ""),
-        ("", 1, {"HIERCOMM_RAY_WORKER_IS_NODE": "1", "HIERCOMM_LIGHTHOUSE": "10.0.0.1:29510"}, ""),
+        (False, 1, "", "each would train alone: give the strategy elastic=, or use TorchConfig"),
+        (True, 1, "", r"needs TorchTrainer\(torch_config=ElasticTorchConfig"),
+        (True, 4, "", r"needs TorchTrainer\(torch_config=ElasticTorchConfig"),
+        (False, 4, "", ""),
+        (True, 1, "1", ""),
     ],
-    ids=["separate", "torchft", "torchft_address", "no_lighthouse", "static", "one_node", "elastic"],
+    ids=["separate", "torchft", "torch", "static", "elastic"],
 )
-def test_elastic_and_the_torch_config_of_ray_fit(monkeypatch, elastic, size, environment, error):
+def test_elastic_and_the_torch_config_of_ray_fit(monkeypatch, is_elastic, size, is_node, error):
     pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    from lightning_hiercomm import Elastic
     from lightning_hiercomm.trainer.ray import check_torch_config
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
-    for name in ("HIERCOMM_LIGHTHOUSE", "HIERCOMM_RAY_WORKER_IS_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    given = elastic if elastic is None else Elastic(lighthouse=elastic or None)
+    monkeypatch.setenv("HIERCOMM_RAY_WORKER_IS_NODE", is_node)
     if not error:
-        check_torch_config(given, 4)
+        check_torch_config(is_elastic, 4)
         return
     with pytest.raises(ValueError, match=error):
-        check_torch_config(given, 4)
+        check_torch_config(is_elastic, 4)
 
 
 def test_elastic_torch_config_wants_an_elastic():
