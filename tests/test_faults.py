@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-@pytest.mark.long("launches that lose a rank, and a search for what it leaves")
+@pytest.mark.long("launches of which a rank is lost, and what it leaves is looked for")
 @pytest.mark.parametrize("runs", [2, pytest.param(24, marks=pytest.mark.nightly)])
 def test_random_faults_end_in_time_with_the_rank_named(capsys, tmp_path, runs):
     cases = [*faults.drawn(runs, seed=1)]

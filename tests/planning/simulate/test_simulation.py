@@ -19,7 +19,7 @@ from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
 TASK = TASKS["characters"]
-# 4 MB between nodes at 10 MB/s: a synchronization of two nodes takes 0.4 s
+# 4 MB between nodes at 10 MB/s: an agreement of two nodes takes 0.4 s
 SITE = Site(Cluster(2, 1, Link(math.inf), Link(1e7)), Workload.of_step(1e6, 1.0))
 DEFAULTS = {"label": "it", "nodes": 2, "steps": 12, "learning_rate": 0.1, "batch": 8, "task": TASK}
 
