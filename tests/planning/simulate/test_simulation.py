@@ -28,7 +28,7 @@ from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, EverySeconds, Gossip, PeriodicAveraging, StepsDelay
 
 TASK = TASKS["characters"]
-# 4 MB between nodes at 10 MB/s: a synchronization of two nodes takes 0.4 s
+# 4 MB between nodes at 10 MB/s: an agreement of two nodes takes 0.4 s
 SITE = Site(Cluster(2, 1, Link(math.inf), Link(1e7)), Workload.of_step(1e6, 1.0))
 DEFAULTS = {"label": "it", "nodes": 2, "steps": 12, "learning_rate": 0.1, "batch": 8, "task": TASK}
 
@@ -49,7 +49,7 @@ def test_a_simulation_gives_the_same_bits_each_time():
 
 
 class Drawn:
-    """Batches in their order: no DataLoader, which Lightning would divide among ranks, and no list of several."""
+    """Batches in their order; no DataLoader, of which Lightning gives every rank a part, and no list of several."""
 
     def __init__(self, batches):
         self.batches = batches
@@ -173,7 +173,7 @@ def test_predicted_times_follow_the_phases_of_a_scheme(scheme, seconds):
     ("scheme", "kilobytes"),
     [
         (PeriodicAveraging(12), 12 + 0.5),  # of gradients, in each step; then a rank has half of what is averaged on
-        (PeriodicAveraging(12, gradients="none"), 1),  # of parameters, in a synchronization
+        (PeriodicAveraging(12, gradients="none"), 1),  # of parameters, in an agreement
         (PeriodicAveraging(12, gradients="none", node_sync_every=4), 1 + 2),
         (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"), 12 + 0.5),
         (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, reducer="sharded", gradients="none"), 1),
