@@ -65,6 +65,17 @@ class ThreadLighthouse:
             self._changed.wait_for(lambda: replica_id in self._answers, timeout)
             return self._answers.pop(replica_id, None)
 
+    def post(self, replica_id: str, data: Mapping[str, Any]) -> None:
+        """Ask without waiting for the answer."""
+        with self._changed:
+            self.alive[replica_id], self._asking[replica_id] = data["node"], data
+            self._look()
+
+    def take(self, replica_id: str) -> Sequence[Any] | None:
+        """Return the answer, if there is one."""
+        with self._changed:
+            return self._answers.pop(replica_id, None)
+
     def when_back(self, is_behind: Callable[[], bool | None]) -> None:
         pass
 
@@ -99,18 +110,14 @@ class LateLighthouse:
 
     def ask_late(self, replica_id: str, data: Mapping[str, Any], deadline: float) -> None:
         self._id, self._is_sent = replica_id, deadline <= time.monotonic()
-        with self._lights._changed:
-            if self._is_sent:
-                self._lights.alive[replica_id] = data["node"]
-                self._lights._asking[replica_id] = data
-                self._lights._look()
+        if self._is_sent:
+            self._lights.post(replica_id, data)
 
     def cancel_late(self) -> bool:
         return self._is_sent
 
     def late_answer(self) -> Sequence[Any] | None:
-        with self._lights._changed:
-            answer = self._lights._answers.pop(self._id, None) if self._is_sent else None
+        answer = self._lights.take(self._id) if self._is_sent else None
         self._is_sent = self._is_sent and answer is None
         return answer
 
