@@ -84,7 +84,7 @@ class Rendezvous:
         self.last: Quorum | None = None
         self._memory: RunMemory | None = None
         self._check_next: Sequence[Request] = ()  # members that did not answer when this node connected to them
-        self._failures: tuple[frozenset[str], int] = frozenset(), 0  # in a row, and their members
+        self._failures: tuple[frozenset[str], int] = frozenset(), 0  # in a row, and of which members
         self._others_at = 0  # the most known synchronizations of other members of this fit
         if around.lighthouse is not None:
             around.lighthouse.when_back(self._others_have_gone_on)
