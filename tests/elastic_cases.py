@@ -83,7 +83,7 @@ def step_stay(rank: Rank, node: int, local: int = 0) -> None:
 
 
 def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = None, reconnects_at: int | None = None):
-    """The same run on nodes that stay, all of which begin as the first node does.
+    """The same run on nodes that stay and begin as the first node does.
 
     After ``reconnects_at`` steps they forget their error-feedback residuals, as those do that connect again.
     """

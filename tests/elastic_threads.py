@@ -141,17 +141,17 @@ class ThreadTransport:
     def ask_all(self, addresses: Sequence[str], query: Callable[[Store], Any]) -> Mapping[str, Any]:
         return {address: query(self.stores[address]) for address in addresses if address not in self.dead}
 
-    def connect_group(self, quorum: Quorum, index: int, lane: str, meter: Meter) -> Communicator:
+    def connect_group(self, quorum: Quorum, index: int, name: str, meter: Meter) -> Communicator:
         stores = [member.store for member in quorum.members]
         with self._lock:
-            world = self._worlds.setdefault((quorum.token, lane), ThreadWorld(len(stores), self.timeout))
+            world = self._worlds.setdefault((quorum.token, name), ThreadWorld(len(stores), self.timeout))
             for position, store in enumerate(stores):
                 if store in self.dead:
                     world.fail(position, RuntimeError("is gone"))
             self._of_node[stores[index]].append((world, index))
         own = world.connect(index, meter)([range(len(stores))], "inter")
         assert own is not None
-        own.close = lambda: world.fail(index, RuntimeError("has closed its lane"))  # type: ignore[method-assign]
+        own.close = lambda: world.fail(index, RuntimeError("has closed its group"))  # type: ignore[method-assign]
         return own
 
     def lose(self, address: str) -> None:
@@ -384,7 +384,7 @@ class Threads:
 
 
 def play(scheme: Scheme, work: Work, sizes: Sequence[int] = (1, 1), **training: Any) -> dict[tuple[str, int], Any]:
-    """Return what ``work`` returns on every rank of nodes of these sizes, none of which dies."""
+    """Return what ``work`` returns on every rank of nodes of these sizes that do not die."""
     # on a busy machine a vote may be late by half a second, and a repeated synchronization has other bits
     return Threads(scheme, Elastic(dead_after=20.0), training).play(work, sizes)
 
@@ -408,7 +408,7 @@ class Failing(Handle):
         if self._after is not None:
             assert self._after.wait(10.0)
         self.forget()  # the meter counts it as waited for
-        raise CommunicationError("told to fail")
+        raise CommunicationError("asked to fail")
 
     def forget(self) -> None:
         self._handle.forget()

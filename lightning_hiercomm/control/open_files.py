@@ -1,4 +1,4 @@
-"""The limit on open files, of which every connection needs one."""
+"""The limit on open files; every connection needs one."""
 
 from __future__ import annotations
 

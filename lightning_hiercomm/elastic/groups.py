@@ -93,7 +93,7 @@ class InterNodeGroup(Communicator):
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         return self._launch(lambda group: group.exchange(send, receive))
 
-    def _count(self, sent_bytes: float, tier: str | None = None) -> None:
+    def _count(self, sent_bytes: float, level: str | None = None) -> None:
         pass  # the connected group counts
 
     def _launch(self, start: Callable[[Communicator], Handle]) -> Handle:

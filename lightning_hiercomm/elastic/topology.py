@@ -32,8 +32,8 @@ class ElasticTopology(Topology):
         self._nodes_world = NodesWorld(own.intra, self.inter_group if own.local_rank == 0 else None)
         made = {"world": self._nodes_world, "intra": own.intra, "inter": self.inter_group}
 
-        def connect(groups: Sequence[Sequence[int]], tier: str) -> Communicator | None:
-            return made[tier]
+        def connect(groups: Sequence[Sequence[int]], level: str) -> Communicator | None:
+            return made[level]
 
         super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # GPU tensors are staged
         self._own = own

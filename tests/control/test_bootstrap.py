@@ -20,7 +20,7 @@ from lightning_hiercomm.control.bootstrap import Bootstrap
 
 @pytest.fixture(autouse=True)
 def one_process_per_rank(monkeypatch):
-    """Threads share what counts the meetings of a process."""
+    """Threads share the counter of a process's generations."""
     monkeypatch.setattr(bootstrap, "_generations", iter(lambda: 0, 1))
 
 
@@ -28,8 +28,8 @@ def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
     port = port or free_port()
 
     def come(rank):
-        meeting = Bootstrap(host, port, rank, size, timedelta(seconds=seconds))
-        return meeting, work(rank, meeting)
+        joined = Bootstrap(host, port, rank, size, timedelta(seconds=seconds))
+        return joined, work(rank, joined)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         return [said for _, said in [*threads.map(come, ranks)]]
@@ -37,17 +37,17 @@ def meet(*ranks, size, work, host="127.0.0.1", seconds=20.0, port=None):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_broadcast_and_gather_reach_all_ranks(host):
-    def work(rank, meeting):
-        return meeting.broadcast({"from": rank}), meeting.gather(f"I am {rank}"), meeting.gather(None)
+    def work(rank, joined):
+        return joined.broadcast({"from": rank}), joined.gather(f"I am {rank}"), joined.gather(None)
 
     expected = ({"from": 0}, ["I am 0", "I am 1", "I am 2"], [])
     assert meet(0, 1, 2, size=3, work=work, host=host) == [expected] * 3
 
 
 def test_ranks_of_a_group_get_its_messages_and_broadcasts_only():
-    def work(rank, meeting):
-        by_host = meeting.gather(rank if rank != 3 else None, among=f"host {rank % 2}")
-        return by_host, meeting.gather(rank, among=f"host {rank % 2}", aloud=rank in (2, 3)), meeting.gather(rank)
+    def work(rank, joined):
+        by_host = joined.gather(rank if rank != 3 else None, among=f"host {rank % 2}")
+        return by_host, joined.gather(rank, among=f"host {rank % 2}", aloud=rank in (2, 3)), joined.gather(rank)
 
     even, odd = ([0, 2, 4], [0, 2, 3, 4], [0, 1, 2, 3, 4]), ([1], [1, 2, 3], [0, 1, 2, 3, 4])
     assert meet(*range(5), size=5, work=work) == [even, odd, even, odd, even]
@@ -56,7 +56,7 @@ def test_ranks_of_a_group_get_its_messages_and_broadcasts_only():
 def test_who_does_not_come_is_named_and_ends_the_wait(monkeypatch, caplog):
     monkeypatch.setattr(bootstrap, "_WARN_SECONDS", 0.3)
     with pytest.raises(TimeoutError, match=r"ranks 1, 3 of 4 did not come within the . s of timeout="):
-        meet(0, 2, size=4, work=lambda _, meeting: meeting.gather(""), seconds=1.5)
+        meet(0, 2, size=4, work=lambda _, joined: joined.gather(""), seconds=1.5)
     waits = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     seconds = r"\d s"  # rank 2, too, may not be there when it first looks
     assert any(re.fullmatch(f"rank 0 has waited {seconds} for ranks 1, 3 of 4", said) for said in waits)
@@ -67,13 +67,13 @@ def test_ranks_that_wait_for_a_missing_rank_get_an_alarm():
         raise KeyError("news")
 
     with pytest.raises(KeyError, match="news"):
-        meet(0, size=2, work=lambda _, meeting: meeting.gather("", alarm))
+        meet(0, size=2, work=lambda _, joined: joined.gather("", alarm))
 
 
 def test_who_does_not_come_is_named_on_all_ranks():
-    def work(rank, meeting):
+    def work(rank, joined):
         with pytest.raises(TimeoutError, match=r"rank 1 of 4 did not come within the . s of timeout="):
-            meeting.gather("")
+            joined.gather("")
 
     meet(0, 2, 3, size=4, work=work, seconds=1.0)
 
@@ -113,9 +113,9 @@ def test_the_store_has_as_much_to_do_as_there_are_ranks(size, monkeypatch):
     everyone = [Bootstrap("host", 1, rank, size, timedelta(seconds=20)) for rank in range(size)]
 
     def work(rank):
-        meeting = everyone[rank]
-        assert meeting.broadcast("hello") == "hello"
-        assert meeting.gather(f"I am {rank}") == [f"I am {other}" for other in range(size)]
+        joined = everyone[rank]
+        assert joined.broadcast("hello") == "hello"
+        assert joined.gather(f"I am {rank}") == [f"I am {other}" for other in range(size)]
 
     with ThreadPoolExecutor(size) as threads:
         [*threads.map(work, range(size))]
@@ -133,19 +133,19 @@ def agents_store(monkeypatch):
 
 
 def test_restarted_ranks_ignore_messages_of_earlier_attempts(agents_store):
-    def work(attempt, rank, meeting):
+    def work(attempt, rank, joined):
         if rank == 0:
             time.sleep(0.1)  # others come first, and find what is left of the attempt before
-        said = meeting.broadcast(f"attempt {attempt}"), meeting.gather([attempt, rank])
-        return said, meeting.store
+        said = joined.broadcast(f"attempt {attempt}"), joined.gather([attempt, rank])
+        return said, joined.store
 
     for attempt, size in enumerate((3, 2, 4)):
         said = meet(*range(size), size=size, work=partial(work, attempt), port=agents_store.port)
         assert [words for words, _ in said] == [(f"attempt {attempt}", [[attempt, r] for r in range(size)])] * size
         stores = [store for _, store in said]
         assert not stores[0].check(["address"])
-        stores[-1].set("address", "of somebody who dies soon")
-        assert [store.get("address") for store in stores] == [b"of somebody who dies soon"] * size
+        stores[-1].set("address", "of a rank that dies soon")
+        assert [store.get("address") for store in stores] == [b"of a rank that dies soon"] * size
 
 
 def test_rank_that_dies_while_asking_for_the_attempt_blocks_no_other(agents_store):

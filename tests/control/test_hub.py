@@ -151,7 +151,7 @@ def test_the_token_is_never_sent(served):
 def test_an_answer_counts_once(served):
     first, second = served.connect(), served.connect()
     said = {"kind": "hello", "rank": 1, "place": "rank 1", "proof": hub.proof(TOKEN, read(first)["nonce"], 1)}
-    hub.Channel(second).send(said)  # what somebody overheard
+    hub.Channel(second).send(said)  # a copied message
     assert is_closed(second)
     hub.Channel(first).send(said)
     assert read(first) == {"kind": "welcome"}
@@ -689,10 +689,10 @@ def test_rank_0_learns_which_ranks_left_for_a_new_hub(served):
 
 def test_hub_admits_simultaneous_ranks_and_answers_each(serve, monkeypatch):
     size = 300
-    told: list[str] = []
+    sent: list[str] = []
     tell = hub.Hub._send  # noqa: SLF001
     monkeypatch.setattr(
-        hub.Hub, "_send", lambda self, channel, said: (told.append(said["kind"]), tell(self, channel, said))
+        hub.Hub, "_send", lambda self, channel, said: (sent.append(said["kind"]), tell(self, channel, said))
     )
     served = serve(size=size)
     crowd = [served.connect() for _ in range(size)]
@@ -703,7 +703,7 @@ def test_hub_admits_simultaneous_ranks_and_answers_each(serve, monkeypatch):
         hub.Channel(connection).send({"kind": "bye"})
         assert is_closed(connection)
     assert [read(crowd[0])["kind"] for _ in crowd[1:]] == ["left"] * (size - 1)
-    assert len(told) == 3 * size - 1
+    assert len(sent) == 3 * size - 1
 
 
 def test_the_hub_checks_ranks_regularly_under_load(serve, monkeypatch):

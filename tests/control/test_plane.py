@@ -173,7 +173,7 @@ def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
     planes, begun = star(3), (3, 10, 6)
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
-    for plane in planes[:2]:  # SLURM tells one a little before the other, and the third is told later
+    for plane in planes[:2]:  # SLURM signals one a little before the other, and the third later
         plane.request_requeue()
     wait_until(lambda: all(plane.requeue_requested for plane in planes))
     assert not any(plane.stop_requested for plane in planes)
@@ -185,7 +185,7 @@ def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
     star.lose_hub()  # while one is still on its way
     assert stopping_batches(planes[2:], begun[2:]) == [11]
     planes[2].go_on()
-    planes[1].request_stop()  # the new hub hears of nothing but that
+    planes[1].request_stop()  # the new hub receives nothing else
     wait_until(lambda: all(plane.stop_requested for plane in planes))
     assert not any(plane.requeue_requested for plane in planes)
     assert stopping_batches(planes, (15, 11, 11)) == [16, 16, 16]
@@ -217,11 +217,11 @@ def test_a_hub_lost_during_a_save_does_not_repeat_the_save(star):
     wait_until(lambda: all(plane.requeue_requested for plane in planes))
     assert stopping_batches(planes, begun) == [7, 7]
     star.lose_hub()
-    time.sleep(0.5)  # until all have told the new one what they had told the old one
+    time.sleep(0.5)  # until all have sent the new one what they had sent the old one
     for plane in planes:
         plane.go_on()
     assert not any(plane.should_stop() for plane in planes for _ in range(20))
-    planes[1].request_requeue()  # of that it was told by the other already
+    planes[1].request_requeue()  # it has that from the other already
     assert not any(plane.should_stop() for plane in planes for _ in range(20))
     planes[1].request_requeue()
     wait_until(lambda: all(plane.requeue_requested for plane in planes))
@@ -264,7 +264,7 @@ def test_a_new_hub_delivers_messages_the_lost_one_did_not(star):
 
 
 def test_ranks_stop_together_although_the_hub_dies_meanwhile(star):
-    planes, begun = star(3, joining=2), (3, 10, 6)  # without the third the others cannot agree yet
+    planes, begun = star(3, joining=2), (3, 10, 6)  # without the third the others cannot stop yet
     for plane, batches in zip(planes, begun, strict=True):
         assert not any(plane.should_stop() for _ in range(batches))
     planes[0].request_stop()

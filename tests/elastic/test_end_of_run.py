@@ -1,4 +1,4 @@
-"""Elastic nodes that are told to leave, or come when others have finished: on threads."""
+"""Elastic nodes that are asked to leave, or come when others have finished: on threads."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def train(own: ElasticRank, steps: int = 4):
     return own.train(steps)
 
 
-class ToldToLeave(SystemExit):
+class AskedToLeave(SystemExit):
     pass
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("waits_for", ["an answer", "more nodes"])
 def test_a_waiting_node_that_is_asked_to_leave_leaves(ranks, waits_for):
-    """Any of its ranks may be told."""
+    """Any of its ranks may be asked."""
     nodes = threads("periodic", Elastic(min_nodes=1 if waits_for == "an answer" else 2, dead_after=0.5))
     nodes.lights.min_nodes = 2 if waits_for == "an answer" else 1
 
     def work(own: ElasticRank):
         if own.local == ranks - 1:
-            own.membership.rendezvous._around.leaves_by = lambda: ToldToLeave() if own.membership.me.number else None  # noqa: SLF001
-        with pytest.raises(ToldToLeave):
+            own.membership.rendezvous._around.leaves_by = lambda: AskedToLeave() if own.membership.me.number else None  # noqa: SLF001
+        with pytest.raises(AskedToLeave):
             own.join()
         return True
 

@@ -86,7 +86,9 @@ def test_later_of_two_disconnected_nodes_is_excluded_until_they_connect(tmp_path
             incarnations = nodes.incarnations[str(other)]
             wires.part(one, other, False)
             nodes.watch(until=lambda: abs(steps(other) - steps(one)) < 20)
-            assert nodes.incarnations[str(other)] == incarnations, "its next life has waited, and has disturbed nobody"
+            assert nodes.incarnations[str(other)] == incarnations, (
+                "its next incarnation has waited, and has disturbed no node"
+            )
             (tmp_path / "end").write_text(str((steps(one) // 10 + 8) * 10))
             nodes.watch()
             results = [nodes.result(node) for node in range(3)]

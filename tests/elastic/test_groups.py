@@ -1,4 +1,4 @@
-"""Lanes between the nodes of a meeting, over gloo; nobody waits for a node that does not answer."""
+"""Process groups between the nodes of a quorum, over gloo; no node waits for one that does not answer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypat
 
     def member(index: int) -> tuple[list[float], int, bool]:
         meter, values = Meter(), torch.arange(3.0) * (index + 1)
-        lane = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", meter)
-        lane.all_reduce(values).wait()
-        lane.close()
-        return values.tolist(), meter.snapshot()["inter_bytes"], isinstance(lane, StagedCommunicator)
+        group = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", meter)
+        group.all_reduce(values).wait()
+        group.close()
+        return values.tolist(), meter.snapshot()["inter_bytes"], isinstance(group, StagedCommunicator)
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, has_gpu)] * 2
@@ -50,10 +50,10 @@ def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypat
 def test_inter_node_bytes_are_counted_once():
     def member(rank: int, world: ThreadWorld) -> tuple[float, float]:
         meter, tensor, buffer = Meter(), torch.ones(3), torch.zeros(3)
-        lane = InterNodeGroup(meter, CircuitBreaker(), is_overlapped=True)
-        lane.connect(world.connect(rank, meter)([[0, 1]], "inter"))
-        lane.all_reduce(tensor).wait()
-        lane.exchange([(tensor, 1 - rank)], [(buffer, 1 - rank)]).wait()  # as what is encoded travels
+        group = InterNodeGroup(meter, CircuitBreaker(), is_overlapped=True)
+        group.connect(world.connect(rank, meter)([[0, 1]], "inter"))
+        group.all_reduce(tensor).wait()
+        group.exchange([(tensor, 1 - rank)], [(buffer, 1 - rank)]).wait()  # as what is encoded travels
         return meter.bytes["inter"], meter.messages["inter"]
 
     assert ThreadWorld(2).run(member) == [(24.0, 2)] * 2
@@ -66,9 +66,9 @@ def test_gather_over_unequal_nodes_has_all_entries_after_a_failure(node):
 
     def gather(topology):
         breaker = CircuitBreaker()
-        lane = InterNodeGroup(Meter(), breaker)
-        lane.size, lane.is_open = len(nodes), True
-        world = NodesWorld(topology.intra, lane if topology.local_rank == 0 else None)
+        group = InterNodeGroup(Meter(), breaker)
+        group.size, group.is_open = len(nodes), True
+        world = NodesWorld(topology.intra, group if topology.local_rank == 0 else None)
         world.reform(nodes, node)
         return world.all_gather_object("own")
 
@@ -76,7 +76,7 @@ def test_gather_over_unequal_nodes_has_all_entries_after_a_failure(node):
 
 
 def test_released_collective_never_counts_as_pending():
-    """A thread beside training lets go of it, while training may launch the next one."""
+    """A background thread releases it, while training may launch the next one."""
     blamed = []
 
     class Noting(Meter):
@@ -87,11 +87,11 @@ def test_released_collective_never_counts_as_pending():
 
     def rank(number: int, world: ThreadWorld) -> None:
         meter = Noting()
-        lane = InterNodeGroup(meter, CircuitBreaker())
-        lane.connect(world.connect(number, meter)([[0, 1]], "inter"))
-        lane.is_open = True
-        handle = lane.exchange([(torch.ones(2), 1 - number)], [(torch.zeros(2), 1 - number)])
-        lane.disconnect()
+        group = InterNodeGroup(meter, CircuitBreaker())
+        group.connect(world.connect(number, meter)([[0, 1]], "inter"))
+        group.is_open = True
+        handle = group.exchange([(torch.ones(2), 1 - number)], [(torch.zeros(2), 1 - number)])
+        group.disconnect()
         handle.wait()
 
     ThreadWorld(2).run(rank)
@@ -175,7 +175,7 @@ def test_stopped_node_delays_no_other_and_answers_when_continued(node, is_known)
 
 
 def test_training_on_a_gpu_does_not_wait_for_overlapped_sends(fake_device):
-    """Lanes of GPUs pass through the host, so jobs that wait for them are put off until somebody waits for these."""
+    """Groups of GPUs pass through the host, so jobs that wait for them are put off until a rank waits for these."""
 
     def work(own) -> list[str]:
         done: list[str] = []

@@ -92,7 +92,7 @@ class Played:
     """A client of a lighthouse, and the time, in which what happens is written down beforehand.
 
     Args:
-        waits: How long each pause between two beats takes, in place of the fifth of a second that it is to take.
+        waits: How long each pause between two beats takes, instead of the fifth of a second that it should take.
         is_cut: At these moments nothing arrives.
     """
 
@@ -128,7 +128,7 @@ class Played:
 
 
 def test_node_that_was_suspended_is_silent_until_it_asks(monkeypatch):
-    """Others would wait for it, at their agreement, as long as it stood still."""
+    """Others would wait for it, at their synchronization, as long as it stood still."""
     played = Played([0.2, 0.2, 1.0, 3.0, 0.2, 0.2, 0.2, 0.2])
 
     def asks_later():

@@ -43,7 +43,7 @@ def plain(tmp_path: Path, ranks: list[int], **settings: Any) -> dict[str, Any]:
     return nodes.result(0)
 
 
-@pytest.mark.long("two runs of several nodes, each of which starts Python")
+@pytest.mark.long("two runs of several nodes; each starts Python")
 @pytest.mark.parametrize(
     ("scheme", "ranks"),
     [
@@ -101,7 +101,7 @@ def test_a_killed_node_delays_the_others_by_seconds_and_rejoins(cluster, scheme,
 
 @pytest.mark.parametrize("remembers", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster, remembers):
-    """No sample is seen twice; what nobody has learned from is counted. With fewer than min_nodes the others wait."""
+    """No sample is seen twice; samples that no node has used are counted. With fewer than min_nodes the others wait."""
     epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True, "remembers": remembers}
     with cluster(min_nodes=3, scheme="periodic", **epoch) as nodes:
         for node in range(3):
@@ -166,7 +166,7 @@ def test_node_waiting_for_a_lost_lighthouse_leaves_when_terminated(cluster, rank
             nodes.start(node)
         nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 10)
         nodes.stop_lighthouse()
-        time.sleep(1.0)  # they come to their next agreement
+        time.sleep(1.0)  # they come to their next synchronization
         for node in nodes.living.values():
             os.kill(node.pid, signal.SIGTERM)
         nodes.watch(timeout=20.0, restarts=False)
@@ -328,7 +328,7 @@ def test_a_node_that_joins_at_the_last_sync_ends_with_the_others(cluster):
 @pytest.mark.nightly
 @pytest.mark.parametrize("min_nodes", [1, 2])
 def test_node_too_late_for_the_last_sync_reports_the_end(cluster, min_nodes):
-    """It has asked while the others were there, and was told to wait; it does not begin a run of its own."""
+    """It has asked while the others were there, and was asked to wait; it does not begin a run of its own."""
     with cluster(min_nodes=2, scheme="diloco", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
         elastic = {"min_nodes": min_nodes, "dead_after": nodes.dead_after}
         for node in range(2):
@@ -341,7 +341,7 @@ def test_node_too_late_for_the_last_sync_reports_the_end(cluster, min_nodes):
         assert "node 2 ends: this run has finished" in nodes.log(2)
         assert "Traceback" not in nodes.log(2)
         assert not nodes.steps(2)
-        assert nodes.incarnations["2"] == 0, "nobody starts it again"
+        assert nodes.incarnations["2"] == 0, "it is not started again"
 
 
 @pytest.mark.nightly

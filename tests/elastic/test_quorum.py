@@ -226,8 +226,8 @@ def test_node_that_missed_a_synchronization_is_stale():
     with pytest.raises(StaleReplica) as ended:
         meet(late, other, third, who=late)
     assert ended.value.code == 75
-    told = pickle.loads(pickle.dumps(ended.value))  # as the first rank of a node tells the others
-    assert (type(told), told.code, str(told)) == (StaleReplica, 75, str(ended.value))
+    received = pickle.loads(pickle.dumps(ended.value))  # as the first rank of a node sends it to the others
+    assert (type(received), received.code, str(received)) == (StaleReplica, 75, str(ended.value))
     assert meet(late, other, third, who=other).members == (other, third)
 
 

@@ -37,7 +37,7 @@ def test_signature_is_valid_for_the_same_token_only():
 def test_keys_of_stores_need_the_token():
     assert Signer().key("vote") == "vote"
     assert Signer("token").key("vote") not in ("vote", Signer("another").key("vote"))
-    assert Signer("token").key("vote") != Signer("token").key("lane")
+    assert Signer("token").key("vote") != Signer("token").key("group")
 
 
 @pytest.mark.parametrize(

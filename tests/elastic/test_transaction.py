@@ -475,7 +475,7 @@ def test_synchronization_that_fails_repeatedly_is_reported(monkeypatch, caplog):
     results = play(PeriodicAveraging(sync_every=1), work, **TRAINING)
     assert_equal(results["0", 0], results["1", 0])
     of_first, of_second = sorted(warnings())
-    assert of_first == "node 0: a synchronization has failed 10 times (told to fail), and is repeated"
+    assert of_first == "node 0: a synchronization has failed 10 times (asked to fail), and is repeated"
     assert of_second.startswith("node 1: a synchronization has failed 10 times")
 
 

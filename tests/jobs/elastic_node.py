@@ -1,6 +1,7 @@
 """A node of an elastic run: trains a small model, and writes down where it ended.
 
-`python elastic.py SETTINGS`: JSON, see `Node`. With `fault`, the node strikes once at a moment of its n-th agreement.
+`python elastic.py SETTINGS`: JSON, see `Node`. With `fault`, the node fails once, at a moment of its n-th
+synchronization.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from lightning_hiercomm.trainer.elastic import ElasticNode
 
 SECONDS: dict[str, list[float]] = {"quorum": [], "snapshot": [], "vote": []}
 LONG = 0.3
-"""Seconds from which on a part of an agreement is written down."""
+"""Seconds from which on a part of a synchronization is written down."""
 SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "periodic": PeriodicAveraging,
     "diloco": DiLoCo,
@@ -65,13 +66,13 @@ class Node:
     Attributes:
         folder: Where it writes.
         scheme: By name.
-        every: Optimizer steps between agreements.
+        every: Optimizer steps between synchronizations.
         ranks: Of the node.
         epochs: Of the run.
         batches: Of an epoch.
         pause: Seconds that a step takes.
-        fault: `"kill:moment:agreement"`, `"stop:..."`, or `"slow:..."`, which takes three seconds; `"close:..."` and
-            `"mute:..."` let rank 1 of the node alone close its lane, or send nothing; none if empty.
+        fault: `"kill:moment:count"`, `"stop:..."`, or `"slow:..."`, which takes three seconds; `"close:..."` and
+            `"mute:..."` let rank 1 of the node alone close its group, or send nothing; none if empty.
         hold: By optimizer steps, a life of a node, such as `1.2` for the third one of node 1, that it waits for: until
             that asks, and then it takes its time until that trains, so that no test depends on the machine's speed.
             With `1.2.heard`, until the lighthouse has surely heard it. At step 1, until that node's first life asks.
@@ -81,9 +82,9 @@ class Node:
         resume: From the last one.
         validates: After each epoch.
         seed: Of the parameters.
-        steps: Of the run, in place of its epochs; none if 0.
+        steps: Of the run, instead of its epochs; none if 0.
         notes_samples: Write down which samples it has seen.
-        notes_states: Write down, as digests, what it gives to newcomers, and what it has when it begins to train.
+        notes_states: Write down, as digests, what it gives to joining nodes, and what it has when it begins to train.
         estimates: Let the schedule be as long as Lightning estimates the run.
         width: Of the model, which has fifteen parameters for each of it.
         accelerator: ``"cpu"``, or ``"gpu"`` for nodes of one rank.
@@ -200,7 +201,7 @@ def go_to_namespace(name: str) -> None:
 
 
 class Fault:
-    """Strikes this process at a moment of its n-th agreement, once: the next life of the node goes on."""
+    """Strikes this process at a moment of its n-th synchronization, once: the node's next incarnation goes on."""
 
     def __init__(self, fault: str, folder: Path, name: str) -> None:
         self.what, self.moment, number = fault.split(":")
@@ -269,7 +270,7 @@ class Fault:
 
 
 def take_times() -> None:
-    """How long each part of an agreement takes."""
+    """How long each part of a synchronization takes."""
     for holder, method, name in (
         (membership.Membership, "form_quorum", "quorum"),
         (ElasticNode, "_undo_point", "snapshot"),
@@ -290,7 +291,7 @@ def timed(function: Any, taken: list[float]) -> Any:
 
 
 def note_waits(path: Path) -> None:
-    """Write down which parts of agreements have taken long, when, and at what."""
+    """Write down which parts of synchronizations have taken long, when, and at what."""
     for holder, method in (
         (rendezvous.Rendezvous, "_ask"),
         (rendezvous.Rendezvous, "_connect"),
@@ -324,10 +325,10 @@ def noted(function: Any, name: str, path: Path) -> Any:
 
 
 def short(answer: Any) -> str:
-    """What a part of an agreement has come to, in a few words."""
+    """Return the outcome of a part of a synchronization, in a few words."""
     if isinstance(answer, Quorum):
         nodes = ",".join(member.node for member in answer.members)
-        return f"{nodes} {'connected' if answer.is_connected else 'anew'} {answer.waits}"
+        return f"{nodes} {'connected' if answer.is_connected else 'reconnects'} {answer.waits}"
     return repr(answer)[:80]
 
 
@@ -338,10 +339,10 @@ def incarnation() -> str:
 
 def note_asking(path: Path) -> None:
     """Leave a file when this life of the node looks for the others, and one when the lighthouse has heard it."""
-    ask, told = rendezvous.Rendezvous._ask, lighthouse.TorchftLighthouse.ask
+    ask, ask_lighthouse = rendezvous.Rendezvous._ask, lighthouse.TorchftLighthouse.ask
 
     def tells(own: Any, *args: Any) -> Any:
-        answer = told(own, *args)  # or has waited for one, for a second
+        answer = ask_lighthouse(own, *args)  # or has waited for one, for a second
         path.with_suffix(".heard").touch()
         return answer
 
@@ -356,7 +357,7 @@ def note_asking(path: Path) -> None:
 
 
 def note_given(path: Path) -> None:
-    """Write down, by its step, each state that this node gives to a newcomer."""
+    """Write down, by its step, each state that this node gives to a joining node."""
     give_state = membership.Membership.give_state
 
     def gives(own: Any, state: Any) -> None:
@@ -398,7 +399,7 @@ def written(value: Any) -> str:
 
 
 class Looks(pl.Callback):
-    """Notes where the node is, for whoever watches the run, and where it has ended."""
+    """Notes where the node is, for programs that watch the run, and where it has ended."""
 
     def __init__(self, path: Path, hold: dict[str, str], notes_state: bool = False) -> None:
         later = [who.partition(".")[0] for who in hold.values() if not who.endswith((".0", ".heard"))]
@@ -466,7 +467,7 @@ class Looks(pl.Callback):
 
 
 def main(node: Node) -> None:
-    faulthandler.register(signal.SIGQUIT, all_threads=True)  # for whoever wants to know where a node is
+    faulthandler.register(signal.SIGQUIT, all_threads=True)  # shows where a node is
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)

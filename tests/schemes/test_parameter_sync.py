@@ -250,7 +250,7 @@ class AtOddSteps(Schedule):
 
 @pytest.mark.parametrize("when", [2, 4, Staggered(4), Staggered(8), AtOddSteps()], ids=repr)
 def test_a_graph_advances_by_one_round_at_each_sync(on_nodes, when):
-    """Or, agreeing every second step, nodes would know only those two places away."""
+    """Or, synchronizing every second step, nodes would know only those two places away."""
     what = 2 if isinstance(when, Staggered) else 1
     scheme = ParameterSync(when, fragments=what, reducer=DirectedExponential())
     ends = [trace[-1] for trace in on_nodes(towards(96), scheme, FOUR, shapes=SEVENS)]
@@ -401,7 +401,7 @@ def test_nodes_go_on_from_a_plain_state(on_nodes, sentence):
 @pytest.mark.parametrize("sentence", [*SENTENCES])
 def test_on_one_node_nothing_is_exchanged(on_nodes, sentence):
     if SENTENCES[sentence].gradients == "none":
-        pytest.skip("its ranks agree inside the node")
+        pytest.skip("its ranks synchronize inside the node")
     alone = on_nodes(towards(9), SENTENCES[sentence], ((0, 1, 2),), shapes=SEVENS)
     data_parallel = on_nodes(towards(9), ParameterSync(10**6), ((0, 1, 2),), shapes=SEVENS)
     assert all(torch.equal(one, other) for one, other in zip(alone, data_parallel, strict=True))
@@ -414,7 +414,7 @@ def test_on_one_node_nothing_is_exchanged(on_nodes, sentence):
         ({"fragments": 0}, "fragments=0 must be a positive number, or a list"),
         ({"fragments": "layers"}, "fragments='layers' must be"),
         ({"fragments": []}, r"fragments=\[\] must be"),
-        ({"reducer": "nobody"}, "reducer='nobody' must be 'sharded', 'leader' or a Graph"),
+        ({"reducer": "unknown"}, "reducer='unknown' must be 'sharded', 'leader' or a Graph"),
         ({"merge": "somehow"}, "merge='somehow' must be one of 'replace', 'eq1', 'delta', or a Merge"),
         ({"staleness": -1}, "staleness=-1 must not be negative"),
         ({"gradients": "world"}, "gradients='world' must be 'node' or 'none'"),
