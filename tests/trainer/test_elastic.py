@@ -64,7 +64,9 @@ def node(trainer=None, leads: bool = True, nodes: int = 1, kind=ElasticNode, **m
     own = ElasticTopology(Topology([[0]], 0, ThreadWorld(1).connect(0, Meter()), Meter()))
     run = SimpleNamespace(topology=own, schemes=[])
     history = SimpleNamespace(nodes=nodes)
-    return kind(trainer, run, SimpleNamespace(leads=leads, history=history, **membership), Checkpoints())
+    rendezvous = SimpleNamespace(merges_late=False, cancel_late=lambda: None, end_if_behind=lambda: None)
+    given = {"leads": leads, "history": history, "rendezvous": rendezvous, **membership}
+    return kind(trainer, run, SimpleNamespace(**given), Checkpoints())
 
 
 class Checks(ElasticNode):
@@ -189,8 +191,8 @@ def test_no_state_is_sent_while_gradients_are_accumulated(moment, done, gives):
     progress = SimpleNamespace(current=SimpleNamespace(completed=done))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress))
     trainer, given = SimpleNamespace(fit_loop=loop, accumulate_grad_batches=4), []
-    healing, rendezvous = SimpleNamespace(is_expected=True), SimpleNamespace(end_if_behind=lambda: None)
-    node(trainer, healing=healing, give_state=given.append, rendezvous=rendezvous).at_boundary(moment)
+    healing = SimpleNamespace(is_expected=True)
+    node(trainer, healing=healing, give_state=given.append).at_boundary(moment)
     assert bool(given) == gives
 
 
