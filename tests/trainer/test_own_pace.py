@@ -30,7 +30,8 @@ from lightning_hiercomm import (
 from lightning_hiercomm.trainer.own_pace import check_trainer
 
 BATCH = 2
-SECONDS = 0.03
+SECONDS = 0.15  # a loaded machine takes many steps in it, and a slowed rank about three
+SLOW = 0.05
 SCHEMES = [PeriodicAveraging(EverySeconds(SECONDS)), DiLoCo(EverySeconds(SECONDS), fragments=2)]
 
 
@@ -53,7 +54,7 @@ class Paced(pl.LightningModule):
         workers: Of the dataloader.
     """
 
-    def __init__(self, samples: int | Sequence[int] = 120, slow: Sequence[float] = (0.0, 0.01), workers: int = 0):
+    def __init__(self, samples: int | Sequence[int] = 120, slow: Sequence[float] = (0.0, SLOW), workers: int = 0):
         super().__init__()
         self.x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.y = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -119,7 +120,7 @@ def test_nodes_claim_every_sample_once(fit, scheme):
 
 @pytest.mark.pooled
 def test_ranks_of_a_node_claim_batches_together(fit):
-    module = Paced(samples=90, slow=(0.0, 0.0, 0.05), workers=1)
+    module = Paced(samples=90, slow=(0.0, 0.0, SLOW), workers=1)
     reports = fit_paced(fit, module, PeriodicAveraging(EverySeconds(SECONDS)), ranks_per_node=[2, 1], max_epochs=1)
     check_ends(reports)
     seen = [report["report"]["seen"][0] for report in reports]
