@@ -313,6 +313,11 @@ def _predicted(scheme: Scheme | None, wire: str, nodes: int, rate: float, worklo
     return predict(scheme, cluster, workload, None if wire == "float32" else wire)
 
 
+@cache
+def _schemes(way: Way, arena: Arena) -> list[Scheme]:
+    return [way.scheme_at(arena, step) for step in range(arena.steps)]
+
+
 def _of_steps(way: Way | None, arena: Arena, rate: float, workload: Workload) -> list[Prediction]:
     """The prediction for every step of a run."""
     if way is None:
@@ -320,10 +325,9 @@ def _of_steps(way: Way | None, arena: Arena, rate: float, workload: Workload) ->
     workload = replace(workload, parameters=way.share_sent(arena) * workload.parameters)
     copies = 1 + (len(STATE[arena.optimizer]) if way.with_state else 0)
     with_state = replace(workload, parameters=copies * workload.parameters)
-    schemes = [way.scheme_at(arena, step) for step in range(arena.steps)]
     return [
         _predicted(scheme, way.wire, arena.nodes, rate, workload if isinstance(scheme, AllReduce) else with_state)
-        for scheme in schemes
+        for scheme in _schemes(way, arena)
     ]
 
 

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -116,7 +116,7 @@ class Arena:
         """Of many models."""
         return self.network.scores
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """All nodes see as many examples as there are."""
         (_, targets), _, _ = data(self.model)

@@ -379,3 +379,32 @@ def call_after_batches(trainer: pl.Trainer, call: Callable[[], object]) -> None:
 def call_nothing_after_batches(trainer: pl.Trainer) -> None:
     """Undo :func:`call_after_batches`."""
     trainer.fit_loop.epoch_loop.__dict__.pop("on_advance_end", None)
+
+
+def hold_schedulers(trainer: pl.Trainer) -> None:
+    """Keep Lightning from advancing learning-rate schedulers by steps, except those that monitor a metric.
+
+    :func:`advance_schedulers` does it instead.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    require_attribute(loop, "update_lr_schedulers")
+    original = type(loop).update_lr_schedulers
+
+    def update(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or update_plateau_schedulers:
+            original(loop, interval, update_plateau_schedulers)
+
+    loop.update_lr_schedulers = update  # type: ignore[method-assign]
+
+
+def release_schedulers(trainer: pl.Trainer) -> None:
+    """Undo :func:`hold_schedulers`."""
+    trainer.fit_loop.epoch_loop.__dict__.pop("update_lr_schedulers", None)
+
+
+def advance_schedulers(trainer: pl.Trainer, before: int, step: int) -> None:
+    """Advance the schedulers of :func:`hold_schedulers` from one global step to another."""
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            for _ in range(before // config.frequency, step // config.frequency):
+                trainer.lightning_module.lr_scheduler_step(config.scheduler, None)

@@ -18,14 +18,17 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import (
     adds_distributed_sampler,
+    advance_schedulers,
     call_after_batches,
     call_nothing_after_batches,
     can_stop_early,
     end_epoch_after_batch,
+    hold_schedulers,
     leave_train_dataloaders_alone,
     parts_of_loader,
     prepare_train_dataloaders_again,
     put_callback_first,
+    release_schedulers,
     restart_train_dataloaders,
     set_global_step,
     wrap_train_dataloaders,
@@ -141,6 +144,7 @@ class PacedNodes(UnequalNodes):
         super().detach(trainer)
         prepare_train_dataloaders_again(trainer)
         call_nothing_after_batches(trainer)
+        release_schedulers(trainer)
 
     def process_dataloader(self, loader: Any, trainer: pl.Trainer, address: str) -> Any:
         """Return a train dataloader, whose batches nodes claim if Lightning would divide its data. Collective."""
@@ -175,7 +179,8 @@ class PacedNodes(UnequalNodes):
         self._pace = pace
         self._seen = pace.exchanges
         self._is_over = False
-        self._first_step = 0
+        self._first_step = self._scheduled = 0
+        hold_schedulers(trainer)
         pace.asks_to_stop = lambda: trainer.should_stop
         self._after_exchange = control.watch_exchanges(trainer, lambda: pace.exchanges)
 
@@ -190,7 +195,7 @@ class PacedNodes(UnequalNodes):
                 "EverySeconds: the checkpoint was saved within an epoch, and which batches nodes had used is not known:"
                 " resume from one that was saved at the end of an epoch"
             )
-        self._first_step = trainer.global_step
+        self._first_step = self._scheduled = trainer.global_step
         if self._sampler is not None and self._sampler.go_to(trainer.current_epoch):
             with isolate_rng():
                 restart_train_dataloaders(trainer)
@@ -233,12 +238,19 @@ class PacedNodes(UnequalNodes):
             return
         self._seen = pace.exchanges
         set_global_step(trainer, self._first_step + pace.mean_steps)
+        self._schedule(trainer)
         is_stopped = pace.is_asked_to_stop and can_stop_early(trainer)
         self._is_over = not pace.any_has_data or is_stopped or _has_reached_max_steps(trainer)
         if is_stopped:
             trainer.should_stop = True
         if self._is_over or self._is_done(trainer):  # no batch follows at once
             self._after_exchange()
+
+    def _schedule(self, trainer: pl.Trainer) -> None:
+        """Let learning-rate schedulers follow the mean of the nodes' steps, so that they are equal on all nodes."""
+        step = trainer.global_step if trainer.max_steps < 0 else min(trainer.global_step, trainer.max_steps)
+        advance_schedulers(trainer, self._scheduled, step)
+        self._scheduled = step
 
     def lines(self) -> list[str]:
         """Return a table of the nodes, for the monitor."""

@@ -32,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import one_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -68,6 +69,7 @@ from lightning_hiercomm._lightning.saves import (
 from lightning_hiercomm._lightning.trainer import (
     accumulates,
     adds_distributed_sampler,
+    advance_schedulers,
     batches_begun,
     batches_that_stepped,
     call_after_batches,
@@ -76,6 +78,7 @@ from lightning_hiercomm._lightning.trainer import (
     draw_first_indices,
     end_epoch_after_batch,
     exception_of_tuner,
+    hold_schedulers,
     is_between_batches,
     is_interrupted,
     is_of_tuner,
@@ -87,6 +90,7 @@ from lightning_hiercomm._lightning.trainer import (
     prepare_train_dataloaders_again,
     put_callback_first,
     raw_optimizer,
+    release_schedulers,
     remove_callback,
     replace_sigterm_broadcast,
     restart_train_dataloaders,
@@ -1076,6 +1080,33 @@ def test_an_epoch_can_end_after_any_batch_with_another_global_step():
     assert run.current_epoch == 2
     call_nothing_after_batches(run)
     assert "on_advance_end" not in vars(run.fit_loop.epoch_loop)
+
+
+def test_schedulers_of_steps_advance_when_told_to():
+    class Model(BoringModel):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            kinds = [("step", 1), ("step", 3), ("epoch", 1)]
+            made = [
+                {"scheduler": StepLR(optimizer, 100), "interval": interval, "frequency": frequency}
+                for interval, frequency in kinds
+            ]
+            return [optimizer], made
+
+    def positions() -> list[int]:
+        return [config.scheduler.last_epoch for config in run.lr_scheduler_configs]
+
+    run = trainer(max_epochs=2, limit_train_batches=3)
+    hold_schedulers(run)
+    run.fit(Model())
+    assert positions() == [0, 0, 2]
+    advance_schedulers(run, 0, 4)
+    advance_schedulers(run, 4, 7)
+    assert positions() == [7, 2, 2]
+    release_schedulers(run)
+    run.fit_loop.epoch_progress.current.reset()
+    run.fit(Model())
+    assert positions() == [6, 2, 2]
 
 
 def test_the_least_steps_keep_a_run_from_stopping():

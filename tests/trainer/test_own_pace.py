@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_hiercomm import (
@@ -149,16 +150,33 @@ def test_nodes_with_data_of_their_own_use_all_of_it(fit, scheme):
     assert [report["metrics"]["loss"] for report in reports] == [pytest.approx(59.5)] * 2
 
 
+class Scheduled(Paced):
+    """Has a schedule that fails past its end."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        self.schedule = OneCycleLR(optimizer, 0.02, total_steps=self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.schedule, "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.report.setdefault("scheduled", []).append(self.schedule.last_epoch)
+
+    def on_train_end(self) -> None:
+        self.report["scheduled"].append(self.schedule.last_epoch)
+
+
 @pytest.mark.pooled
-def test_max_steps_count_the_mean_of_the_nodes_steps(fit):
-    reports = fit_paced(
-        fit, Paced(samples=10**5), PeriodicAveraging(EverySeconds(SECONDS)), max_epochs=-1, max_steps=50
-    )
+def test_max_steps_and_schedules_follow_the_mean_of_the_nodes_steps(fit):
+    module = Scheduled(samples=10**5)
+    reports = fit_paced(fit, module, PeriodicAveraging(EverySeconds(SECONDS)), max_epochs=-1, max_steps=50)
     check_ends(reports)
     ((step, *_),) = reports[0]["report"]["validated"]
     taken = [len(report["report"]["seen"][0]) // BATCH for report in reports]
     assert 50 <= step == sum(taken) // 2
     assert taken[0] > 50 > taken[1]
+    scheduled = [report["report"]["scheduled"] for report in reports]
+    assert scheduled[0][-1] == 50
+    assert list(dict.fromkeys(scheduled[0])) == list(dict.fromkeys(scheduled[1]))
 
 
 class StopsAlone(Paced):

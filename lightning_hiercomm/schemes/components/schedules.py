@@ -169,9 +169,10 @@ class EverySeconds(Schedule):
     all-reduce of 8 numbers per rank runs over all ranks.
 
     It implies ``unequal_data=True``: nodes are weighted by their samples. A node without further batches waits in the
-    exchanges with weight 0. The exchange that finds no node with batches ends the epoch on all nodes. Learning-rate
-    schedulers count a node's own steps. ``trainer.global_step``, and so ``max_steps``, becomes the mean of the nodes'
-    steps at each exchange: nodes would otherwise idle until the slowest has taken ``max_steps``.
+    exchanges with weight 0. The exchange that finds no node with batches ends the epoch on all nodes. At each exchange
+    ``trainer.global_step``, and so ``max_steps``, becomes the mean of the nodes' steps: nodes would otherwise idle
+    until the slowest has taken ``max_steps``. Learning-rate schedulers of steps advance as much there, so that they
+    are equal on all nodes. ``trainer.estimated_stepping_batches`` is known only with ``max_steps``.
 
     Example::
 
