@@ -1,10 +1,10 @@
-"""Goodput of four nodes that are stopped now and then: late nodes are merged, restarted, or waited for.
+"""Goodput of nodes that are stopped now and then: late nodes are merged, restarted, or waited for.
 
 Nodes are processes of one rank on this machine; a step sleeps, so that two cores suffice. Each node is stopped and
 continued (SIGSTOP, SIGCONT) at times that a seed determines, the same for all modes. Goodput is the number of batches
 of all nodes per second, relative to an elastic run without stalls.
 
-    python -m benchmarks.studies.late_nodes --seeds 1
+    python -m benchmarks.studies.late_nodes --nodes 4 --seeds 3
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-NODES, STEPS, SYNC_EVERY, STEP_SECONDS = 4, 900, 40, 0.05
+FEWEST, STEPS, SYNC_EVERY, STEP_SECONDS = 2, 900, 40, 0.05
 GAP, STALL, DEAD_AFTER = 50.0, (1.0, 4.0), 1.0
 MODES = ("no stalls", "merge", "restart", "blocking")
 
 
-def node(folder: Path, mode: str, seed: int) -> None:
+def node(folder: Path, mode: str, nodes: int, seed: int) -> None:
     """Train a node, and write its steps and its accuracy."""
     import lightning.pytorch as pl
     import torch
@@ -63,13 +63,13 @@ def node(folder: Path, mode: str, seed: int) -> None:
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     late: Any = "restart" if mode == "restart" else "merge"
-    elastic = None if mode == "blocking" else Elastic(min_nodes=2, dead_after=DEAD_AFTER, late=late)
+    elastic = None if mode == "blocking" else Elastic(min_nodes=FEWEST, dead_after=DEAD_AFTER, late=late)
     trainer = pl.Trainer(
         max_steps=STEPS,
         max_epochs=-1,
         accelerator="cpu",
         devices=1,
-        num_nodes=NODES if mode == "blocking" else 1,
+        num_nodes=nodes if mode == "blocking" else 1,
         strategy=HierarchicalStrategy(PeriodicAveraging(SYNC_EVERY), elastic=elastic),
         logger=False,
         enable_checkpointing=False,
@@ -89,10 +89,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def stalls(seed: int) -> list[tuple[float, int, int]]:
+def stalls(nodes: int, seed: int) -> list[tuple[float, int, int]]:
     """Return times in seconds, nodes and signals, in their order."""
     events = []
-    for which in range(NODES):
+    for which in range(nodes):
         draw, at = random.Random(100 * seed + which), 0.0
         while (at := at + draw.expovariate(1 / GAP)) < 120:
             length = draw.uniform(*STALL)
@@ -101,47 +101,47 @@ def stalls(seed: int) -> list[tuple[float, int, int]]:
     return sorted(events)
 
 
-def measure(mode: str, seed: int) -> dict[str, Any]:
+def measure(mode: str, nodes: int, seed: int) -> dict[str, Any]:
     """Run one mode; return its batches per second and its end."""
     with tempfile.TemporaryDirectory() as place:
         folder, port = Path(place), free_port()
         common = {**os.environ, "OMP_NUM_THREADS": "1", "HIERCOMM_LIGHTHOUSE": f"127.0.0.1:{port}"}
         command = [sys.executable, "-m", "lightning_hiercomm", "lighthouse", "--bind", f"127.0.0.1:{port}"]
-        command += ["--min-nodes", str(NODES), "--dead-after", str(DEAD_AFTER)]
+        command += ["--min-nodes", str(FEWEST), "--dead-after", str(DEAD_AFTER)]
         lighthouse = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        lives = [0] * NODES
+        lives = [0] * nodes
 
         def start(which: int) -> subprocess.Popen[bytes]:
             own = {"HIERCOMM_NODE": str(which), "TORCHELASTIC_RESTART_COUNT": str(lives[which])}
             if mode == "blocking":
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + 1), "RANK": str(which), "LOCAL_RANK": "0"}
-                own |= {"WORLD_SIZE": str(NODES), "GROUP_RANK": str(which), "LOCAL_WORLD_SIZE": "1"}
+                own |= {"WORLD_SIZE": str(nodes), "GROUP_RANK": str(which), "LOCAL_WORLD_SIZE": "1"}
                 own |= {"TORCHELASTIC_RUN_ID": "late"}
-            arguments = [sys.executable, "-m", __spec__.name, "--node", place, mode, str(seed)]
+            arguments = [sys.executable, "-m", __spec__.name, "--node", place, mode, str(nodes), str(seed)]
             log = (folder / f"{which}.{lives[which]}.log").open("w")
             return subprocess.Popen(arguments, env={**common, **own}, stderr=log, stdout=log)
 
         time.sleep(1.0)
-        nodes = [start(which) for which in range(NODES)]
+        running = [start(which) for which in range(nodes)]
         try:
             deadline = time.monotonic() + 60
-            while len(list(folder.glob("*.steps"))) < NODES and time.monotonic() < deadline:
+            while len(list(folder.glob("*.steps"))) < nodes and time.monotonic() < deadline:
                 time.sleep(0.05)
-            began, events = time.time(), [] if mode == "no stalls" else stalls(seed)
+            began, events = time.time(), [] if mode == "no stalls" else stalls(nodes, seed)
             stopped = 0
-            while any(each.poll() is None for each in nodes) and time.time() - began < 240:
+            while any(each.poll() is None for each in running) and time.time() - began < 240:
                 while events and events[0][0] < time.time() - began:
                     _, which, number = events.pop(0)
-                    if nodes[which].poll() is None:
-                        nodes[which].send_signal(number)
+                    if running[which].poll() is None:
+                        running[which].send_signal(number)
                         stopped += number == signal.SIGSTOP
-                for which, each in enumerate(nodes):
+                for which, each in enumerate(running):
                     if each.poll() not in (None, 0, 69) and lives[which] < 9:
                         lives[which] += 1
-                        nodes[which] = start(which)
+                        running[which] = start(which)
                 time.sleep(0.01)
         finally:
-            for each in [*nodes, lighthouse]:
+            for each in [*running, lighthouse]:
                 if each.poll() is None:
                     each.kill()
                 each.wait()
@@ -166,16 +166,18 @@ def measure(mode: str, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--node", nargs=3)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--node", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
-        node(Path(given.node[0]), given.node[1], int(given.node[2]))
+        node(Path(given.node[0]), given.node[1], int(given.node[2]), int(given.node[3]))
         return
     for seed in range(given.seeds):
         base = None
-        for mode in MODES:
-            run = measure(mode, seed)
+        for mode in given.modes:
+            run = measure(mode, given.nodes, seed)
             base = base or run["rate"]
             merged = run["counts"].get("late_merges", 0)
             print(

@@ -101,7 +101,7 @@ def of_rank(rank: int, chosen: argparse.Namespace, folder: Path) -> None:
     found: dict[str, dict[int, Any]] = {name: {} for name in runs}
     for seed in (None, *chosen.seeds):  # the first run imports what is imported late
         for name in runs if seed is None or seed % 2 else reversed(runs):
-            os.environ["PL_GLOBAL_SEED"] = str(seed)
+            os.environ["PL_GLOBAL_SEED"] = str(seed or 0)
             slowed = {} if seed is None else {"share": SHARES[rank]}
             if chosen.slowed_by == "sleep":
                 slowed = {"lasting": LASTING[rank]}

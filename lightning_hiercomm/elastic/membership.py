@@ -167,10 +167,10 @@ class Membership:
                 return False
             if is_behind and not admits:
                 self._restart()
+            if not has_asked:  # others wait for a node that sends heartbeats and no request
+                self.rendezvous.ask_late()
             if is_behind and not self._has_skipped:
                 self._has_skipped = True
-                if not has_asked:
-                    self.rendezvous.ask_late()
                 return True
             if (state := self.late_state(at_once=True)) is not None:
                 if not admits:

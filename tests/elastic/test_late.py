@@ -16,6 +16,7 @@ from forked import ForkedPython
 
 from lightning_hiercomm import DiLoCo, Elastic, PeriodicAveraging
 from lightning_hiercomm.elastic.late import ArrivalTimes, OwnProgress, merge_progress, weight_of
+from lightning_hiercomm.elastic.quorum import Rebase
 
 
 @pytest.mark.long("three nodes that are processes, and a stop of seconds")
@@ -145,3 +146,42 @@ def test_late_merge_is_a_trace_by_hand(scheme: PeriodicAveraging, averages: list
     results = nodes.play(lambda rank: late(rank) if rank.node == "2" else others(rank), (ranks,) * 3)
     for (node, _), seen in results.items():
         assert seen == pytest.approx(averages if node != "2" else [averages[0], *averages[3:]], abs=1e-6)
+
+
+def test_late_node_asks_again_after_an_answer_that_it_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sent heartbeats but no request, so that all waited for each other."""
+    lost, ahead, done = threading.Event(), threading.Event(), threading.Event()
+    nodes = Threads(PeriodicAveraging(sync_every=2), Elastic(dead_after=5.0, late="merge"))
+
+    def other(rank: ElasticRank) -> None:
+        rank.join()
+        for _ in range(3):
+            rank.step(2.0)
+        assert lost.wait(10)
+        rank.step(2.0)
+        ahead.set()
+        while not done.is_set():
+            rank.step(2.0)
+
+    def late(rank: ElasticRank) -> int:
+        rank.join()
+        rank.step(2.0)
+        rank.step(2.0)
+        nodes.lights.lose("1")
+        lost.set()
+        assert ahead.wait(10)
+        rendezvous, unusable = rank.membership.rendezvous, iter([True])
+        can_recover = rendezvous._can_recover  # noqa: SLF001
+        monkeypatch.setattr(
+            rendezvous, "_can_recover", lambda quorum: not next(unusable, False) and can_recover(quorum)
+        )
+        rank.step(2.0)
+        rank.step(2.0)  # skips a synchronization
+        rank.step(2.0)
+        with pytest.raises(Rebase):
+            rank.step(2.0)
+        done.set()
+        return len([*unusable])
+
+    results = nodes.play(lambda rank: late(rank) if rank.node == "1" else other(rank))
+    assert results["1", 0] == 0
