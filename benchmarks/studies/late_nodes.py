@@ -24,12 +24,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-FEWEST, STEPS, SYNC_EVERY, STEP_SECONDS = 2, 900, 40, 0.05
+FEWEST, SECONDS, SYNC_EVERY = 2, 45.0, 40
 GAP, STALL, DEAD_AFTER = 50.0, (1.0, 4.0), 1.0
 MODES = ("no stalls", "merge", "restart", "blocking")
 
 
-def node(folder: Path, mode: str, nodes: int, seed: int) -> None:
+def node(folder: Path, mode: str, nodes: int, seed: int, lasting: float) -> None:
     """Train a node, and write its steps and its accuracy."""
     import lightning.pytorch as pl
     import torch
@@ -54,7 +54,7 @@ def node(folder: Path, mode: str, nodes: int, seed: int) -> None:
             self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            time.sleep(STEP_SECONDS)
+            time.sleep(lasting)
             with (folder / f"{name}.steps").open("a") as file:
                 file.write(f"{time.time():.3f}\n")
             return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -65,7 +65,7 @@ def node(folder: Path, mode: str, nodes: int, seed: int) -> None:
     late: Any = "restart" if mode == "restart" else "merge"
     elastic = None if mode == "blocking" else Elastic(min_nodes=FEWEST, dead_after=DEAD_AFTER, late=late)
     trainer = pl.Trainer(
-        max_steps=STEPS,
+        max_steps=round(SECONDS / lasting),
         max_epochs=-1,
         accelerator="cpu",
         devices=1,
@@ -101,7 +101,7 @@ def stalls(nodes: int, seed: int) -> list[tuple[float, int, int]]:
     return sorted(events)
 
 
-def measure(mode: str, nodes: int, seed: int) -> dict[str, Any]:
+def measure(mode: str, nodes: int, seed: int, lasting: float) -> dict[str, Any]:
     """Run one mode; return its batches per second and its end."""
     with tempfile.TemporaryDirectory() as place:
         folder, port = Path(place), free_port()
@@ -117,7 +117,8 @@ def measure(mode: str, nodes: int, seed: int) -> dict[str, Any]:
                 own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port + 1), "RANK": str(which), "LOCAL_RANK": "0"}
                 own |= {"WORLD_SIZE": str(nodes), "GROUP_RANK": str(which), "LOCAL_WORLD_SIZE": "1"}
                 own |= {"TORCHELASTIC_RUN_ID": "late"}
-            arguments = [sys.executable, "-m", __spec__.name, "--node", place, mode, str(nodes), str(seed)]
+            chosen = [place, mode, str(nodes), str(seed), str(lasting)]
+            arguments = [sys.executable, "-m", __spec__.name, "--node", *chosen]
             log = (folder / f"{which}.{lives[which]}.log").open("w")
             return subprocess.Popen(arguments, env={**common, **own}, stderr=log, stdout=log)
 
@@ -168,16 +169,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--lasting", type=float, default=0.05, help="seconds of a step")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--node", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--node", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.node:
-        node(Path(given.node[0]), given.node[1], int(given.node[2]), int(given.node[3]))
+        node(Path(given.node[0]), given.node[1], int(given.node[2]), int(given.node[3]), float(given.node[4]))
         return
     for seed in range(given.seeds):
         base = None
         for mode in given.modes:
-            run = measure(mode, given.nodes, seed)
+            run = measure(mode, given.nodes, seed, given.lasting)
             base = base or run["rate"]
             merged = run["counts"].get("late_merges", 0)
             print(
