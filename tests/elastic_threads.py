@@ -141,6 +141,9 @@ class ThreadTransport:
     def ask_all(self, addresses: Sequence[str], query: Callable[[Store], Any]) -> Mapping[str, Any]:
         return {address: query(self.stores[address]) for address in addresses if address not in self.dead}
 
+    def finish(self) -> None:
+        pass
+
     def connect_group(self, quorum: Quorum, index: int, name: str, meter: Meter) -> Communicator:
         stores = [member.store for member in quorum.members]
         with self._lock:

@@ -212,5 +212,6 @@ class Membership:
         if not at_once and self.is_first:
             self.healing.finish()
             self.votes.finish()
+        self._around.transport.finish()
         self.rendezvous.disconnect()
         self._around.store = None  # the last reference keeps it open

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
@@ -34,6 +35,7 @@ class GlooTransport:
         self._dead_after = timedelta(seconds=dead_after)
         self._set_up = timedelta(seconds=max(0.5, dead_after / 2))
         self._stores: dict[str, Store] = {}
+        self._threads: list[threading.Thread] = []  # that may still wait for an answer
 
     def ask(self, address: str, query: Callable[[Store], T], timeout: float | None = None) -> T:
         """Return ``query`` of a node's store, or raise a ``RuntimeError`` if the node does not answer in time."""
@@ -53,7 +55,9 @@ class GlooTransport:
             except BaseException as error:
                 answer.set_exception(error)
 
-        threading.Thread(target=ask, daemon=True, name="ask-node").start()
+        thread = threading.Thread(target=ask, daemon=True, name="ask-node")
+        thread.start()
+        self._threads[:] = [*(each for each in self._threads if each.is_alive()), thread]
         try:
             result = answer.result(self._set_up.total_seconds() if timeout is None else timeout)
         except BaseException as error:
@@ -78,7 +82,14 @@ class GlooTransport:
             thread.start()
         for thread in threads:
             thread.join()
+        self._threads += other._threads
         return answers
+
+    def finish(self) -> None:
+        """Wait up to ``dead_after`` seconds for abandoned questions: one that ends at interpreter exit aborts it."""
+        deadline = time.monotonic() + self._dead_after.total_seconds()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def connect_group(self, quorum: Quorum, index: int, name: str, meter: Meter) -> Communicator:
         """Connect this rank with the same local rank of all members, or raise a ``RuntimeError``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -172,6 +173,22 @@ def test_stopped_node_delays_no_other_and_answers_when_continued(node, is_known)
     assert not transport.ask_all([address], read)
     os.kill(process, signal.SIGCONT)
     assert transport.ask(address, read, 30.0) == b"value"
+
+
+def test_no_abandoned_question_outlives_the_transport():
+    """A thread that comes back from a store's client at interpreter exit ended the process with SIGABRT."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    transport, address = GlooTransport("127.0.0.1", dead_after=1.0), f"127.0.0.1:{store.port}"
+
+    def query(_: object) -> None:
+        time.sleep(0.8)
+
+    with pytest.raises(RuntimeError, match="does not answer"):
+        transport.ask(address, query, 0.05)
+    assert not transport.ask_all([address], query)
+    assert any(thread.name == "ask-node" for thread in threading.enumerate())
+    transport.finish()
+    assert not any(thread.name == "ask-node" for thread in threading.enumerate())
 
 
 def test_training_on_a_gpu_does_not_wait_for_overlapped_sends(fake_device):
