@@ -150,11 +150,7 @@ class Rendezvous:
                     answer = self._ask_lighthouse()
                 except (NodeRefused, SystemExit) as refusal:
                     answer = refusal
-            gathered = self._intra.all_gather_object((answer, self._around.leaves_by()))
-            answer = gathered[0][0]
-            if isinstance(answer, BaseException):
-                self._end(answer)
-            leaving = next((reason for _, reason in gathered if reason is not None), None)
+            answer, leaving = self._gathered(answer, self._around.leaves_by())
             if leaving is not None and (answer is None or answer.waits):  # the others do not count on this node yet
                 raise leaving
             if answer is not None:
@@ -162,6 +158,14 @@ class Rendezvous:
                 return quorum
             if self.is_first and 0 < time.monotonic() - began - _REPORT_AFTER < _POLL:
                 log.warning("node %s waits for other nodes", self.me.node)
+
+    def _gathered(self, answer: Any, leaves_by: BaseException | None) -> tuple[Any, BaseException | None]:
+        """Return the first rank's answer, and the exception of a rank that has to leave; end if the answer is one."""
+        gathered = self._intra.all_gather_object((answer, leaves_by))
+        first = gathered[0][0]
+        if isinstance(first, BaseException):
+            self._end(first)
+        return first, next((reason for _, reason in gathered if reason is not None), None)
 
     def _ask_lighthouse(self) -> Quorum | None:
         if self.is_behind:
@@ -285,7 +289,7 @@ class Rendezvous:
     def is_late(self) -> tuple[bool, bool]:
         """Return whether this node has asked as a late node, and whether it has missed a synchronization.
 
-        If it has not asked, it is on time, and asks only in :meth:`form`.
+        If neither, it is on time, and asks only in :meth:`form`.
         """
         lighthouse = self._around.lighthouse
         return self._shared((lighthouse is not None and lighthouse.cancel_late(), self.is_behind))
@@ -307,11 +311,7 @@ class Rendezvous:
                 answer = self._late_answer()
             except (NodeRefused, SystemExit) as refusal:
                 answer = refusal
-        gathered = self._intra.all_gather_object((answer, self._around.leaves_by() if at_once else None))
-        answer = gathered[0][0]
-        if isinstance(answer, BaseException):
-            self._end(answer)
-        leaving = next((reason for _, reason in gathered if reason is not None), None)
+        answer, leaving = self._gathered(answer, self._around.leaves_by() if at_once else None)
         if leaving is not None:
             raise leaving
         if answer is None:
