@@ -281,6 +281,7 @@ WORDS = {
     "mlp85k": "a perceptron of 85 k parameters",
     "linear16m": "a perceptron of 16 M parameters",
     "digits": "handwritten digits",
+    "digits10m": "handwritten digits, by a perceptron of 10 M parameters",
     "characters": "a character model",
     "characters_adamw": "a character model with AdamW",
 }

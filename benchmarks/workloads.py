@@ -200,6 +200,7 @@ WORKLOADS = {
         ),
         _speed("mlp85k", 64, 256, 256, 10, batch_size=32),
         Workload("digits", lambda: mlp(64, 1024, 1024, 10), _digit_batches, _momentum, lambda: _digits()[1]),
+        Workload("digits10m", lambda: mlp(64, 3072, 3072, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("characters", _character_model, _character_batches, _momentum, _characters_held_out),
         Workload("characters_adamw", _character_model, _character_batches, _adamw, _characters_held_out),
     )
