@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import inspect
 import os
 import pickle
 import secrets
@@ -321,6 +322,23 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
         world = Processes([_execute([*command, stand_in_for_python()], environment)])
     yield world
     world.close()
+
+
+@pytest.fixture
+def rank(world: World) -> World:
+    """In a test: this rank, as the test runs on each of the four ranks of a world, over each backend."""
+    return world
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that takes a ``rank`` on each rank of its world, with its other arguments."""
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    world = arguments.pop("rank", None)
+    if not isinstance(world, World):
+        return None
+    world.run(pyfuncitem.obj, *arguments.values())
+    return True
 
 
 def _serve(address: str) -> None:

@@ -1,4 +1,4 @@
-"""All communicators behave the same over every backend. The functions without ``test_`` run on each of four ranks."""
+"""All communicators behave the same over every backend. A test with a ``rank`` runs on each of four ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def values(rank, numel, dtype):
 # ---- sums and maxima -------------------------------------------------------------------------------------------------
 
 
-def reduce_all(rank, dtype, op):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_an_all_reduce_gives_every_rank_the_sum_or_the_maximum(rank, dtype, op):
     group = rank.group()
     for numel in SIZES:
         tensor = values(rank.rank, numel, dtype)
@@ -41,11 +43,7 @@ def reduce_all(rank, dtype, op):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["sum", "max"])
-def test_an_all_reduce_gives_every_rank_the_sum_or_the_maximum(world, dtype, op):
-    world.run(reduce_all, dtype, op)
-
-
-def reduce_while_all_wait(rank, dtype, op):
+def test_ranks_that_wait_in_order_reduce_the_same(rank, dtype, op):
     group, peer = rank.group(), rank.rank ^ 1
     tensors = [values(rank.rank, numel, dtype) for numel in SIZES]
     received = torch.zeros(3)
@@ -62,13 +60,10 @@ def reduce_while_all_wait(rank, dtype, op):
         assert torch.equal(tensor, (everyones.sum(0) if op == "sum" else everyones.amax(0)).to(dtype)), numel
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["sum", "max"])
-def test_ranks_that_wait_in_order_reduce_the_same(world, dtype, op):
-    world.run(reduce_while_all_wait, dtype, op)
-
-
-def reduce_in_pairs(rank, dtype, op):
+def test_two_ranks_reduce_like_many(rank, dtype, op):
     group = rank.group(INTER_NODE)
     for numel in [1, 3, 1000, *[2**20 + 1] * (dtype == torch.float32)]:
         tensor = values(rank.rank, numel, dtype)
@@ -84,14 +79,9 @@ def reduce_in_pairs(rank, dtype, op):
         assert scalar.item() == (2 * (rank.rank % 2) + 2 if op == "sum" else rank.rank % 2 + 2)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["sum", "max"])
-def test_two_ranks_reduce_like_many(world, dtype, op):
-    world.run(reduce_in_pairs, dtype, op)
-
-
-def reduce_weighted(rank, dtype, groups):
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_members_contribute_by_their_weights(rank, dtype, groups):
     group = rank.group(groups)
     for numel in [1, 4099]:
         tensor = values(rank.rank, numel, dtype)
@@ -103,7 +93,9 @@ def reduce_weighted(rank, dtype, groups):
     assert tensor.tolist() == [0.5] * 3
 
 
-def scatter_weighted(rank, dtype, groups):
+@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_reduce_scatter_may_write_to_a_view_of_its_input(rank, dtype, groups):
     group = rank.group(groups)
     for numel in [1, 1025]:
         tensor = values(rank.rank, numel * group.size, dtype)
@@ -116,19 +108,7 @@ def scatter_weighted(rank, dtype, groups):
     assert tensor.tolist() == [0.5] * 3
 
 
-@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_reduce_scatter_may_write_to_a_view_of_its_input(world, dtype, groups):
-    world.run(scatter_weighted, dtype, groups)
-
-
-@pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_members_contribute_by_their_weights(world, dtype, groups):
-    world.run(reduce_weighted, dtype, groups)
-
-
-def reduce_odd_shapes(rank):
+def test_an_all_reduce_keeps_shapes_and_leaves_neighbours_in_memory_alone(rank):
     group = rank.group()
     scalar = torch.tensor(1.5 + rank.rank)
     group.all_reduce(scalar).wait()
@@ -142,10 +122,6 @@ def reduce_odd_shapes(rank):
     view.fill_(rank.rank)
     group.all_reduce(view).wait()
     assert whole.tolist() == [0, 0, 0, 6, 6, 6, 0, 0, 0, 0]
-
-
-def test_an_all_reduce_keeps_shapes_and_leaves_neighbours_in_memory_alone(world):
-    world.run(reduce_odd_shapes)
 
 
 def reduce_random(rank, dtype, waiting):
@@ -170,7 +146,7 @@ def test_an_all_reduce_gives_every_rank_the_same_bits_near_the_exact_sum(world, 
             assert torch.equal(own.view(torch.uint8), other.view(torch.uint8))
 
 
-def reduce_special(rank):
+def test_infinities_and_nans_arrive(rank):
     group = rank.group()
     tensor = torch.tensor([float("inf"), float("nan") if rank.rank == 2 else 1.0, -0.0, 3e38])
     group.all_reduce(tensor).wait()
@@ -180,14 +156,11 @@ def reduce_special(rank):
     assert tensor[3] == float("inf")
 
 
-def test_infinities_and_nans_arrive(world):
-    world.run(reduce_special)
-
-
 # ---- parts and wholes ------------------------------------------------------------------------------------------------
 
 
-def scatter_sums(rank, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(rank, dtype):
     group = rank.group()
     for part in SIZES:
         tensor = values(rank.rank, part * rank.size, dtype)
@@ -197,12 +170,9 @@ def scatter_sums(rank, dtype):
         assert torch.equal(output, total[rank.rank * part : (rank.rank + 1) * part].to(dtype)), part
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(world, dtype):
-    world.run(scatter_sums, dtype)
-
-
-def gather_all(rank, dtype, in_place):
+def test_an_all_gather_puts_the_parts_in_group_order(rank, dtype, in_place):
     group = rank.group()
     for part in SIZES:
         output = torch.zeros(part * rank.size, dtype=dtype)
@@ -212,13 +182,8 @@ def gather_all(rank, dtype, in_place):
         assert torch.equal(output, torch.cat([values(r, part, dtype) for r in range(rank.size)])), part
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_all_gather_puts_the_parts_in_group_order(world, dtype, in_place):
-    world.run(gather_all, dtype, in_place)
-
-
-def broadcast_all(rank, dtype):
+def test_a_broadcast_brings_the_tensor_of_any_source(rank, dtype):
     group = rank.group()
     for source in range(rank.size):
         for numel in SIZES:
@@ -227,12 +192,10 @@ def broadcast_all(rank, dtype):
             assert torch.equal(tensor, values(source, numel, dtype)), (source, numel)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_broadcast_brings_the_tensor_of_any_source(world, dtype):
-    world.run(broadcast_all, dtype)
-
-
-def move_in_odd_order(rank):
+@pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(torch.distributed.new_group).parameters, reason="this torch refuses to"
+)
+def test_a_group_keeps_the_order_it_was_given(rank):
     ranks = (2, 0, 3, 1)
     group = rank.group((ranks,))
     assert group.ranks == ranks
@@ -254,17 +217,11 @@ def move_in_odd_order(rank):
     assert received.item() == ranks[group.rank - 1]
 
 
-@pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(torch.distributed.new_group).parameters, reason="this torch refuses to"
-)
-def test_a_group_keeps_the_order_it_was_given(world):
-    world.run(move_in_odd_order)
-
-
 # ---- from member to member -------------------------------------------------------------------------------------------
 
 
-def exchange_round(rank, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_exchange_passes_tensors_round_a_ring(rank, dtype):
     group = rank.group()
     for numel in SIZES:
         send = values(rank.rank, numel, dtype)
@@ -275,12 +232,7 @@ def exchange_round(rank, dtype):
         assert torch.equal(send, values(rank.rank, numel, dtype)), numel
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_exchange_passes_tensors_round_a_ring(world, dtype):
-    world.run(exchange_round, dtype)
-
-
-def exchange_everything(rank):
+def test_between_two_members_letters_arrive_in_the_order_they_were_sent(rank):
     group, numel = rank.group(), 1001
     others = [peer for peer in range(4) if peer != rank.rank]
     # two letters of different dtypes to everyone; the receivers list their buffers in another order of peers
@@ -296,11 +248,7 @@ def exchange_everything(rank):
         assert torch.equal(second[peer], values(100 * peer + rank.rank, 5, torch.int64))
 
 
-def test_between_two_members_letters_arrive_in_the_order_they_were_sent(world):
-    world.run(exchange_everything)
-
-
-def exchange_one_way(rank):
+def test_an_exchange_may_be_one_way_and_several_may_be_in_flight(rank):
     group = rank.group()
     received = torch.zeros(3)
     if rank.rank == 0:
@@ -321,14 +269,10 @@ def exchange_one_way(rank):
         assert [t[0].item() for t in out] == [base, base + 1]
 
 
-def test_an_exchange_may_be_one_way_and_several_may_be_in_flight(world):
-    world.run(exchange_one_way)
-
-
 # ---- objects, nothing, and bad arguments -----------------------------------------------------------------------------
 
 
-def gather_objects(rank):
+def test_objects_of_unequal_size_are_gathered_in_order(rank):
     group = rank.group()
     everyones = group.all_gather_object({"rank": rank.rank, "text": "x" * 1000 * rank.rank})
     assert [value["rank"] for value in everyones] == [0, 1, 2, 3]
@@ -336,11 +280,7 @@ def gather_objects(rank):
     group.barrier()
 
 
-def test_objects_of_unequal_size_are_gathered_in_order(world):
-    world.run(gather_objects)
-
-
-def move_nothing(rank):
+def test_empty_tensors_and_groups_of_one_move_nothing(rank):
     group, empty = rank.group(), torch.empty(0)
     for handle in [
         group.all_reduce(empty.clone()),
@@ -365,11 +305,7 @@ def move_nothing(rank):
     assert rank.meter.messages["inter"] == 0
 
 
-def test_empty_tensors_and_groups_of_one_move_nothing(world):
-    world.run(move_nothing)
-
-
-def move_badly(rank):
+def test_bad_arguments_are_refused_before_anything_is_sent(rank):
     group = rank.group()
     with pytest.raises(ValueError, match="source must be a group rank from 0 to 3, not 4"):
         group.broadcast(torch.zeros(1), 4)
@@ -391,25 +327,17 @@ def move_badly(rank):
     group.barrier()  # nothing was launched, so the ranks are still together
 
 
-def test_bad_arguments_are_refused_before_anything_is_sent(world):
-    world.run(move_badly)
-
-
-def be_outside(rank):
+def test_a_rank_in_no_group_gets_no_communicator(rank):
     group = rank.group(((0, 3), (1,)))
     assert (group is None) == (rank.rank == 2)
     if rank.rank in (0, 3):
         assert group.all_gather_object(rank.rank) == [0, 3]
 
 
-def test_a_rank_in_no_group_gets_no_communicator(world):
-    world.run(be_outside)
-
-
 # ---- several moves in flight -----------------------------------------------------------------------------------------
 
 
-def sum_of_three(rank):
+def test_three_members_sum_too(rank):
     trio = rank.group([[0, 1, 2], [3]])
     for numel in [5, 1000, 100003]:
         for waiting in (False, True):
@@ -418,11 +346,7 @@ def sum_of_three(rank):
             assert torch.equal(tensor, torch.full((numel,), 8.0 if rank.rank == 3 else 7.0))
 
 
-def test_three_members_sum_too(world):
-    world.run(sum_of_three)
-
-
-def launch_in_two_groups(rank):
+def test_two_groups_move_at_once_in_any_order(rank):
     pairs, inter = rank.group(PAIRS, "intra"), rank.group(INTER_NODE, "inter")
     for numel in [5, 100003]:
         in_pair, between_nodes = torch.full((numel,), float(rank.rank)), torch.full((numel,), float(rank.rank))
@@ -438,11 +362,7 @@ def launch_in_two_groups(rank):
         assert torch.equal(between_nodes, torch.full((numel,), [2.0, 4.0, 2.0, 4.0][rank.rank]))
 
 
-def test_two_groups_move_at_once_in_any_order(world):
-    world.run(launch_in_two_groups)
-
-
-def launch_in_two_communicators(rank):
+def test_two_communicators_of_the_same_ranks_do_not_mix(rank):
     communicators = [rank.group(duplicate=0), rank.group(duplicate=1)]
     order = (0, 1) if rank.rank % 2 else (1, 0)
     tensors = [torch.full((50001,), 1.0 + rank.rank), torch.full((50001,), 10.0 * rank.rank)]
@@ -452,11 +372,7 @@ def launch_in_two_communicators(rank):
     assert torch.equal(tensors[1], torch.full((50001,), 60.0))
 
 
-def test_two_communicators_of_the_same_ranks_do_not_mix(world):
-    world.run(launch_in_two_communicators)
-
-
-def launch_from_two_threads(rank):
+def test_two_threads_may_each_use_a_communicator(rank):
     communicators = [rank.group(duplicate=0), rank.group(duplicate=1)]
     errors = []
 
@@ -477,11 +393,7 @@ def launch_from_two_threads(rank):
     assert not errors
 
 
-def test_two_threads_may_each_use_a_communicator(world):
-    world.run(launch_from_two_threads)
-
-
-def mix_collectives_in_flight(rank):
+def test_collectives_of_a_group_can_be_awaited_in_any_order(rank):
     group, peer = rank.group(), rank.rank ^ 1
     sums = [torch.full((101 * i + 1,), float(rank.rank + i)) for i in range(20)]
     whole, part, received = torch.zeros(8), torch.full((2,), float(rank.rank)), torch.zeros(3)
@@ -501,11 +413,7 @@ def mix_collectives_in_flight(rank):
     assert last.item() == 3
 
 
-def test_collectives_of_a_group_can_be_awaited_in_any_order(world):
-    world.run(mix_collectives_in_flight)
-
-
-def launch_ahead_of_peers(rank):
+def test_launching_does_not_wait_for_peers(rank):
     group, other = rank.group(duplicate=0), rank.group(duplicate=1)
     tensor, token = torch.full((200003,), 1.0), torch.zeros(1)
     if rank.rank == 0:
@@ -519,11 +427,7 @@ def launch_ahead_of_peers(rank):
     assert torch.equal(tensor, torch.full((200003,), 4.0))
 
 
-def test_launching_does_not_wait_for_peers(world):
-    world.run(launch_ahead_of_peers)
-
-
-def receive_ahead_of_the_sender(rank):
+def test_a_receive_is_not_done_before_its_letter_was_sent(rank):
     group, other = rank.group(duplicate=0), rank.group(duplicate=1)
     received, token = torch.zeros(3), torch.zeros(1)
     if rank.rank == 0:
@@ -538,11 +442,8 @@ def receive_ahead_of_the_sender(rank):
         assert received.tolist() == [1, 1, 1]
 
 
-def test_a_receive_is_not_done_before_its_letter_was_sent(world):
-    world.run(receive_ahead_of_the_sender)
-
-
-def exchange_in_turns(rank):
+@pytest.mark.parametrize("world", ["gloo"], indirect=True)
+def test_gloo_exchanges_between_nodes_run_one_after_another(rank):
     group, other = rank.group(duplicate=0), rank.group(duplicate=1)
     first, second, token = torch.zeros(3), torch.zeros(3), torch.zeros(1)
     if rank.rank == 0:
@@ -565,12 +466,8 @@ def exchange_in_turns(rank):
         assert second.tolist() == [2, 2, 2]
 
 
-@pytest.mark.parametrize("world", ["gloo"], indirect=True)
-def test_gloo_exchanges_between_nodes_run_one_after_another(world):
-    world.run(exchange_in_turns)
-
-
-def progress_alone(rank, folder, move):
+@pytest.mark.parametrize("move", ["all_reduce", "all_gather", "exchange"])
+def test_a_move_makes_progress_while_its_owner_does_something_else(rank, tmp_path, move):
     group = rank.group()
     tensor, whole = torch.full((1 << 20,), 1.0), torch.zeros(1 << 22)
     received = torch.zeros(1 << 20)
@@ -582,21 +479,16 @@ def progress_alone(rank, folder, move):
         handle = group.exchange([(tensor, (rank.rank + 1) % 4)], [(received, (rank.rank - 1) % 4)])
     if rank.rank == 0:
         deadline = time.monotonic() + 20
-        while len(list(Path(folder).iterdir())) < 3:  # no call that could drive the backend
+        while len(list(tmp_path.iterdir())) < 3:  # no call that could drive the backend
             assert time.monotonic() < deadline, "a move only goes on while its owner waits for it"
             time.sleep(0.01)
     handle.wait()
-    (Path(folder) / str(rank.rank)).touch()
+    (tmp_path / str(rank.rank)).touch()
     result = {"all_reduce": tensor, "all_gather": whole, "exchange": received}[move]
     assert result.sum().item() == (1 << 20) * (1 if move == "exchange" else 4)
 
 
-@pytest.mark.parametrize("move", ["all_reduce", "all_gather", "exchange"])
-def test_a_move_makes_progress_while_its_owner_does_something_else(world, tmp_path, move):
-    world.run(progress_alone, str(tmp_path), move)
-
-
-def complete_futures(rank):
+def test_futures_complete_with_their_move(rank):
     group = rank.group()
     for numel in [3, 100003]:
         tensor = torch.full((numel,), float(rank.rank))
@@ -607,13 +499,10 @@ def complete_futures(rank):
         assert torch.equal(group.reduce_scatter(part, parts).future(part).wait(), torch.full((numel,), 6.0))
 
 
-def test_futures_complete_with_their_move(world):
-    world.run(complete_futures)
-
-
-def drop_handle(rank):
+def test_a_dropped_handle_is_named_by_the_next_collective(rank):
     group = rank.group()
-    where = "drop_handle" if rank.device is None else "<lambda>"  # of what stands between this and the device
+    own = "test_a_dropped_handle_is_named_by_the_next_collective"
+    where = own if rank.device is None else "<lambda>"  # of what stands between this and the device
     for _ in range(20):
         group.all_reduce(torch.ones(1000))  # neither the tensor nor the handle is kept
         with pytest.raises(CommunicationError, match=rf"did not wait for inter\.all_reduce.*, in {where}: its result"):
@@ -623,14 +512,10 @@ def drop_handle(rank):
     assert check.item() == 4
 
 
-def test_a_dropped_handle_is_named_by_the_next_collective(world):
-    world.run(drop_handle)
-
-
 # ---- what it costs ---------------------------------------------------------------------------------------------------
 
 
-def count_bytes(rank):
+def test_meter_counts_the_textbook_bytes_of_each_collective_by_level(rank):
     group, pair = rank.group(), rank.group(PAIRS, "intra")
     floats, meter = torch.zeros(8), rank.meter
     wait_all([group.all_reduce(floats)])
@@ -651,11 +536,7 @@ def count_bytes(rank):
     assert meter.bytes["world"] == 0
 
 
-def test_meter_counts_the_textbook_bytes_of_each_collective_by_level(world):
-    world.run(count_bytes)
-
-
-def count_waits(rank):
+def test_only_waits_of_training_are_exposed(rank):
     group = rank.group()
     handle = group.all_reduce(torch.zeros(1000))
     assert rank.meter.seconds.get("inter", 0.0) == 0.0
@@ -674,11 +555,8 @@ def count_waits(rank):
     assert rank.meter.seconds["inter"] == waited
 
 
-def test_only_waits_of_training_are_exposed(world):
-    world.run(count_waits)
-
-
-def mark_waits(rank):
+def test_on_a_gpu_a_wait_is_exposed_while_the_gpu_is_idle(rank):
+    """The host may wait for training, too, which is behind it."""
     marks = []
     rank.meter.add_wait = lambda level, start, end: marks.extend((start, end))
     try:
@@ -689,12 +567,8 @@ def mark_waits(rank):
     assert {isinstance(mark, float) for mark in marks} == {rank.device is None}
 
 
-def test_on_a_gpu_a_wait_is_exposed_while_the_gpu_is_idle(world):
-    """The host may wait for training, too, which is behind it."""
-    world.run(mark_waits)
-
-
-def move_in_inference_mode(rank):
+def test_tensors_made_in_inference_mode_are_moved(rank):
+    """A validation averages in it, and threads that move them are not in it by themselves."""
     group, peers = rank.group(), [peer for peer in range(rank.size) if peer != rank.rank]
     with torch.inference_mode():
         tensor, whole, part = torch.full((4,), float(rank.rank)), torch.zeros(16), torch.zeros(1)
@@ -710,12 +584,9 @@ def move_in_inference_mode(rank):
     assert [part.item(), *tensor.tolist(), *own.tolist(), large[-1].item()] == [6.0] * 5 + [1.0] * 3 + [6.0]
 
 
-def test_tensors_made_in_inference_mode_are_moved(world):
-    """A validation averages in it, and threads that move them are not in it by themselves."""
-    world.run(move_in_inference_mode)
-
-
-def move_as_a_gpu_s_tensors(rank, is_nccl):
+@pytest.mark.parametrize("world", ["gloo"], indirect=True)
+@pytest.mark.parametrize("is_nccl", [False, True])
+def test_moves_of_a_gpu_s_tensors_are_those_that_torch_knows_of_them(rank, is_nccl):
     """As torch is asked for moves of a GPU's tensors, which lie on the CPU here, where gloo moves them."""
     sys.path.append(str(Path(__file__).parents[2] / "tools"))
     from fake_streams import FakeDevice
@@ -738,9 +609,3 @@ def move_as_a_gpu_s_tensors(rank, is_nccl):
             received, before, after = torch.zeros(8, dtype=dtype), (rank.rank - 1) % 4, (rank.rank + 1) % 4
             group.exchange([(values(rank.rank, 8, dtype), after)], [(received, before)]).wait()
             assert torch.equal(received, values(before, 8, dtype))
-
-
-@pytest.mark.parametrize("world", ["gloo"], indirect=True)
-@pytest.mark.parametrize("is_nccl", [False, True])
-def test_moves_of_a_gpu_s_tensors_are_those_that_torch_knows_of_them(world, is_nccl):
-    world.run(move_as_a_gpu_s_tensors, is_nccl)

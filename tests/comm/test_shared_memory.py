@@ -18,7 +18,9 @@ over_shared_memory = pytest.mark.parametrize("world", ["shared-memory"], indirec
 PAIRS = ((0, 1), (2, 3))
 
 
-def move_more_than_a_slot(rank):
+@pytest.mark.long("four ranks move tensors of many sizes and types")
+@over_shared_memory
+def test_tensors_of_many_slots_and_odd_sizes_arrive(rank):
     generator = torch.Generator().manual_seed(0)
     for group in (rank.group(), rank.group(PAIRS, "intra")):
         everyones = [torch.randint(0, 100, (group.size, 800_003), generator=generator) for _ in range(group.size)]
@@ -39,13 +41,8 @@ def move_more_than_a_slot(rank):
         assert torch.equal(spread, everyones[1])
 
 
-@pytest.mark.long("four ranks move tensors of many sizes and types")
 @over_shared_memory
-def test_tensors_of_many_slots_and_odd_sizes_arrive(world):
-    world.run(move_more_than_a_slot)
-
-
-def move_on_another_device(rank):
+def test_tensors_of_other_devices_go_over_the_process_group(rank):
     group, part, whole = rank.group(), torch.zeros(2, device="meta"), torch.zeros(8, device="meta")
     names = ["_all_reduce", "_reduce_scatter", "_all_gather", "_broadcast"]
     with ExitStack() as stack:
@@ -58,11 +55,7 @@ def move_on_another_device(rank):
 
 
 @over_shared_memory
-def test_tensors_of_other_devices_go_over_the_process_group(world):
-    world.run(move_on_another_device)
-
-
-def lose_a_member(rank):
+def test_the_death_of_a_member_ends_the_moves_of_all_others_at_once(rank):
     group = rank.group(duplicate="lost")
     group.barrier()
     if rank.rank == 3:
@@ -78,22 +71,14 @@ def lose_a_member(rank):
 
 
 @over_shared_memory
-def test_the_death_of_a_member_ends_the_moves_of_all_others_at_once(world):
-    world.run(lose_a_member)
-
-
-def move_unequal_sizes(rank):
+def test_tensors_of_unequal_sizes_are_an_error(rank):
     group = rank.group(duplicate="unequal")
     with pytest.raises(CommunicationError):
         group.all_reduce(torch.zeros(10 if rank.rank else 11)).wait()
 
 
 @over_shared_memory
-def test_tensors_of_unequal_sizes_are_an_error(world):
-    world.run(move_unequal_sizes)
-
-
-def connect_with_one_unwilling(rank):
+def test_only_groups_whose_members_can_share_memory_do(rank):
     if rank.rank == 2:
         os.environ["HIERCOMM_SHARED_MEMORY"] = "0"
     try:
@@ -105,11 +90,6 @@ def connect_with_one_unwilling(rank):
     tensor = torch.full((3,), float(rank.rank))
     own.all_reduce(tensor).wait()
     assert tensor.tolist() == [1.0 if rank.rank < 2 else 5.0] * 3
-
-
-@over_shared_memory
-def test_only_groups_whose_members_can_share_memory_do(world):
-    world.run(connect_with_one_unwilling)
 
 
 def leave_nothing_behind(rank):
