@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from harness import TARGETS, run_to_end
 from ranks import collect_trainers
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 BATCH = 8
 """Samples per step over all ranks: each takes ``BATCH / world_size``."""
@@ -186,6 +188,48 @@ class Net(pl.LightningModule):
         x = torch.randn(4 * self.steps, 6, generator=generator, dtype=torch.get_default_dtype())
         y = torch.randint(3, (4 * self.steps,), generator=generator)
         return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+class Stream(IterableDataset):
+    """Yields samples, an unknown number of them."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+class SaveAfter(pl.Callback):
+    """Saves a checkpoint after an optimizer step."""
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+class SaveAfterEpoch(pl.Callback):
+    """Saves a checkpoint at the end of the first epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@contextmanager
+def warnings_with(text: str) -> Iterator[list[str]]:
+    """Collect the messages of all warnings that contain a text."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught if text in str(warning.message)]
 
 
 def same_bits(reports: list[dict[str, Any]]) -> None:

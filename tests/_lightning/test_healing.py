@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from problems import Stream
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_hiercomm._lightning.healing import (
     begin_as,
@@ -266,14 +267,9 @@ def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_a_healed_trainer_begins_a_stream_again(batch_size):
     """In batches it has a sampler, too, of no length; which ended a node that came inside an epoch."""
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(6))
-
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     note_stage_of_dataloaders(trainer, [None], lambda: 2)
-    loader = DataLoader(Stream(), batch_size)
+    loader = DataLoader(Stream(range(6)), batch_size)
     made = trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=RunningStage.TRAINING)
     assert [int(each) for batch in made for each in torch.atleast_1d(torch.as_tensor(batch))] == [*range(6)]
 

@@ -12,7 +12,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from problems import Stream
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_hiercomm._lightning.healing import note_stage_of_dataloaders
 from lightning_hiercomm._lightning.places import (
@@ -105,14 +106,9 @@ def test_a_state_without_places_gives_a_data_module_its_own():
     assert not restores_module(trainer_with(Loader([1]), pl.LightningDataModule()), checkpoint)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(4))
-
-
 @pytest.mark.parametrize(("kind", "warns"), [(DataLoader, False), (Loader, True)])
 def test_a_stream_that_starts_again_on_a_joining_node_is_reported(kind, warns, recwarn):
     trainer = pl.Trainer(accelerator="cpu", strategy=SingleDeviceStrategy(), logger=False, enable_checkpointing=False)
     note_stage_of_dataloaders(trainer, [None], lambda: 3)
-    trainer._data_connector._prepare_dataloader(kind(Stream()), False, RunningStage.TRAINING)
+    trainer._data_connector._prepare_dataloader(kind(Stream(range(4))), False, RunningStage.TRAINING)
     assert any("starts at the beginning of its stream" in str(each.message) for each in recwarn) is warns

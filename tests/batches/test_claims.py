@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import on_ranks
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from problems import Stream
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm.batches.claims import Claims, claimed_dataloader, is_divided
 
@@ -63,15 +64,10 @@ def test_last_short_batch_can_be_left_out():
     assert sorted(sum((batch for rank in ranks for batch in rank[0]), [])) == list(range(6))  # noqa: RUF017
 
 
-class Endless(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter([])
-
-
 def test_only_data_that_lightning_would_divide_is_claimed():
     numbers = torch.arange(4)
     assert is_divided(DataLoader(numbers, shuffle=True))
-    assert not is_divided(DataLoader(Endless()))
+    assert not is_divided(DataLoader(Stream([])))
     assert not is_divided(DataLoader(numbers, sampler=DistributedSampler(numbers, 2, 0)))
     assert not is_divided([numbers])
 

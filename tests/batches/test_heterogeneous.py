@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from itertools import cycle, pairwise
 
 import harness
@@ -11,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+from problems import Stream, warnings_with
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging
 from lightning_hiercomm.batches.partition import StepCost, divide
@@ -167,14 +167,9 @@ def test_batches_that_are_loaded_ahead_keep_their_sizes(clock):
     assert (fast[-1], slow[-1]) == (26, 6)
 
 
-class Numbers(IterableDataset):
-    def __iter__(self):
-        return iter(range(32 * 400))
-
-
 @pytest.mark.parametrize(
     ("datasets", "may_change"),
-    [([Numbers()], True), ([range(32 * 400)] * 2, True), ([range(32 * 400)], False)],
+    [([Stream(range(32 * 400))], True), ([range(32 * 400)] * 2, True), ([range(32 * 400)], False)],
     ids=["stream", "two loaders", "manual optimization"],
 )
 def test_changes_are_deferred_to_the_next_epoch(clock, datasets, may_change):
@@ -227,10 +222,9 @@ def test_measurements_that_scatter_are_warned_of(clock, jitter, warned):
         factors = cycle([1 - jitter * rank, 1, 1 + jitter * rank])
         train(clock, bound(topology, 32), lambda size: size * 0.1 * next(factors))  # every step is a block
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_with("") as said:
         on_ranks([[0, 1]], work)
-    assert ["step times of rank 1 scattered" in str(warning.message) for warning in caught] == [True] * warned
+    assert ["step times of rank 1 scattered" in text for text in said] == [True] * warned
 
 
 def test_one_rank_has_nothing_to_announce(capsys):

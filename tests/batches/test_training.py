@@ -10,7 +10,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from problems import SaveAfter, SaveAfterEpoch, Stream
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.batches import speed
@@ -144,15 +145,6 @@ def test_without_weights_slow_ranks_count_too_much(fit):
     assert (reports[0]["state_dict"]["net.0.weight"] - plain_training(12)["net.0.weight"]).abs().max() > 1e-3
 
 
-class SaveAfter(pl.Callback):
-    def __init__(self, path, step):
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer, *_):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -178,7 +170,7 @@ def test_a_run_that_divides_within_an_epoch_trains_as_one_process_would(fit, wor
 def test_a_run_is_resumed_in_the_middle_of_an_epoch(fit, tmp_path, step):
     path = tmp_path / "saved.ckpt"
     strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(4), "checkpoint_replicas": True}
-    fit(Net(), strategy, devices=2, callbacks=[SaveAfter(path, step)])
+    fit(Net(), strategy, devices=2, callbacks=[SaveAfter(step, path)])
     reports = fit(Net(), strategy, devices=2, max_epochs=2, fit_arguments={"ckpt_path": path})
     fast, slow = (report["report"] for report in reports)
     assert {a + b for a, b in zip(fast, slow, strict=True)} == {4}
@@ -331,17 +323,12 @@ def test_several_train_dataloaders_are_divided_alike(fit):
     assert [report["report"] for report in reports] == [[5] * 6, [3] * 6]
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from zip(*samples(), strict=True)
-
-
 @pytest.mark.parametrize("speeds", ["measure", [3, 1]])
 @pytest.mark.usefixtures("careless")
 def test_a_stream_trains_as_one_process_would(fit, speeds):
     class Streaming(Net):
         def train_dataloader(self):
-            return DataLoader(Stream(), batch_size=4)
+            return DataLoader(Stream([*zip(*samples(), strict=True)]), batch_size=4)
 
     strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(10, speeds, max_batch_size=[7, 3])}
     reports = fit(Streaming(), strategy, devices=2, max_epochs=2)
@@ -366,11 +353,7 @@ def test_dataloaders_may_be_made_before_training(fit):
 def test_a_checkpoint_keeps_the_division(fit, tmp_path):
     path = tmp_path / "last.ckpt"
 
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            trainer.save_checkpoint(path)
-
-    fit(Net(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, callbacks=[Save()])
+    fit(Net(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, callbacks=[SaveAfterEpoch(path)])
     saved = torch.load(path, weights_only=True)["hiercomm"]["batches"]
     assert saved == {"sizes": [8, 4], "costs": [[0.0, 0.0], [2.0, 1.0]], "speeds": [2, 1]}
     resumed = {"batches": HeterogeneousBatches(12)}
@@ -382,14 +365,9 @@ def test_a_checkpoint_keeps_the_division(fit, tmp_path):
 def test_a_resumed_run_takes_its_epochs_in_the_same_order(fit, tmp_path, workers):
     path = tmp_path / "first.ckpt"
 
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer, pl_module):
-            if trainer.current_epoch == 0:
-                trainer.save_checkpoint(path)
-
     module = Net(shuffle=True, num_workers=workers)
     strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(12, [2, 1])}
-    whole = fit(module, strategy, devices=2, max_epochs=3, callbacks=[Save()])
+    whole = fit(module, strategy, devices=2, max_epochs=3, callbacks=[SaveAfterEpoch(path)])
     resumed = fit(module, strategy, devices=2, max_epochs=3, fit_arguments={"ckpt_path": path})
     for name, expected in whole[0]["state_dict"].items():
         assert torch.equal(resumed[0]["state_dict"][name], expected), name

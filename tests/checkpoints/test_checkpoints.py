@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from problems import one_trainer
+from problems import one_trainer, warnings_with
 from torch import nn
 
 from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
@@ -91,11 +90,9 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
         train(run, 1, 5)
         return counted, (resumed.state.steps, resumed.state.step_in_epoch, resumed.state.epoch)
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_with("the checkpoint was saved with") as messages:
         assert on_two_nodes(scheme(after), work) == [((5, 5, 0), (10, 5, 1))] * 2
     names = [type(scheme(name)).__name__ for name in (before, after)]
-    messages = [str(warning.message) for warning in caught if "the checkpoint was saved with" in str(warning.message)]
     expected = f"the checkpoint was saved with {names[0]}: {names[1]} continues from its parameters"
     assert [message.startswith(expected) for message in messages] == [True] * (before != after)
 

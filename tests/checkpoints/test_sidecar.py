@@ -20,7 +20,7 @@ from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from problems import one_trainer, report_of, same_bits
+from problems import SaveAfter, one_trainer, report_of, same_bits
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import (
@@ -117,15 +117,6 @@ class Thawing(Net):
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         self.layers[0].requires_grad_(self.global_step >= 3)
-
-
-class SaveAfter(pl.Callback):
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 # by night what the same scheme shows by day with another wire, or with more in flight

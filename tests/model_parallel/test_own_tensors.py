@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import Net
+from problems import warnings_with
 
 from lightning_hiercomm import AllReduce, HierarchicalModelParallelStrategy, PeriodicAveraging
 
@@ -48,15 +48,14 @@ def _program(folder: Path) -> dict[str, Any]:
         saves = ModelCheckpoint(folder / name, save_last=True)
         strategy = HierarchicalModelParallelStrategy(scheme, ranks_per_node=2, save_distributed_checkpoint=False)
         more = {"callbacks": [saves], "enable_checkpointing": True, "val_check_interval": 3}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_with("validation hook") as warned:
             trainer(strategy, **more).fit(module)
         said[name] = {
             "started": module.started,
             "bank": module.bank.tolist(),
             "saved": torch.load(saves.last_model_path, weights_only=True)["state_dict"]["bank"].tolist(),
             "end": whole_state(module)["net.0.weight"],
-            "warned": [str(each.message) for each in caught if "validation hook" in str(each.message)],
+            "warned": warned,
         }
     return said
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
+from problems import warnings_with
 
 from lightning_hiercomm.nodes import hosts
 from lightning_hiercomm.nodes.hosts import Place, nodes_by_default, this_host, warn_once
@@ -85,8 +84,7 @@ def test_a_place_has_the_name_of_its_host(monkeypatch):
 
 def test_a_contradiction_is_reported_once_per_process():
     warn_once.cache_clear()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_with("") as messages:
         for _ in range(2):
             warn_once("nodes")
-    assert [str(each.message) for each in caught] == ["nodes"]
+    assert messages == ["nodes"]

@@ -14,7 +14,7 @@ import torch
 from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pairwise import requested
-from problems import one_trainer
+from problems import one_trainer, warnings_with
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -158,11 +158,9 @@ def _program(ranks_per_node: int, names: Sequence[str], folder: Path) -> dict[st
     for name in names:
         strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=ranks_per_node)
         module = Written(WRITES)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            more = {"max_epochs": 1, "val_check_interval": 2, "callbacks": [Restores()], "num_sanity_val_steps": 1}
+        more = {"max_epochs": 1, "val_check_interval": 2, "callbacks": [Restores()], "num_sanity_val_steps": 1}
+        with warnings_with("in a validation hook") as warned:
             one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
-        warned = [str(each.message) for each in caught if "in a validation hook" in str(each.message)]
         said[name] = {"report": module.report, "end": module.state(), "warned": warned}
     return said
 
@@ -273,10 +271,8 @@ def _swapped(folder: Path) -> list[tuple[Any, list[str]]]:
         strategy = HierarchicalStrategy(PeriodicAveraging(100, at_epoch_end=False), ranks_per_node=1)
         saves = ModelCheckpoint(folder / kind.__name__, every_n_train_steps=2, save_top_k=-1)
         more = {"max_steps": 9, "val_check_interval": 2, "callbacks": [saves, *averages], "enable_checkpointing": True}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_with("validation hook") as warned:
             one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
-        warned = [str(each.message) for each in caught if "validation hook" in str(each.message)]
         said.append((module.report, warned))
     return said
 
@@ -321,10 +317,9 @@ def _saved_with_replicas(folder: Path) -> list[str]:
     strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=1, checkpoint_replicas=True)
     saves = ModelCheckpoint(folder, monitor="val_loss", mode="max", save_top_k=-1)
     more = {"max_steps": 9, "val_check_interval": 2, "callbacks": [saves], "enable_checkpointing": True}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_with("in a validation hook") as warned:
         one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
-    return [str(each.message) for each in caught if "in a validation hook" in str(each.message)]
+    return warned
 
 
 def test_a_replica_checkpoint_older_than_a_write_warns(borrow):
@@ -380,10 +375,8 @@ def _saving_program(ranks_per_node: int, names: Sequence[str], folder: Path) -> 
         strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=ranks_per_node)
         module, place = WrittenInSaves(WRITES_IN_SAVES), folder / name
         more = {"devices": 2, "max_epochs": 1, "limit_val_batches": 0, "callbacks": [Saves(place)]}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings_with("on_save_checkpoint") as warned:
             one_trainer(folder, strategy=strategy, **more).fit(module)
-        warned = [str(each.message) for each in caught if "on_save_checkpoint" in str(each.message)]
         files = {n: torch.load(place / f"{n}.ckpt", weights_only=True)["state_dict"] for n in (1, *WRITES_IN_SAVES)}
         said[name] = {"report": module.report, "end": module.state(), "warned": warned, "files": files}
     return said

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_utilities.core import rank_zero
-from problems import Oracle
+from problems import Oracle, warnings_with
 
 from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.control import open_files
@@ -117,10 +117,8 @@ def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every,
     strategy = HierarchicalStrategy(PeriodicAveraging(sync_every), ranks_per_node=1)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, max_epochs=2, **quiet)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_with("sync_every") as said:
         trainer.fit(BoringModel())
-    said = [str(warning.message) for warning in caught if "sync_every" in str(warning.message)]
     assert len(said) == warned
     assert all("which has 4 optimizer steps" in text for text in said)
 
@@ -145,10 +143,8 @@ def test_a_run_shorter_than_the_period_warns(scheme, limits, warned):
     strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, **limits, **quiet)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_with("the run ends after") as said:
         trainer.fit(BoringModel())
-    said = [str(warning.message) for warning in caught if "the run ends after" in str(warning.message)]
     assert len(said) == (warned is not None)
     assert all(warned in text for text in said)
 

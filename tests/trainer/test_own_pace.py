@@ -11,9 +11,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from problems import SaveAfter, Stream
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import (
     DiLoCo,
@@ -34,16 +35,6 @@ BATCH = 2
 SECONDS = 0.15  # a loaded machine takes many steps in it, and a slowed rank about three
 SLOW = 0.05
 SCHEMES = [PeriodicAveraging(EverySeconds(SECONDS)), DiLoCo(EverySeconds(SECONDS), fragments=2)]
-
-
-class Stream(IterableDataset):
-    """Yields samples, an unknown number of them."""
-
-    def __init__(self, samples: Sequence[Tensor]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Any:
-        return iter(self.samples)
 
 
 class Paced(pl.LightningModule):
@@ -281,12 +272,8 @@ def test_settings_that_act_at_batches_are_refused(arguments, message):
 
 @pytest.mark.nightly
 def test_checkpoint_from_within_an_epoch_is_refused(fit, tmp_path):
-    class Saving(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == 7:
-                trainer.save_checkpoint(tmp_path / "within.ckpt")
-
-    fit_paced(fit, Paced(slow=(0.0, 0.0)), PeriodicAveraging(3), callbacks=[Saving()])
+    saving = SaveAfter(7, tmp_path / "within.ckpt")
+    fit_paced(fit, Paced(slow=(0.0, 0.0)), PeriodicAveraging(3), callbacks=[saving])
     with pytest.raises(Exception, match="EverySeconds: the checkpoint was saved within an epoch"):
         fit_paced(fit, Paced(), CLOCK, max_epochs=3, fit_arguments={"ckpt_path": tmp_path / "within.ckpt"})
 

@@ -20,7 +20,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from pairwise import requested
-from problems import Oracle, fitted, one_trainer, same_bits
+from problems import Oracle, SaveAfter, SaveAfterEpoch, Stream, fitted, one_trainer, same_bits
 from torch.distributed import distributed_c10d
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessException
@@ -236,12 +236,7 @@ def test_each_rank_validates_its_own_replica_when_asked_to(fit):
 def test_a_checkpoint_between_synchronizations_holds_the_averaged_model(fit, tmp_path):
     path = tmp_path / "mid.ckpt"
 
-    class Save(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 2:
-                trainer.save_checkpoint(path)
-
-    reports = fit(Oracle(5), {"scheme": PeriodicAveraging(4)}, callbacks=[Save()])
+    reports = fit(Oracle(5), {"scheme": PeriodicAveraging(4)}, callbacks=[SaveAfter(3, path)])
     saved = torch.load(path, weights_only=True)
     assert saved["state_dict"]["x"].item() == 3.5
     assert [report["report"][3] for report in reports] == [3.75] * 4
@@ -407,20 +402,10 @@ def test_dataloaders_of_unequal_length_are_refused(fit):
         fit(Unequal(), {}, use_distributed_sampler=False, forked=True)
 
 
-class Stream(torch.utils.data.IterableDataset):
-    """Yields ones, an unknown number of them."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __iter__(self):
-        yield from torch.ones(self.length, 1)
-
-
 def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
     class Uneven(Oracle):
         def train_dataloader(self):
-            return DataLoader(Stream(5 + self.global_rank))
+            return DataLoader(Stream(torch.ones(5 + self.global_rank, 1)))
 
     with pytest.raises(Exception, match="All ranks must take equally many steps"):
         fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2, forked=True)
@@ -431,7 +416,7 @@ def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
 def test_unequal_numbers_of_batches_end_the_run_and_name_the_ranks(fit, capfd, scheme):
     class Uneven(Oracle):
         def train_dataloader(self):
-            return DataLoader(Stream(5 + 3 * self.global_rank))
+            return DataLoader(Stream(torch.ones(5 + 3 * self.global_rank, 1)))
 
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", self.x.sum(), sync_dist=True)
@@ -609,9 +594,7 @@ def test_parameters_of_several_dtypes_and_memory_formats_synchronize(fit):
             return super().training_step(batch, batch_idx) + scale * extra
 
     reports = fit(Mixed(), {"scheme": PeriodicAveraging(2), "transport": Transport(bucket_mb=1e-5)})
-    for report in reports[1:]:
-        for name, expected in reports[0]["state_dict"].items():
-            assert torch.equal(report["state_dict"][name], expected), name
+    same_bits(reports)
     assert not torch.equal(reports[0]["state_dict"]["conv.weight"], Mixed().conv.weight)
 
 
@@ -626,22 +609,13 @@ class Teaching(Net):
 def _taught_and_resumed(folder):
     reports = []
     for path in (None, folder / "saved.ckpt"):
-        module, saves = Teaching(), [] if path else [SaveAfterOne(folder / "saved.ckpt")]
+        module, saves = Teaching(), [] if path else [SaveAfterEpoch(folder / "saved.ckpt")]
         strategy = HierarchicalStrategy(
             PeriodicAveraging(100, at_epoch_end=False), ranks_per_node=1, checkpoint_replicas=True
         )
         one_trainer(folder, devices=2, strategy=strategy, callbacks=saves).fit(module, ckpt_path=path)
         reports.append((module.frozen.weight[0, 0].item(), [p.tolist() for p in module.parameters()]))
     return reports
-
-
-class SaveAfterOne(pl.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
 
 
 def test_a_teacher_filled_at_train_start_leaves_parameters_unchanged(borrow):
@@ -854,7 +828,7 @@ class Sharing(Oracle):
 
 
 def test_an_optimizer_that_shares_its_state_out_is_saved_whole(fit, tmp_path):
-    saves = SaveAfterOne(tmp_path / "saved.ckpt")
+    saves = SaveAfterEpoch(tmp_path / "saved.ckpt")
     fit(Sharing(), {"scheme": AllReduce(), "ranks_per_node": 1}, devices=2, max_epochs=1, callbacks=[saves])
     (state,) = torch.load(tmp_path / "saved.ckpt", weights_only=True)["optimizer_states"]
     assert state["state"][0]["exp_avg"].abs().sum() > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,9 +13,9 @@ from harness import on_ranks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
-from problems import Manual, one_trainer
+from problems import Manual, SaveAfter, Stream, one_trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_hiercomm import AllReduce, DiLoCo, Health, HierarchicalStrategy, PeriodicAveraging, UnequalData
 from lightning_hiercomm.trainer.unequal_data import IdlingLoader
@@ -25,16 +24,6 @@ ISSUE = (100, 70, 31)
 """Batches of the three nodes, as the issue has them."""
 LR = 0.125
 BATCH = 2
-
-
-class Samples(IterableDataset):
-    """Yields numbers of one rank, an unknown number of them."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self.numbers = numbers
-
-    def __iter__(self) -> Any:
-        return iter(self.numbers)
 
 
 class Resumable:
@@ -114,7 +103,7 @@ class Uneven(pl.LightningModule):
             return Resumable(numbers.split(BATCH))
         if self.kind == "combined":
             return CombinedLoader(DataLoader(numbers, batch_size=BATCH), "min_size")
-        return DataLoader(Samples(numbers) if self.kind == "stream" else numbers, batch_size=BATCH)
+        return DataLoader(Stream(numbers) if self.kind == "stream" else numbers, batch_size=BATCH)
 
     def val_dataloader(self) -> Any:
         return DataLoader(torch.zeros(1))
@@ -344,17 +333,6 @@ def test_run_stops_early_on_all_nodes(fit):
     ends_of(reports)
 
 
-class SavesAt(pl.Callback):
-    """Saves after a step."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("step", [5, 14, 33])  # within a period; where one node idles; in the second epoch
@@ -367,7 +345,7 @@ def test_resume_within_an_epoch_is_exact(fit, tmp_path, scheme, step):
         options = strategy(scheme, checkpoint_replicas=True)
         return fit(module, options, devices=3, max_epochs=2, num_sanity_val_steps=0, **chosen)
 
-    whole = run(callbacks=[SavesAt(path, step)])
+    whole = run(callbacks=[SaveAfter(step, path)])
     resumed = run(fit_arguments={"ckpt_path": path})
     assert ends_of(resumed) == ends_of(whole)
     for before, after in zip(whole, resumed, strict=True):
@@ -378,7 +356,7 @@ def test_resume_within_an_epoch_is_exact(fit, tmp_path, scheme, step):
 def test_resume_without_replicas_begins_with_the_averaged_model(fit, tmp_path):
     path, batches = tmp_path / "saved.ckpt", (20, 12, 7)
     whole = fit_uneven(
-        fit, Uneven(batches, "resumable"), PeriodicAveraging(4), callbacks=[SavesAt(path, 12)], max_epochs=2
+        fit, Uneven(batches, "resumable"), PeriodicAveraging(4), callbacks=[SaveAfter(12, path)], max_epochs=2
     )
     resumed = fit_uneven(
         fit, Uneven(batches, "resumable"), PeriodicAveraging(4), fit_arguments={"ckpt_path": path}, max_epochs=2

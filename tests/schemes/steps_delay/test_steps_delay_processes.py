@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from harness import TARGETS as FOUR
 from lightning.pytorch.strategies import DDPStrategy
 from problems import STEPS_DELAY_TABLE as TABLE
-from problems import Oracle
+from problems import Oracle, SaveAfterEpoch
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm.schemes import StepsDelay
@@ -52,13 +51,9 @@ def test_processes_follow_the_table_and_validate_on_server_weights(fit, targets)
 def test_checkpoint_resumes_under_ddp_and_on_other_nodes(fit, tmp_path):
     path = tmp_path / "delay.ckpt"
 
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            trainer.save_checkpoint(path)
-
     scheme = StepsDelay(2, warmup_steps=2)
     without = {"limit_val_batches": 0, **DOUBLE}
-    fit(Delayed(FOUR, steps=6), {"scheme": scheme}, callbacks=[Save()], **without)
+    fit(Delayed(FOUR, steps=6), {"scheme": scheme}, callbacks=[SaveAfterEpoch(path)], **without)
     saved = torch.load(path, weights_only=True)
     weight, momentum = TABLE[5][2], -100 * 0.1697867918
     assert saved["state_dict"]["x"].item() == pytest.approx(weight, abs=1e-9)
