@@ -27,9 +27,11 @@ def on_ranks(nodes, work):
     return harness.on_ranks(lambda topology: work(topology.rank, topology), nodes)
 
 
-def bound(topology, *arguments, **named):
+def bound(topology, *arguments, state=None, least=1, **named):
     batches = HeterogeneousBatches(*arguments, **named)
-    batches.bind(topology, topology.meter, harness.place.device)
+    if state is not None:
+        batches.load_state_dict(state)
+    batches.bind(topology, topology.meter, harness.place.device, least=least)
     return batches
 
 
@@ -260,12 +262,8 @@ def test_a_rank_may_be_limited_to_a_single_sample(limits):
 
 
 def test_ranks_whose_modules_need_unequally_many_samples_divide_alike():
-    def work(rank, topology):
-        batches = HeterogeneousBatches(12, [100, 1])
-        batches.bind(topology, topology.meter, harness.place.device, least=2 - rank)
-        return batches.division.sizes
-
-    assert on_ranks([[0], [1]], work) == [[10, 2]] * 2
+    sizes = on_ranks([[0], [1]], lambda rank, topology: bound(topology, 12, [100, 1], least=2 - rank).division.sizes)
+    assert sizes == [[10, 2]] * 2
 
 
 class Trained:
@@ -342,14 +340,10 @@ def test_a_resumed_run_keeps_its_division_and_measures_nothing(clock):
         first = bound(topology, 96)
         assert first.state_dict() == {}
         train(clock, first, COSTS[rank].seconds)
-        second = HeterogeneousBatches(96)
-        second.load_state_dict(first.state_dict())
-        second.bind(topology, topology.meter, harness.place.device)
+        second = bound(topology, 96, state=first.state_dict())
         sizes, _ = train(clock, second, lambda size: size * 1.0)
         assert sizes == [first.batch_size] * 400
-        larger = HeterogeneousBatches(192)
-        larger.load_state_dict(state := first.state_dict())
-        larger.bind(topology, topology.meter, harness.place.device)
+        larger = bound(topology, 192, state=(state := first.state_dict()))
         costs = [StepCost(fixed, speed) for fixed, speed in zip(*state["costs"], strict=True)]
         return larger.division.sizes == divide(192, costs)
 
@@ -367,11 +361,7 @@ def test_a_resumed_run_keeps_its_division_and_measures_nothing(clock):
 )
 def test_a_resumed_run_keeps_to_the_limits_and_speeds_that_it_is_given(before, now, sizes):
     def work(rank, topology):
-        first, second = HeterogeneousBatches(96, **before), HeterogeneousBatches(96, **now)
-        first.bind(topology, topology.meter, harness.place.device)
-        second.load_state_dict(first.state_dict())
-        second.bind(topology, topology.meter, harness.place.device)
-        return second.division.sizes
+        return bound(topology, 96, state=bound(topology, 96, **before).state_dict(), **now).division.sizes
 
     assert on_ranks([[0], [1]], work) == [sizes] * 2
 
@@ -380,9 +370,7 @@ def test_a_file_of_speeds_that_was_edited_counts_on_resume(tmp_path):
     file = tmp_path / "speeds.json"
 
     def work(rank, topology, state):
-        batches = HeterogeneousBatches(96, str(file))
-        batches.load_state_dict(state)
-        batches.bind(topology, topology.meter, harness.place.device)
+        batches = bound(topology, 96, str(file), state=state)
         return batches.division.sizes, batches.state_dict()
 
     file.write_text("[3, 1]")
@@ -394,11 +382,7 @@ def test_a_file_of_speeds_that_was_edited_counts_on_resume(tmp_path):
 
 def test_speeds_that_a_resumed_run_keeps_are_announced_as_given(capsys):
     def work(rank, topology):
-        first, second = HeterogeneousBatches(70, [4, 2, 1]), HeterogeneousBatches(70)
-        first.bind(topology, topology.meter, harness.place.device)
-        second.load_state_dict(first.state_dict())
-        second.bind(topology, topology.meter, harness.place.device)
-        second.begin()
+        bound(topology, 70, state=bound(topology, 70, [4, 2, 1]).state_dict()).begin()
 
     on_ranks([[0, 1], [2]], work)
     said = capsys.readouterr().out.splitlines()
@@ -408,9 +392,7 @@ def test_speeds_that_a_resumed_run_keeps_are_announced_as_given(capsys):
 
 def test_another_number_of_ranks_measures_again():
     def work(rank, topology):
-        batches = HeterogeneousBatches(96)
-        batches.load_state_dict({"sizes": [90, 6], "costs": [[0.0, 0.0], [15.0, 1.0]]})
-        batches.bind(topology, topology.meter, harness.place.device)
+        batches = bound(topology, 96, state={"sizes": [90, 6], "costs": [[0.0, 0.0], [15.0, 1.0]]})
         return batches.division.sizes, batches.state_dict()
 
     assert on_ranks([[0, 1, 2]], work) == [([32, 32, 32], {})] * 3

@@ -30,21 +30,17 @@ def test_random_faults_end_with_equal_bits(tmp_path):
     assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("scheme", ["diloco", "periodic"])
-def test_two_hundred_faults(tmp_path, scheme, seed):
-    nodes = 3 + seed % 3
-    outcome = outcome_of(tmp_path, f"--nodes {nodes} --faults 20 --seed {seed} --kinds kill stop --scheme {scheme}")
-    assert len(outcome.faults) == 20
+NEVER_EQUAL = ("streaming", "noloco", "daso", "gossip")  # also while something is in flight
+TWO_HUNDRED = [(3 + seed % 3, 20, seed, scheme) for scheme in ("diloco", "periodic") for seed in range(5)]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", ["streaming", "noloco", "daso", "gossip"])
-def test_a_dozen_faults_where_nodes_are_never_equal(tmp_path, scheme):
-    """Also while something is in flight."""
-    outcome = outcome_of(tmp_path, f"--nodes 3 --faults 12 --seed 7 --kinds kill stop --scheme {scheme}")
-    assert len(outcome.faults) == 12
+@pytest.mark.parametrize(
+    ("nodes", "faults", "seed", "scheme"), [*TWO_HUNDRED, *((3, 12, 7, scheme) for scheme in NEVER_EQUAL)]
+)
+def test_random_faults_of_any_scheme_end_with_equal_bits(tmp_path, nodes, faults, seed, scheme):
+    given = f"--nodes {nodes} --faults {faults} --seed {seed} --kinds kill stop --scheme {scheme}"
+    assert len(outcome_of(tmp_path, given).faults) == faults
 
 
 @pytest.fixture
