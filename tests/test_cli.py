@@ -140,15 +140,29 @@ def test_grouped_options_from_yaml_and_from_the_command_line(strategy):
     assert strategy(PERIODIC)._settings.health == Health()  # noqa: SLF001
 
 
-def test_scheme_and_fields_from_yaml(strategy):
-    built = strategy(PERIODIC)
-    assert isinstance(built.scheme, PeriodicAveraging)
-    assert built.scheme.sync_every == 7
+CPU = "--trainer.accelerator=cpu"
+STRATEGY = "--trainer.strategy=lightning_hiercomm.HierarchicalStrategy"
+PERIODIC_BY_NAME = [CPU, STRATEGY, f"{SCHEME}=PeriodicAveraging", f"{SCHEME}.sync_every=9"]
+PERIODIC_BY_NAME += ["--trainer.strategy.ranks_per_node=1"]
+CLOCK = "sync_every: {class_path: lightning_hiercomm.EverySeconds, init_args: {seconds: auto}}"
+BY_THE_CLOCK = PERIODIC.replace("sync_every: 7", CLOCK).replace("      find_unused_parameters: true\n", "")
 
 
-def test_field_from_the_command_line_overrides_yaml(strategy):
-    built = strategy(PERIODIC, args=[f"{SCHEME}.init_args.sync_every=3"])
-    assert built.scheme.sync_every == 3
+@pytest.mark.parametrize(
+    ("yamls", "args", "scheme"),
+    [
+        pytest.param([PERIODIC], [], PeriodicAveraging(7), id="fields from YAML"),
+        pytest.param([PERIODIC], [f"{SCHEME}.init_args.sync_every=3"], PeriodicAveraging(3), id="overridden field"),
+        pytest.param([PERIODIC], [f"{SCHEME}=daso"], DASO(), id="overridden by name: its defaults"),
+        pytest.param([PERIODIC, ALL_REDUCE], [], AllReduce(), id="overridden by a second YAML"),
+        pytest.param([BY_NAME], [], AllReduce(), id="by name"),
+        pytest.param([BY_THE_CLOCK], [], PeriodicAveraging(EverySeconds("auto")), id="clock"),
+        pytest.param([], PERIODIC_BY_NAME, PeriodicAveraging(9), id="command line alone"),
+        pytest.param([], [CPU, "--trainer.strategy=hierarchical_periodic"], PeriodicAveraging(), id="registered name"),
+    ],
+)
+def test_a_scheme_comes_from_yaml_and_the_command_line(strategy, yamls, args, scheme):
+    assert strategy(*yamls, args=args).scheme == scheme
 
 
 @pytest.mark.parametrize("name", ["PeriodicAveraging", "DASO", "DiLoCo"])
@@ -156,20 +170,6 @@ def test_the_period_can_be_left_to_the_scheme_from_yaml(strategy, name):
     text = PERIODIC.replace("PeriodicAveraging", name).replace("sync_every: 7", "sync_every: auto")
     built = strategy(text, args=[f"{SCHEME}.init_args.overhead_target=0.1"])
     assert repr(built.scheme) == f"{name}(sync_every='auto', overhead_target=0.1)"
-
-
-def test_clock_from_yaml(strategy):
-    clock = "{class_path: lightning_hiercomm.EverySeconds, init_args: {seconds: auto}}"
-    text = PERIODIC.replace("sync_every: 7", f"sync_every: {clock}").replace("      find_unused_parameters: true\n", "")
-    assert strategy(text).scheme == PeriodicAveraging(EverySeconds("auto"))
-
-
-def test_second_yaml_replaces_the_scheme(strategy):
-    assert isinstance(strategy(PERIODIC, ALL_REDUCE).scheme, AllReduce)
-
-
-def test_a_scheme_name_on_the_command_line_means_its_defaults(strategy):
-    assert described(strategy(PERIODIC, args=[f"{SCHEME}=daso"]).scheme) == described(DASO())
 
 
 DIGITS = Path(__file__).resolve().parents[1] / "examples" / "digits"
@@ -188,23 +188,6 @@ def test_an_example_config_overrides_another(strategy, name, other):
 def described(scheme):
     arguments = inspect.signature(type(scheme)).parameters
     return type(scheme), [re.sub(" at 0x.*>", "", repr(getattr(scheme, argument, None))) for argument in arguments]
-
-
-def test_scheme_by_name(strategy):
-    assert isinstance(strategy(BY_NAME).scheme, AllReduce)
-
-
-def test_everything_from_the_command_line(strategy):
-    built = strategy(
-        args=[
-            "--trainer.accelerator=cpu",
-            "--trainer.strategy=lightning_hiercomm.HierarchicalStrategy",
-            f"{SCHEME}=PeriodicAveraging",
-            f"{SCHEME}.sync_every=9",
-            "--trainer.strategy.ranks_per_node=1",
-        ]
-    )
-    assert built.scheme.sync_every == 9
 
 
 def test_an_outer_optimizer_and_its_scheduler_from_yaml(strategy):
@@ -248,15 +231,8 @@ def test_a_copy_shares_the_factory_of_the_outer_optimizer(strategy):
 
 
 def test_an_outer_optimizer_from_the_command_line(strategy):
-    built = strategy(
-        args=[
-            "--trainer.accelerator=cpu",
-            "--trainer.strategy=lightning_hiercomm.HierarchicalStrategy",
-            f"{SCHEME}=DiLoCo",
-            f"{SCHEME}.outer_optimizer=SGD",
-            f"{SCHEME}.outer_optimizer.lr=1.0",
-        ]
-    )
+    outer = [f"{SCHEME}=DiLoCo", f"{SCHEME}.outer_optimizer=SGD", f"{SCHEME}.outer_optimizer.lr=1.0"]
+    built = strategy(args=[CPU, STRATEGY, *outer])
     assert outer_optimizer(built.scheme, ThreadWorld(1)).learning_rate == 1.0
 
 
@@ -267,11 +243,6 @@ def test_help_documents_the_outer_optimizer(capsys, tmp_path):
     help_text = " ".join(capsys.readouterr().out.split())
     assert "--scheme.outer_optimizer" in help_text
     assert "Function that creates the outer optimizer" in help_text
-
-
-def test_registered_name_from_the_command_line(strategy):
-    built = strategy(args=["--trainer.accelerator=cpu", "--trainer.strategy=hierarchical_periodic"])
-    assert isinstance(built.scheme, PeriodicAveraging)
 
 
 REFUSED = [

@@ -50,11 +50,6 @@ def same_bits(a, b):
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-def scales_of(codec, payload, numel):
-    blocks = -(-numel // codec.block)
-    return payload[: 2 * blocks].view(torch.bfloat16).double().repeat_interleave(codec.block)[:numel]
-
-
 # ---- exact ----------------------------------------------------------------------------------------------------------
 
 
@@ -142,12 +137,36 @@ def quantized_in_plain_python(values, bits, block):
     return result
 
 
+_POWERS = ((0, 0), (1, 1), (2, 2), (4, 5), (8, 11), (16, 22), (32, 45))
+"""Each with the largest code that is rounded to it."""
+
+
+def largest_in_plain_python(values, block):
+    result = []
+    for start in range(0, len(values), block):
+        own = values[start : start + block]
+        scale = bfloat16(max(float32(max(abs(v) for v in own) / 64), 2.0**-126))
+        codes = [round(float32(v / scale)) for v in own]
+        groups = -(-len(own) // 16)
+        for j in range(groups):
+            in_order = sorted(range(j, len(own), groups), key=lambda i: (-abs(codes[i]), i))
+            for i in in_order[4:]:
+                codes[i] = 0
+        for code in codes:
+            power = next((power for power, most in _POWERS if abs(code) <= most), 64)
+            result.append(scale * math.copysign(power, code))
+    return result
+
+
 @on_both
-@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
+@pytest.mark.parametrize("codec", [*QUANTIZED, *SPARSE], ids=str)
 @given(values=vectors)
 @settings(deadline=None)
 def test_values_decode_as_in_a_loop_over_blocks(codec, values):
-    expected = quantized_in_plain_python(values, codec.bits, codec.block)
+    if isinstance(codec, LargestFour):
+        expected = largest_in_plain_python(values, codec.block)
+    else:
+        expected = quantized_in_plain_python(values, codec.bits, codec.block)
     assert decoded(codec, torch.tensor(values, dtype=torch.float32)).tolist() == expected
 
 
@@ -155,19 +174,8 @@ def test_values_decode_as_in_a_loop_over_blocks(codec, values):
 
 
 @on_both
-@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
-@given(values=vectors)
-@settings(deadline=None)
-def test_no_element_is_off_by_more_than_half_a_scale(codec, values):
-    tensor = torch.tensor(values, dtype=torch.float32)
-    payload = encoded(codec, tensor)
-    error = decoded(codec, tensor).double() - tensor.double()
-    assert (error.abs() <= scales_of(codec, payload, len(values)) / 2 * (1 + 1e-5)).all()
-
-
-@on_both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("codec", QUANTIZED, ids=str)
+@pytest.mark.parametrize("codec", [*QUANTIZED, *SPARSE], ids=str)
 @given(values=vectors)
 @settings(deadline=None)
 def test_encoding_decoded_values_again_changes_no_bit(codec, dtype, values):
@@ -211,45 +219,6 @@ def test_other_floats_are_quantised_as_float32_ones_and_rounded_back(codec, dtyp
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert same_bits(encoded(codec, values), encoded(codec, values.float()))
     assert same_bits(decoded(codec, values), decoded(codec, values.float()).to(dtype))
-
-
-_POWERS = ((0, 0), (1, 1), (2, 2), (4, 5), (8, 11), (16, 22), (32, 45))
-"""Each with the largest code that is rounded to it."""
-
-
-def largest_in_plain_python(values, block):
-    result = []
-    for start in range(0, len(values), block):
-        own = values[start : start + block]
-        scale = bfloat16(max(float32(max(abs(v) for v in own) / 64), 2.0**-126))
-        codes = [round(float32(v / scale)) for v in own]
-        groups = -(-len(own) // 16)
-        for j in range(groups):
-            in_order = sorted(range(j, len(own), groups), key=lambda i: (-abs(codes[i]), i))
-            for i in in_order[4:]:
-                codes[i] = 0
-        for code in codes:
-            power = next((power for power, most in _POWERS if abs(code) <= most), 64)
-            result.append(scale * math.copysign(power, code))
-    return result
-
-
-@on_both
-@pytest.mark.parametrize("codec", SPARSE, ids=str)
-@given(values=vectors)
-@settings(deadline=None)
-def test_the_largest_of_each_group_are_those_that_a_loop_finds(codec, values):
-    expected = largest_in_plain_python(values, codec.block)
-    assert decoded(codec, torch.tensor(values, dtype=torch.float32)).tolist() == expected
-
-
-@on_both
-@pytest.mark.parametrize("codec", SPARSE, ids=str)
-@given(values=vectors)
-@settings(deadline=None)
-def test_encoding_the_largest_values_again_changes_no_bit(codec, values):
-    once = decoded(codec, torch.tensor(values, dtype=torch.float32))
-    assert same_bits(decoded(codec, once), once)
 
 
 @on_both

@@ -40,14 +40,9 @@ from lightning_hiercomm import (
 from lightning_hiercomm._lightning.healing import state_of
 from lightning_hiercomm.checkpoints.sidecar import random_state
 from lightning_hiercomm.comm.base import finished
-from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous, transaction
-from lightning_hiercomm.elastic.quorum import Quorum
+from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous
 from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Scheme
-from lightning_hiercomm.trainer.elastic import ElasticNode
 
-SECONDS: dict[str, list[float]] = {"quorum": [], "snapshot": [], "vote": []}
-LONG = 0.3
-"""Seconds from which on a part of a synchronization is written down."""
 SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "periodic": PeriodicAveraging,
     "diloco": DiLoCo,
@@ -269,69 +264,6 @@ class Fault:
         healing.Healing.fetch, healing.Healing._put = fetches, puts
 
 
-def take_times() -> None:
-    """How long each part of a synchronization takes."""
-    for holder, method, name in (
-        (membership.Membership, "form_quorum", "quorum"),
-        (ElasticNode, "_undo_point", "snapshot"),
-        (membership.Membership, "vote", "vote"),
-    ):
-        setattr(holder, method, timed(getattr(holder, method), SECONDS[name]))
-
-
-def timed(function: Any, taken: list[float]) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            taken.append(time.perf_counter() - began)
-
-    return call
-
-
-def note_waits(path: Path) -> None:
-    """Write down which parts of synchronizations have taken long, when, and at what."""
-    for holder, method in (
-        (rendezvous.Rendezvous, "_ask"),
-        (rendezvous.Rendezvous, "_connect"),
-        (rendezvous.Rendezvous, "_check"),
-        (membership.Membership, "vote"),
-        (membership.Membership, "commit"),
-        (membership.Membership, "give_state"),
-        (transaction.Transaction, "_attempt"),
-    ):
-        setattr(holder, method, noted(getattr(holder, method), method.strip("_"), path))
-
-
-def noted(function: Any, name: str, path: Path) -> Any:
-    """The same function, which writes a line when it has taken long."""
-
-    def call(own: Any, *args: Any, **kwargs: Any) -> Any:
-        began = time.time()
-        try:
-            answer = function(own, *args, **kwargs)
-        except BaseException as error:
-            answer = error
-            raise
-        finally:
-            took = time.time() - began
-            if took > LONG and getattr(own, "is_first", True):
-                with path.open("a") as file:
-                    file.write(f"{began:.3f} {took:.3f} {name} {incarnation()} {short(answer)}\n")
-        return answer
-
-    return call
-
-
-def short(answer: Any) -> str:
-    """Return the outcome of a part of a synchronization, in a few words."""
-    if isinstance(answer, Quorum):
-        nodes = ",".join(member.node for member in answer.members)
-        return f"{nodes} {'connected' if answer.is_connected else 'reconnects'} {answer.waits}"
-    return repr(answer)[:80]
-
-
 def incarnation() -> str:
     """The number of this node's life."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -460,9 +392,7 @@ class Looks(pl.Callback):
             "val": float(trainer.callback_metrics.get("val", 0.0)),
             "loss": loss_of(model),
             "communication": strategy.communication(),
-            "milliseconds": {name: 1e3 * sorted(taken)[len(taken) // 2] for name, taken in SECONDS.items() if taken},
         }
-        self.path.with_suffix(".seconds").write_text(json.dumps(SECONDS))
         self.path.with_suffix(".json").write_text(json.dumps(said))
 
 
@@ -474,9 +404,7 @@ def main(node: Node) -> None:
     if os.environ.get("NAMESPACE"):
         go_to_namespace(os.environ["NAMESPACE"])
     name, folder = os.environ.get("HIERCOMM_NODE", "0"), Path(node.folder)
-    take_times()
     note_asking(folder / f"{name}.{incarnation()}.asks")
-    note_waits(folder / f"{name}.waits")
     if node.notes_states:
         note_given(folder / f"{name}.{incarnation()}")
     if node.fault:

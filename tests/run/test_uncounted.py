@@ -10,7 +10,7 @@ from torch import nn
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging
+from lightning_hiercomm.schemes import AllReduce, Gossip, PeriodicAveraging, StepsDelay
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -104,6 +104,8 @@ def test_the_second_change_without_a_step_ends_the_run(write):
     assert batches == 2
     assert said.startswith("first.weight")
     assert "in which the step() of SGD was not called" in said
+    for scheme in (Gossip(), StepsDelay(2, 2)):
+        assert batches_until_the_error(batch, scheme=scheme)[0] == 2
     assert batches_until_the_error(batch, scheme=AllReduce()) == (None, "")
 
 
@@ -148,6 +150,7 @@ def test_an_optimizer_outside_the_run_ends_it():
     batches, said = batches_until_the_error(batch)
     assert batches == 2
     assert said.startswith("second.weight, second.bias changed in several batches, but SGD trains them")
+    assert "Return their optimizer from configure_optimizers" in said
 
 
 def test_an_optimizer_with_a_backward_pass_of_its_own_does_not_end_the_run():

@@ -89,53 +89,46 @@ def train(scheme, steps, epochs=None, **training):
     return on_nodes(work, scheme, **training)
 
 
-def test_the_least_period_is_chosen_that_keeps_to_the_target():
-    first, second = train(timed(PeriodicAveraging, wait=3.7)("auto"), 22)
-    assert first.period == second.period == 74  # 3.7 / (0.05 * 74 steps of 1 s) is 1; with 73 it is more
-    assert first.tuner is None
+WITH_A_SLOWER_RANK = {
+    "step": lambda rank, count: 4.0 if rank else 2.0,
+    "wait": lambda rank, count: 1.0 if rank else 1.0 + 4 * 2.0,  # the first rank is four steps ahead of the second
+}
+WITH_OUTLIERS = {
+    "step": lambda rank, count: 50.0 if count in (3, 8) else 1.0,
+    "first": 70.0,
+    "wait": lambda rank, count: 99.0 if count < 6 else 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seconds", "arguments", "steps", "period"),
+    [
+        # 3.7 / (0.05 * 74 steps of 1 s) is 1; with 73 it is more
+        pytest.param(PeriodicAveraging, {"wait": 3.7}, {}, 22, 74, id="the least that keeps to the target"),
+        *(
+            pytest.param(PeriodicAveraging, {"wait": period / 10}, {"overhead_target": 0.1}, 22, period, id="exact")
+            for period in (5, 10, 50)
+        ),
+        pytest.param(PeriodicAveraging, {"wait": 0.0}, {}, 22, 1, id="free exchanges"),
+        # 1 / (0.05 * 4)
+        pytest.param(PeriodicAveraging, WITH_A_SLOWER_RANK, {}, 22, 5, id="waits for a slower rank do not count"),
+        pytest.param(PeriodicAveraging, WITH_OUTLIERS, {}, 22, 20, id="slow steps and first exchanges do not count"),
+        pytest.param(PeriodicAveraging, {"wait": 1.0}, {"order": "before_step"}, 22, 20, id="before the step"),
+        pytest.param(DASO, {"merge": 0.01}, cycling(staleness=3), 40, 3, id="no less than the staleness"),
+        pytest.param(
+            DASO, {"wait": 30.0, "merge": 1.0}, cycling(warmup_epochs=1, warmup_steps=9), 9 + 22, 20, id="when cycling"
+        ),
+    ],
+)
+def test_the_period_is_chosen_that_keeps_to_the_target(kind, seconds, arguments, steps, period):
+    schemes = train(timed(kind, **seconds)(**{"sync_every": "auto", **arguments}), steps)
+    assert [scheme.period for scheme in schemes] == [period] * 2
+    assert all(scheme.tuner is None for scheme in schemes)
 
 
 def test_nodes_sync_often_during_tuning_and_then_at_the_chosen_period():
     scheme, _ = train(timed(PeriodicAveraging, wait=0.45)("auto"), 40)
     assert (scheme.period, scheme.synchronized_after) == (9, [4, 8, 12, 16, 20, 27, 36])
-
-
-def test_a_period_is_exact_where_it_divides():
-    for wait in (0.5, 1.0, 5.0):
-        scheme, _ = train(timed(PeriodicAveraging, wait=wait)("auto", overhead_target=0.1), 22)
-        assert scheme.period == round(wait / 0.1)
-
-
-def test_free_exchanges_happen_at_every_step():
-    scheme, _ = train(timed(PeriodicAveraging, wait=0.0)("auto"), 22)
-    assert scheme.period == 1
-
-
-def test_waits_for_a_slower_rank_do_not_count():
-    def wait(rank, count):
-        return 1.0 if rank else 1.0 + 4 * 2.0  # the first rank is four steps ahead of the second
-
-    def step(rank, count):
-        return 4.0 if rank else 2.0
-
-    schemes = train(timed(PeriodicAveraging, step=step, wait=wait)("auto"), 22)
-    assert {scheme.period for scheme in schemes} == {5}  # 1 / (0.05 * 4)
-
-
-def test_one_slow_step_and_the_first_exchange_do_not_count():
-    def step(rank, count):
-        return 50.0 if count in (3, 8) else 1.0
-
-    def wait(rank, count):
-        return 99.0 if count < 6 else 1.0
-
-    scheme, _ = train(timed(PeriodicAveraging, step=step, first=70.0, wait=wait)("auto"), 22)
-    assert scheme.period == 20
-
-
-def test_averaging_before_the_step_is_timed_as_well():
-    scheme, _ = train(timed(PeriodicAveraging, wait=1.0)("auto", order="before_step"), 22)
-    assert scheme.period == 20
 
 
 def test_epoch_ends_count_for_schedules_that_sync_there():
@@ -155,17 +148,6 @@ def test_epoch_ends_count_for_schedules_that_sync_there():
 def test_daso_times_launches_and_merges_only():
     scheme, _ = train(timed(DASO, launch=0.2, merge=0.3)(**cycling(staleness=2)), 24)
     assert (scheme.period, scheme.state.tuned_period, scheme.staleness) == (10, 10, 2)
-
-
-def test_daso_never_chooses_less_than_its_staleness():
-    scheme, _ = train(timed(DASO, merge=0.01)(**cycling(staleness=3)), 40)
-    assert scheme.period == 3
-
-
-def test_daso_chooses_its_period_when_cycling_begins():
-    kind = timed(DASO, wait=30.0, merge=1.0)
-    scheme, _ = train(kind(**cycling(warmup_epochs=1, warmup_steps=9)), 9 + 22)
-    assert scheme.period == 20
 
 
 def test_daso_that_waits_chooses_in_its_warm_up():

@@ -177,24 +177,19 @@ def test_healed_node_gets_the_exact_mean_and_a_fresh_optimizer():
     assert [result[4] for result in results] == [1, 1, 1]
 
 
-def test_the_weights_of_the_healthy_are_those_of_the_mean():
+@pytest.mark.parametrize(
+    ("gradients", "nodes", "weights", "bad", "mean"),
+    [("node", THREE, [1, 5, 3], math.nan, 2 * 3 / 4), ("none", TWO_BY_TWO, None, math.inf, (0 + 2 + 3) / 3)],
+    ids=["a node", "a rank that shares no gradients"],
+)
+def test_the_mean_and_its_weights_are_those_of_the_healthy(gradients, nodes, weights, bad, mean):
     def work(rank: Rank) -> float:
-        rank.train(math.nan if rank.rank == 1 else -float(rank.rank))
+        rank.train(bad if rank.rank == 1 else -float(rank.rank))
         return rank.values[0].item()
 
-    scheme = with_policy(PeriodicAveraging(1), "skip")
-    values = on_nodes(work, scheme, THREE, weights=[1, 5, 3], dtype=torch.float64, inner=partial(SGD, lr=1.0))
-    assert values == pytest.approx([2 * 3 / 4] * 3)
-
-
-def test_without_node_gradients_only_the_non_finite_rank_is_excluded():
-    def work(rank: Rank) -> float:
-        rank.train(math.inf if rank.rank == 1 else -float(rank.rank))
-        return rank.values[0].item()
-
-    scheme = with_policy(PeriodicAveraging(1, gradients="none"), "skip")
-    values = on_nodes(work, scheme, ((0, 1), (2, 3)), dtype=torch.float64, inner=partial(SGD, lr=1.0))
-    assert values == pytest.approx([(0 + 2 + 3) / 3] * 4)
+    scheme = with_policy(PeriodicAveraging(1, gradients=gradients), "skip")
+    values = on_nodes(work, scheme, nodes, weights=weights, dtype=torch.float64, inner=partial(SGD, lr=1.0))
+    assert values == [pytest.approx(mean)] * len(values)
 
 
 @pytest.mark.parametrize("inner", [partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.1)], ids=["SGD", "Adam"])
@@ -330,11 +325,11 @@ def test_values_too_large_for_the_wire_are_sent_unencoded_or_raise(scheme, wire,
 
 
 def test_where_looking_would_mean_to_wait_the_server_takes_zeros(fake_device):
-    test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server("skip")
+    test_gradients_too_large_for_the_wire_reach_the_server_only_unchecked("skip")
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server(policy):
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+def test_gradients_too_large_for_the_wire_reach_the_server_only_unchecked(policy):
     def work(rank: Rank) -> Rank:
         for step in range(6):
             rank.train(1e6 if step == 3 and rank.node == 1 else 0.1)
@@ -348,19 +343,8 @@ def test_gradients_that_are_too_large_for_the_wire_do_not_reach_the_server(polic
         with pytest.raises(NonfiniteError, match="gradients are finite, but not their sum"):
             train()
     else:
-        ranks = train()
-        assert all(rank.values.abs().max() < 1.0 for rank in ranks)
-
-
-def test_unchecked_gradients_too_large_for_the_wire_reach_the_server():
-    def work(rank: Rank) -> Rank:
-        for step in range(6):
-            rank.train(1e6 if step == 3 and rank.node == 1 else 0.1)
-        return rank
-
-    scheme = with_policy(StepsDelay(2, warmup_steps=0), "ignore")
-    for rank in run_to_end(work, scheme, PAIRS, shapes=SHAPES, wire="float16", inner=partial(SGD, lr=0.1)):
-        assert not rank.values.isfinite().any()
+        for rank in train():
+            assert rank.values.abs().max() < 1.0 if policy == "skip" else not rank.values.isfinite().any()
 
 
 def test_statistics_that_are_not_finite_stay_where_they_are():
