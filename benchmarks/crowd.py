@@ -98,7 +98,7 @@ class _Ranks:
         while time.monotonic() < began + seconds:
             while sent * pause < time.monotonic() - began:
                 beat = {"doing": "training batch 7 of epoch 0, after 7 steps", "progress": sent, "stuck": ["", 0.0]}
-                count = {"batches": 7, "ended": [0, 0], "wait": None, "line": ""}
+                count = {"batches": 7, "wait": None, "line": ""}
                 self.channels[sent % len(self.channels)].send({"kind": "beat", **beat, **count})
                 sent += 1
             self._listen(0.01)

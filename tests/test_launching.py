@@ -458,25 +458,11 @@ def test_all_ranks_do_without_a_control_plane_that_one_cannot_reach(launch):
     assert "HierarchicalStrategy(health=Health(control_port=...))" in output
 
 
-def test_training_survives_the_hub_and_later_failures_are_named(launch):
-    launch.ranks_of_torchrun(
-        *("--slow-rank", "1", "--slow-seconds", "0.05", *LONG),
-        *("--victim", "1", "--at", "60", "--accident", "kill"),
-        ranks=1,
-    )
-    os.kill(_when_training(launch), signal.SIGKILL)
-    _, output = launch.end()
-    seconds = time.time() - float((launch.folder / "accident").read_text())
-    assert output.count("lost the connection to the control plane's hub") == 2, output
-    assert "lightning_hiercomm: rank 1 (node 1) died" in output
-    assert seconds < SOON
-
-
 def test_training_ends_well_without_a_hub(launch):
     launch.ranks_of_torchrun(*SLOWLY, "--steps", "100", ranks=1)
     os.kill(_when_training(launch), signal.SIGKILL)
     output = _completed(launch, 100)
-    assert output.count("lost the connection to the control plane's hub") == 2, output
+    assert output.count("lost the control plane's hub and continues without it") == 2, output
 
 
 class Fragile(BoringModel):

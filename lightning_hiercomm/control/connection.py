@@ -10,8 +10,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,37 +46,15 @@ class HubLink:
         """Start the hub (rank 0 only), or raise an ``OSError`` if the port is taken; 0 is any free port."""
         self.listener = listen_on(host, port)
         invitation = Invitation(host, self.listener.getsockname()[1], secrets.token_hex(16))
-        self._start(invitation)
+        self.process = start_hub(self.listener, token=invitation.token, **self._settings)
         return invitation
-
-    def restart(self, invitation: Invitation, gone: Iterable[int], patience: float) -> None:
-        """Start another hub, on rank 0, which waits ``patience`` seconds for all ranks that are not ``gone``."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self._start(invitation, gone, patience)
-
-    def _start(self, invitation: Invitation, gone: Iterable[int] = (), patience: float | None = None) -> None:
-        assert self.listener is not None
-        settings = {**self._settings, "token": invitation.token, "patience": patience, "gone": sorted(gone)}
-        self.process = start_hub(self.listener, **settings)
-
-    def join(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
-        """Return the channel and its first messages, or raise an ``OSError`` if the hub cannot be reached."""
-        deadline = time.monotonic() + _JOIN_SECONDS
-        while True:
-            try:
-                return self.authenticate(self.connect(invitation, deadline - time.monotonic()), invitation)
-            except (ConnectionResetError, BrokenPipeError):
-                # the hub drops the oldest of too many unknown connections, which may have been this one
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
 
     def connect(self, invitation: Invitation, timeout: float) -> socket.socket:
         return connect(invitation, timeout, self.listener)
 
-    def authenticate(self, connection: socket.socket, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
+    def join(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
+        """Return the channel and its first messages, or raise an ``OSError`` if the hub cannot be reached."""
+        connection = self.connect(invitation, _JOIN_SECONDS)
         link = authenticate(connection, invitation.token, self.rank, self.place)
         if self._ends_on_urgent_data:
             process.end_on_urgent_data(connection)

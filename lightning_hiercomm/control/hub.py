@@ -28,7 +28,6 @@ from typing import Any, Literal, NamedTuple
 Message = dict[str, Any]
 
 MAX_MESSAGE = 16 * 1024  # bytes
-MAX_STRANGERS = 64  # plus one per rank that has not connected yet
 STRANGER_BYTES = 4 * 1024
 STRANGER_SECONDS = 5.0
 UNREACHABLE_SECONDS = 30
@@ -133,7 +132,6 @@ class RankStatus:
         self.progress = 0
         self.stuck: tuple[str, float] = ("", 0.0)
         self.batches = 0  # begun
-        self.ended: tuple[int, int] = (0, 0)  # epochs, the last one after so many batches
         self.wait: Message | None = None  # of its main thread for other ranks, as in waiting.Wait
         self.line = ""  # of the user's code that its main thread runs
         self.arrival: Message | None = None  # at its last barrier
@@ -148,29 +146,18 @@ class Hub:
         size: The number of ranks that will connect.
         token: The secret by which ranks authenticate.
         hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
-        gone: Ranks that ended their run before this hub started.
-        patience: Seconds after which ranks that do not connect count as dead; None: never.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        size: int,
-        token: str,
-        hang_timeout: float | None = None,
-        gone: Sequence[int] = (),
-        patience: float | None = None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, size: int, token: str, hang_timeout: float | None = None) -> None:
         listener.setblocking(False)  # a connection may be closed before it is accepted
         self._listener = listener
         self._size = size
         self._token = token
-        self.strangers: dict[Channel, Stranger] = {}  # the oldest first
+        self.strangers: dict[Channel, Stranger] = {}
         self.members: dict[Channel, RankStatus] = {}
         self._joined: dict[int, Channel] = {}
-        self.missing = {*range(size)} - {*gone}  # ranks that have not connected yet
+        self.missing = {*range(size)}  # ranks that have not connected yet
         self._hang_timeout = hang_timeout
-        self._give_up_at = time.monotonic() + patience if patience is not None else math.inf
         self._checked_at = time.monotonic()
         self._progressed_at = time.monotonic()
         self._all_silent = False
@@ -178,7 +165,7 @@ class Hub:
         self._standstill_reported = False
         self.released = 0  # the number of the last barrier that all ranks have passed
         self._arrived: set[int] = set()  # ranks that wait at a later one
-        self._left = {rank: f"rank {rank}" for rank in gone}  # ranks that have ended their run, and their names
+        self._left: list[str] = []  # names of the ranks that have ended their run
         self._holds: dict[int, dict[int, int]] = {}  # by round: 0 is the stop, others are requeues; and by rank
         self._proposals: dict[int, Message] = {}
         self._failure: Message | None = None
@@ -214,14 +201,9 @@ class Hub:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return False
-        except OSError:  # most likely too many open files
-            if self.strangers:
-                self._drop_oldest_stranger()
-            else:
-                time.sleep(0.05)
+        except OSError:  # most likely too many open files, until strangers are dropped
+            time.sleep(0.05)
             return False
-        if len(self.strangers) >= MAX_STRANGERS + len(self.missing):
-            self._drop_oldest_stranger()
         connection.setblocking(False)  # no peer may block the hub
         probe_peer(connection)
         channel = Channel(connection, limit=STRANGER_BYTES)
@@ -280,17 +262,14 @@ class Hub:
         member = self.members[channel]
         rank = member.rank
         if message["kind"] == "bye":
-            self._left[rank] = member.place
+            self._left.append(member.place)
             del self.members[channel], self._joined[rank]
             self._drop(channel)
-            if 0 in self._joined:  # rank 0 would start a new hub with this information
-                self._send(self._joined[0], {"kind": "left", "rank": rank})
             if rank == 0:
                 self._ends_at = 0.0
         elif message["kind"] == "beat":
             member.doing, member.stuck, member.progress = message["doing"], message["stuck"], message["progress"]
-            member.batches, member.ended = message["batches"], tuple(message["ended"])
-            member.wait, member.line = message["wait"], message["line"]
+            member.batches, member.wait, member.line = message["batches"], message["wait"], message["line"]
         elif message["kind"] == "arrive":
             member.arrival, member.barriers = message, int(message["number"])
             if member.barriers > self.released:
@@ -327,9 +306,6 @@ class Hub:
             self._proposals[round_] = {"kind": "propose", "round": round_}
             self._send_to_all(self._proposals[round_])
 
-    def _drop_oldest_stranger(self) -> None:
-        self._drop(next(iter(self.strangers)))
-
     def _drop(self, channel: Channel) -> None:
         self._selector.unregister(channel)
         channel.close()
@@ -364,13 +340,10 @@ class Hub:
         self._checked_at = now
         for channel in [channel for channel, stranger in self.strangers.items() if stranger.deadline < now]:
             self._drop(channel)
-        if self._failure is None and self.missing and now > self._give_up_at:
-            self._fail_of_itself(f"{names_of_ranks(self.missing)} did not come back")
         if self._failure is None:
             self._check_for_broken_barrier()
         if self._failure is None and self._hang_timeout is not None:
             self._check_for_frozen(now, self._hang_timeout)
-            self._check_for_unequal_epochs()
             self._check_for_deadlock(self._hang_timeout)
             self._check_for_standstill(now, self._hang_timeout)
 
@@ -403,25 +376,6 @@ class Hub:
         for channel in silent:
             channel.send_urgently()
 
-    def _check_for_unequal_epochs(self) -> None:
-        """End the run if a rank continues an epoch that another one has ended, because they would deadlock.
-
-        A report contains batches and epochs of the same moment, so reports of different age can be compared.
-        """
-        ahead = max(self.members.values(), key=lambda member: member.ended, default=None)
-        if ahead is None:
-            return
-        epochs, batches = ahead.ended
-        for member in self.members.values():
-            its_batches = member.ended[1] if member.ended[0] == epochs else member.batches
-            if its_batches > batches or (member.ended[0] == epochs and its_batches < batches):
-                shorter, longer = (ahead, member) if its_batches > batches else (member, ahead)
-                self._fail_of_itself(
-                    f"{shorter.place} ended an epoch after {shorter.ended[1]} batches of the run, and {longer.place}"
-                    f" took more. {_EQUAL_BATCHES}"
-                )
-                return
-
     def _check_for_broken_barrier(self) -> None:
         """End the run if a rank waits at a barrier at which another one cannot arrive any more."""
         waiting = [m for m in self.members.values() if m.arrival is not None and m.barriers > self.released]
@@ -430,9 +384,7 @@ class Hub:
         for member in waiting:
             assert member.arrival is not None
             arrival = member.arrival
-            if arrival["purpose"] == "epoch" and self._hang_timeout is not None:
-                continue  # see _check_for_unequal_epochs
-            passed = next((f"{place} has ended its run" for place in self._left.values()), None)
+            passed = next((f"{place} has ended its run" for place in self._left), None)
             if ahead is not None and ahead.batches > arrival["batches"]:
                 passed = f"{ahead.place} trains on with batch {ahead.batches} of the run"
             if passed is not None:
@@ -452,13 +404,13 @@ class Hub:
         if not members or len(waits) < len(members) or self.missing:
             return
         pairs = zip(members, waits, strict=True)
-        places = {(m.batches, m.ended, wait["place"], wait["collectives"]) for m, wait in pairs}
+        places = {(m.batches, wait["place"], wait["collectives"]) for m, wait in pairs}
         if len(places) == 1 and not self._left:
             return
         rows = [("rank", "waits in", "during", "line of the program")]
         for member, wait in zip(members, waits, strict=True):
             rows.append((member.place, wait["call"][:80], member.doing[:80], wait["line"][:80] or "-"))
-        rows += [(place, "has ended its run", "-", "-") for place in self._left.values()]
+        rows += [(place, "has ended its run", "-", "-") for place in self._left]
         self._fail_of_itself(
             f"no rank made progress for {timeout:g} s (hang_timeout): the ranks wait for each other in different"
             f" places\n{_table(rows[:33])}\n{self._likely_cause(members, waits)}",

@@ -22,7 +22,6 @@ from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 log = logging.getLogger(__name__)
 
-_REJOIN_SECONDS = 60.0
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
 _CANNOT_ASK = "it cannot reach the other ranks, because the control plane is lost"
 _planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
@@ -43,9 +42,8 @@ class ControlPlane:
       each other in different places. If no rank makes progress but one is busy, all dump their stacks and continue.
     - **Common stops.** After a SIGTERM on some ranks all stop at the same batch, without a collective per step. Before
       a SLURM time limit all save at the same batch and continue.
-    - **A lost hub.** The hub is a separate process with a listening socket of rank 0, which starts another one if it is
-      lost. Rank 0 is alive as long as that socket accepts connections. Ranks that find no hub for a minute continue
-      without a control plane.
+    - **A lost hub.** The hub is a separate process with a listening socket of rank 0. Rank 0 is alive as long as that
+      socket accepts connections; then the ranks continue without a control plane.
 
     Args:
         rank: This rank.
@@ -84,12 +82,11 @@ class ControlPlane:
         self.doing = "starting"
         self._progress = 0
         self._batch = 0
-        self._ended = 0, 0  # epochs, and the batches until the end of the last one
         self._main_thread = main_thread or MainThread()
 
         # other ranks
         self.failure: str | None = None
-        self.gone: set[int] = set()
+        self._rank_0_has_left = False
         self._is_lost = False  # the hub
         self._barriers = 0  # at which this rank has arrived
         self._released = 0  # that all ranks have passed
@@ -107,7 +104,6 @@ class ControlPlane:
         self.link = HubLink(rank, size, place, hang_timeout)
         self._channel: hub.Channel | None = None
         self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
-        self._posted: dict[tuple[str, bool], hub.Message] = {}  # the last of each kind, for a new hub
         self._waker: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
@@ -143,11 +139,6 @@ class ControlPlane:
         self.doing = doing
         self._progress += 1
 
-    def note_epoch_end(self) -> None:
-        """Report that this rank has taken all batches of an epoch."""
-        with self._changed:
-            self._ended = self._ended[0] + 1, self._batch
-
     def report_failure(self, error: BaseException) -> None:
         """Report to all ranks that this one raised."""
         if self.failure is None and self.is_connected:
@@ -157,10 +148,7 @@ class ControlPlane:
     def description(self, error: BaseException) -> str:
         if isinstance(error, KeyboardInterrupt):
             return f"{self.place} was interrupted"
-        ended = ""
-        if isinstance(error, RuntimeError) and self.gone:  # it may have waited for them
-            ended = f" ({hub.names_of_ranks(self.gone)} had ended the run before)"
-        return f"{self.place} failed{ended}: {type(error).__name__}: {error}"
+        return f"{self.place} failed: {type(error).__name__}: {error}"
 
     def wait_for_failure(self, timeout: float) -> str | None:
         """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
@@ -200,8 +188,6 @@ class ControlPlane:
                 log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
             self._hold_at = self._stop_at = None
             self.requeue_requested = False
-            # a new hub must not repeat the request, but still receives where this rank stopped
-            self._posted.pop(("request", True), None)
             if self._stops_next:
                 self._hold(0)
 
@@ -255,14 +241,14 @@ class ControlPlane:
             arrival = {"number": number, "batches": self._batch, "purpose": purpose, "what": what, "line": line}
             self._post({"kind": "arrive", **arrival, "steps": [*steps]})
             is_over = self._changed.wait_for(
-                lambda: self._released >= number or self.failure is not None or self._is_lost or 0 in self.gone,
+                lambda: self._released >= number or self.failure is not None or self._is_lost or self._rank_0_has_left,
                 timeout=self._timeout,
             )
             self.check()
             where = hub.in_line(line)
             if not is_over:
                 raise RankFailure(f"{self.place} has waited{where} for other ranks for timeout={self._timeout:g} s")
-            if self._released < number and 0 in self.gone:
+            if self._released < number and self._rank_0_has_left:
                 raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{where} for it")
 
     def close(self) -> None:
@@ -298,23 +284,17 @@ class ControlPlane:
     # ---- the listening thread ------------------------------------------------------------------------------------
 
     def _take_part(self, channel: hub.Channel, messages: list[hub.Message], invitation: Invitation) -> None:
-        link: tuple[hub.Channel, list[hub.Message]] | None = (channel, messages)
-        while link is not None:
-            self._channel, messages = link
-            try:
-                self._exchange(self._channel, messages)
-                return
-            except (OSError, ValueError):
-                if self._closing.is_set() or self.failure is not None:
-                    return
-            finally:
-                self._channel.close()
-            link = self._return_to_hub(invitation)
+        self._channel = channel
+        try:
+            self._exchange(channel, messages)
+        except (OSError, ValueError):
+            if not self._closing.is_set() and self.failure is None:
+                self._lose_hub(invitation)
+        finally:
+            channel.close()
 
     def _exchange(self, channel: hub.Channel, messages: list[hub.Message]) -> None:
         """Exchange messages until this rank or the hub leaves."""
-        for message in list(self._posted.values()):
-            channel.send(message)
         stuck = process.StuckDetector()
         next_beat = 0.0 if self.hang_timeout is not None else math.inf
         assert self._waker is not None
@@ -326,20 +306,18 @@ class ControlPlane:
                 for message in messages:
                     if message["kind"] == "closed":
                         with self._changed:
-                            self.gone.add(0)
+                            self._rank_0_has_left = True
                             self._changed.notify_all()
                         return
                     self.receive(message)
                 while not self._outbox.empty():
                     message = self._outbox.get()
-                    self._posted[message["kind"], bool(message.get("round"))] = message
                     channel.send(message)
                     if message["kind"] == "bye":
                         return
                 if self.hang_timeout is not None and time.monotonic() >= next_beat:
-                    with self._changed:
-                        count = {"batches": self._batch, "ended": self._ended}
-                    beat = {"doing": self.doing, "progress": self._progress, "stuck": stuck.check(), **count}
+                    beat: dict[str, Any] = {"doing": self.doing, "progress": self._progress, "batches": self._batch}
+                    beat["stuck"] = stuck.check()
                     wait = self._main_thread.wait()
                     beat["wait"] = wait.as_message() if wait is not None and wait.seconds >= 1.0 else None
                     beat["line"] = self._main_thread.line() if wait is None else ""
@@ -351,31 +329,21 @@ class ControlPlane:
                     woken.recv(4096)
                 messages = channel.receive() if channel in ready else []
 
-    def _return_to_hub(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]] | None:
-        """Return a new connection after the old one broke; None if rank 0 died, or starts no hub."""
-        log.warning("%s lost the connection to the control plane's hub and connects to a new one", self.place)
-        self.link.restart(invitation, self.gone, patience=_REJOIN_SECONDS)
-        deadline = time.monotonic() + _REJOIN_SECONDS
-        while not self._closing.is_set() and time.monotonic() < deadline:
-            try:
-                connection = self.link.connect(invitation, timeout=2.0)
-            except OSError:  # rank 0's socket accepts connections as long as rank 0 is alive
-                self._learn_failure("rank 0 died, and the control plane's hub with it")
-                return None
-            with contextlib.suppress(OSError):
-                return self.link.authenticate(connection, invitation)
-            self._closing.wait(0.2)
-        if self._closing.is_set():
-            return None
+    def _lose_hub(self, invitation: Invitation) -> None:
+        """Raise at the next batch if rank 0 died with the hub; otherwise continue without the control plane."""
+        try:
+            self.link.connect(invitation, timeout=2.0).close()
+        except OSError:  # rank 0's socket accepts connections as long as rank 0 is alive
+            self._learn_failure("rank 0 died, and the control plane's hub with it")
+            return
         with self._changed:
             self._is_lost = True
             self._changed.notify_all()
         log.warning(
-            "%s continues without the control plane: failures of other ranks are not reported, and after a SIGTERM it"
-            " stops alone",
+            "%s lost the control plane's hub and continues without it: failures of other ranks are not reported, and"
+            " after a SIGTERM it stops alone",
             self.place,
         )
-        return None
 
     def receive(self, message: hub.Message) -> None:
         if message["kind"] == "failed":
@@ -385,8 +353,6 @@ class ControlPlane:
             self._learn_failure(message["message"], is_stuck=bool(message.get("stuck")))
         elif message["kind"] == "dump":
             process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
-        elif message["kind"] == "left":
-            self.gone.add(message["rank"])
         elif message["kind"] == "release":
             with self._changed:
                 self._released = max(self._released, message["number"])

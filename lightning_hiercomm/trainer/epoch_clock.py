@@ -45,7 +45,6 @@ class EpochClock(pl.Callback):
         self._begin_validation = begin_validation
         self.own_pace: OwnPace | None = None
         self._epoch_has_ended = True
-        self._epoch_end_is_noted = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_epoch(trainer)
@@ -87,8 +86,6 @@ class EpochClock(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a validation: the strategy's own hook comes after callbacks that swap weights."""
-        if trainer.should_stop and trainer.fit_loop.epoch_loop.done:  # perhaps only this rank stops
-            self._note_epoch_end()
         self._begin_validation()
 
     def on_validation_batch_start(
@@ -112,7 +109,7 @@ class EpochClock(pl.Callback):
         self._control.note_exception(exception, pl_module)
 
     def _begin_epoch(self, trainer: pl.Trainer) -> None:
-        self._epoch_has_ended = self._epoch_end_is_noted = False
+        self._epoch_has_ended = False
         if self._batches is not None:
             self._batches.begin_epoch(trainer.current_epoch)
         self._run.begin_epoch(trainer.current_epoch, lambda: trainer.callback_metrics)
@@ -122,14 +119,8 @@ class EpochClock(pl.Callback):
             if self.own_pace is not None:
                 self.own_pace.check_epoch_end()
             self._epoch_has_ended = True
-            self._note_epoch_end()
             self._control.barrier("epoch")  # schemes that synchronize here need equal numbers of steps
             self._run.end_epoch()
-
-    def _note_epoch_end(self) -> None:
-        if not self._epoch_end_is_noted:
-            self._epoch_end_is_noted = True
-            self._control.note_epoch_end()
 
 
 def steps_of_epoch(trainer: pl.Trainer) -> float:

@@ -201,11 +201,6 @@ class RunControl:
             where = f" of epoch {trainer.current_epoch}, after {trainer.global_step} steps" if trainer else ""
             self.plane.note_progress(f"{doing}{where}")
 
-    def note_epoch_end(self) -> None:
-        """Report that this rank has taken all batches of an epoch."""
-        if self.plane is not None:
-            self.plane.note_epoch_end()
-
     def barrier(self, purpose: Purpose = "average", what: str = "") -> None:
         """Wait for all ranks on the control plane, before they exchange data outside of a training step.
 
