@@ -319,7 +319,7 @@ class ControlPlane:
                     beat: dict[str, Any] = {"doing": self.doing, "progress": self._progress, "batches": self._batch}
                     beat["stuck"] = stuck.check()
                     wait = self._main_thread.wait()
-                    beat["wait"] = wait.as_message() if wait is not None and wait.seconds >= 1.0 else None
+                    beat["wait"] = asdict(wait) if wait is not None and wait.seconds >= 1.0 else None
                     beat["line"] = self._main_thread.line() if wait is None else ""
                     channel.send({"kind": "beat", **beat})
                     next_beat = time.monotonic() + hub.seconds_between_beats(self.size, self.hang_timeout)

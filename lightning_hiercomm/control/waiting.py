@@ -9,11 +9,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -43,7 +42,6 @@ class Wait:
         call: The function that waits, such as ``"torch.distributed.barrier"``.
         place: A digest of the stack outside of this package; equal on ranks that wait in the same place.
         line: The user's line of code, such as ``"train.py:31 (on_train_batch_end)"``; empty if there is none.
-        is_saving: Whether the wait is inside of ``Trainer.save_checkpoint``.
         collectives: How many collectives over all ranks this rank has begun; equal on ranks that wait in the same one.
     """
 
@@ -51,11 +49,7 @@ class Wait:
     call: str
     place: str
     line: str
-    is_saving: bool
     collectives: int = 0
-
-    def as_message(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class MainThread:
@@ -99,10 +93,9 @@ class MainThread:
         seconds = now - self._since
         if kind is None or (kind != "collective" and not self._is_idle(seconds)):
             return None
-        is_saving = _is_saving(frames)
-        call = "trainer.save_checkpoint" if is_saving else _call(frames, kind)
+        call = "trainer.save_checkpoint" if _is_saving(frames) else _call(frames, kind)
         collectives = self._count_of_all_ranks() - self._first_count
-        return Wait(seconds, call, _place(frames), _line(frames), is_saving, collectives)
+        return Wait(seconds, call, _place(frames), _line(frames), collectives)
 
     def line(self) -> str:
         """Return the user's line of code that the main thread runs; empty if there is none."""

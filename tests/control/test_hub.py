@@ -396,17 +396,15 @@ def test_the_report_of_a_standstill_names_who_is_busy_and_who_waits(clocked, cap
     )
 
 
-BACKWARD = {"seconds": 60.0, "call": "backward", "place": "a", "line": "train.py:9 (main)", "is_saving": False}
-BACKWARD["collectives"] = 3
+BACKWARD = {"seconds": 60.0, "call": "backward", "place": "a", "line": "train.py:9 (main)", "collectives": 3}
 SAVING = {
     "seconds": 60.5,
     "call": "trainer.save_checkpoint",
     "place": "b",
     "line": "",
-    "is_saving": True,
     "collectives": 3,
 }
-GATHER = {**SAVING, "call": "torch.distributed.all_gather", "is_saving": False}
+GATHER = {**SAVING, "call": "torch.distributed.all_gather"}
 
 
 def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(clocked, capfd):

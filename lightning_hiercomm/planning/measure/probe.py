@@ -17,7 +17,6 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning.cluster import Algorithm, Cluster, Collective, CostCurve, Link, Workload
 from lightning_hiercomm.planning.measure.profile import Profile
 from lightning_hiercomm.planning.measure.ranks import Ranks, processors_per_node, this_machine
-from lightning_hiercomm.planning.measure.round_trip import between_nodes, round_trips
 from lightning_hiercomm.planning.measure.steps import LEAST_STEPS, StepTimes
 from lightning_hiercomm.planning.measure.stopwatch import ProcessorShare, Stopwatch
 from lightning_hiercomm.planning.predict.node import Node
@@ -73,9 +72,6 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
     smallest = topology.num_shards
     intra = link("inside nodes", topology.intra, len(topology.nodes[0]), 1, _INTRA)
     inter = link("between nodes", topology.inter, topology.num_nodes, topology.num_shards, _INTER)
-    trips = between_nodes(topology.nodes, round_trips(topology, ranks.environment.main_address)[1])
-    if trips:
-        say(f"the longest round trip to the first node: {1e3 * max(trips):.3g} ms")
     world = link("all ranks", topology.world, topology.world_size, 1, ("all_reduce",))
     everywhere = world if topology.num_nodes > 1 else None
     cluster = Cluster(
@@ -99,7 +95,6 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
             "device": "cpu" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device),
             "hosts": sorted(set(topology.world.all_gather_object(machine.host))),
             "nodes": [list(node) for node in topology.nodes],
-            "round_trip": max(trips, default=None),
             "seconds": round(time.perf_counter() - began, 1),
         },
     )
