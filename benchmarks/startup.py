@@ -33,7 +33,7 @@ from benchmarks.crowd import measure as measure_crowd
 from lightning_hiercomm.comm.torch import connecting_when_needed
 from lightning_hiercomm.control import bootstrap
 from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
-from lightning_hiercomm.control.plane import start_control_plane
+from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.hosts import Place
 
@@ -273,9 +273,8 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     with phase("rendezvous"):
         raise_limit(needed_files(size))
         joined = bootstrap.Bootstrap("127.0.0.1", port, rank, size, _LIMIT)
-        about = (f"rank {rank} (node {node})", "127.0.0.1", 0, 300.0)
-        plane = start_control_plane(rank, size, *about, joined.broadcast, joined.gather)
-        if plane is None:
+        plane = ControlPlane(rank, size, f"rank {rank} (node {node})", hang_timeout=300.0)
+        if not plane.start("127.0.0.1", 0, joined.broadcast, joined.gather):
             raise RuntimeError("no control plane")
     with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
         dist.init_process_group("gloo", store=joined.store, rank=rank, world_size=size, timeout=_LIMIT)

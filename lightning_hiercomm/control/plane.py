@@ -112,6 +112,58 @@ class ControlPlane:
 
     # ---- joining -------------------------------------------------------------------------------------------------
 
+    def start(self, host: str, port: int, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> bool:
+        """Start the control plane on all ranks, or on none with a warning on rank 0. Collective.
+
+        Without it, ranks wait for each other before every batch. So all ranks must have it, or none.
+
+        Args:
+            host: An address of rank 0 that every rank can reach.
+            port: The port on which rank 0 listens; 0 for any free port.
+            broadcast: Returns rank 0's value on all ranks.
+            gather: Returns at least the values of ranks with the same ``among``, and those that are sent ``aloud``. It
+                may call ``alarm`` while it waits.
+
+        Returns:
+            Whether it started.
+        """
+        address, trouble = None, None
+        try:
+            if self.rank == 0:
+                address = asdict(self.link.invite(host, port))
+        except OSError as error:
+            trouble = f"{self.place} cannot listen on port {port}: {error}"
+        address = broadcast(address)
+        if address is not None:
+            invitation = Invitation(**address)
+            try:
+                self.join(invitation)
+            except OSError as error:
+                trouble = f"{self.place} cannot reach {invitation}: {error}"
+        try:
+            own = process.identity()
+            gathered = gather([self.rank, own, trouble], self.check, among=own[0], aloud=trouble is not None)
+        except BaseException as error:
+            self.report_failure(error)
+            self.close()
+            raise
+        self.processes = {rank: identity for rank, identity, _ in gathered if identity[0] == own[0]}
+        troubles = [trouble for _, _, trouble in gathered if trouble is not None]
+        if not troubles:
+            return True
+        self.close()
+        if self.rank == 0:
+            more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
+            log.warning(
+                "No control plane: %s%s. Training continues without it: all ranks wait for each other before every"
+                " batch, and when one dies the others wait for the process group's timeout. Make that port of rank 0's"
+                " node reachable for every rank, or choose another one with"
+                " HierarchicalStrategy(health=Health(control_port=...)).",
+                troubles[0],
+                more,
+            )
+        return False
+
     def join(self, invitation: Invitation) -> None:
         """Connect to the hub, or raise an ``OSError`` if it cannot be reached."""
         self._waker = socket.socketpair()
@@ -416,72 +468,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def start_control_plane(
-    rank: int,
-    size: int,
-    place: str,
-    host: str,
-    port: int,
-    hang_timeout: float | None,
-    broadcast: Callable[[Any], Any],
-    gather: Callable[..., list[Any]],
-    main_thread: MainThread | None = None,
-    timeout: float | None = None,
-) -> ControlPlane | None:
-    """Start the control plane on all ranks, or on none with a warning on rank 0. Collective.
-
-    Without it, ranks wait for each other before every batch. So all ranks must have it, or none.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        place: The name of this rank in messages.
-        host: An address of rank 0 that every rank can reach.
-        port: The port on which rank 0 listens; 0 for any free port.
-        hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
-        broadcast: Returns rank 0's value on all ranks.
-        gather: Returns at least the values of ranks with the same ``among``, and those that are sent ``aloud``. It may
-            call ``alarm`` while it waits.
-        main_thread: Watches the main thread of this process.
-        timeout: The longest wait of :meth:`ControlPlane.barrier`, in seconds. Default: no limit.
-    """
-    plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread, timeout=timeout)
-    address, trouble = None, None
-    try:
-        if rank == 0:
-            address = asdict(plane.link.invite(host, port))
-    except OSError as error:
-        trouble = f"{place} cannot listen on port {port}: {error}"
-    address = broadcast(address)
-    if address is not None:
-        invitation = Invitation(**address)
-        try:
-            plane.join(invitation)
-        except OSError as error:
-            trouble = f"{place} cannot reach {invitation}: {error}"
-    try:
-        own = process.identity()
-        host = own[0]
-        gathered = gather([rank, own, trouble], plane.check, among=host, aloud=trouble is not None)
-        plane.processes = {rank: identity for rank, identity, _ in gathered if identity[0] == host}
-        troubles = [trouble for _, _, trouble in gathered if trouble is not None]
-    except BaseException as error:
-        plane.report_failure(error)
-        plane.close()
-        raise
-    if not troubles:
-        return plane
-    plane.close()
-    if rank == 0:
-        more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-        log.warning(
-            "No control plane: %s%s. Training continues without it: all ranks wait for each other before every batch,"
-            " and when one dies the others wait for the process group's timeout. Make that port of rank 0's node"
-            " reachable for every rank, or choose another one with"
-            " HierarchicalStrategy(health=Health(control_port=...)).",
-            troubles[0],
-            more,
-        )
-    return None

@@ -23,7 +23,7 @@ from lightning_hiercomm._lightning.trainer import (
     restore_sigterm_broadcast,
 )
 from lightning_hiercomm.control.hub import Purpose
-from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
+from lightning_hiercomm.control.plane import ControlPlane, RankFailure
 from lightning_hiercomm.control.waiting import MainThread
 
 log = logging.getLogger(__name__)
@@ -143,9 +143,9 @@ class RunControl:
         if size > 1:
             place = f"rank {rank} (node {node})"
             main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
-            self.plane = start_control_plane(
-                rank, size, place, *address, hang_timeout, broadcast, gather, main_thread, timeout
-            )
+            plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread, timeout=timeout)
+            if plane.start(*address, broadcast, gather):
+                self.plane = plane
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on."""

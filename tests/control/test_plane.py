@@ -15,7 +15,7 @@ import pytest
 
 from lightning_hiercomm.control import plane as control
 from lightning_hiercomm.control.connection import HubLink, Invitation, authenticate, connect
-from lightning_hiercomm.control.plane import ControlPlane, RankFailure, start_control_plane
+from lightning_hiercomm.control.plane import ControlPlane, RankFailure
 
 
 class Star:
@@ -225,16 +225,9 @@ def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
     gathering = Gathering(size)
 
     def start(rank: int) -> ControlPlane | None:
-        return start_control_plane(
-            rank,
-            size,
-            f"rank {rank} (node {rank})",
-            host,
-            port,
-            None,
-            broadcast=lambda own: gathering(rank, own)[0],
-            gather=lambda own, alarm, among="", aloud=False: gathering(rank, own),
-        )
+        plane = ControlPlane(rank, size, f"rank {rank} (node {rank})")
+        gather = lambda own, alarm, among="", aloud=False: gathering(rank, own)  # noqa: E731
+        return plane if plane.start(host, port, lambda own: gathering(rank, own)[0], gather) else None
 
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(start, range(size)))

@@ -89,12 +89,11 @@ def test_the_next_run_reports_the_failure_again(control, monkeypatch):
     control.note_exception(ValueError("in the run before"))
     control.plane = None
     assert control.is_interrupted(None)
-    plane = ControlPlane(1, 2, "rank 1 (node 1)")
-    monkeypatch.setattr("lightning_hiercomm.trainer.watch.start_control_plane", lambda *_: plane)
+    monkeypatch.setattr(ControlPlane, "start", lambda *_: True)
     control.start(1, 2, 1, ("localhost", 0), None, broadcast=lambda said: said, gather=lambda said: [said])
     assert not control.is_interrupted(None)
     reported = []
-    monkeypatch.setattr(plane, "report_failure", reported.append)
+    monkeypatch.setattr(control.plane, "report_failure", reported.append)
     error = ValueError("in this one")
     control.note_exception(error)
     assert reported == [error]
