@@ -7,7 +7,6 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -122,27 +121,6 @@ def test_an_averaging_step_is_timed_for_the_given_number_of_steps():
         times = time_steps(module, None, CPU, seconds=60.0, average_in=ranks.topology, steps=9)
     assert times.seconds > 0
     assert module.taken == 9
-
-
-def test_ranks_connect_over_nccl_with_a_gpu_each(monkeypatch):
-    chosen, connect = [], torch.distributed.init_process_group
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _, **rest: connect("gloo", **rest))
-    monkeypatch.setattr(LightningEnvironment, "local_rank", lambda self: 3)
-    with connected() as ranks:
-        assert (ranks.backend, ranks.device) == ("nccl", torch.device("cuda", 1))
-    assert chosen == [torch.device("cuda", 1)]
-
-
-def test_a_run_that_ends_at_once_cannot_be_timed():
-    class Stops(StandIn):
-        def on_train_batch_end(self, *_):
-            raise KeyboardInterrupt
-
-    with pytest.raises((PlanningError, SystemExit, KeyboardInterrupt)):
-        time_steps(Stops(100), None, CPU, seconds=0.05)
 
 
 @pytest.mark.parametrize(
