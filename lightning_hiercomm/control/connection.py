@@ -81,7 +81,7 @@ class HubLink:
 def listen_on(host: str, port: int) -> socket.socket:
     """Listen on the address that the ranks use, or on all addresses if it is not one of this machine."""
     with contextlib.suppress(socket.gaierror):
-        for family, _, _, _, address in socket.getaddrinfo(_as_bytes(host), port, type=socket.SOCK_STREAM):
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             if ipaddress.ip_address(address[0]).is_loopback and host not in (address[0], "localhost"):
                 continue  # Debian's /etc/hosts maps a machine's own name to a loopback address
             try:
@@ -113,8 +113,7 @@ def connect(invitation: Invitation, timeout: float, listener: socket.socket | No
     if listener is not None:  # rank 0 may not reach its own public address
         host, port = listener.getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    address = _as_bytes(host), port
-    connection = socket.create_connection(address, timeout=max(0.1, timeout))  # type: ignore[arg-type]
+    connection = socket.create_connection((host, port), timeout)
     hub.probe_peer(connection)
     return connection
 
@@ -144,8 +143,3 @@ def authenticate(connection: socket.socket, token: str, rank: int, place: str) -
         raise
     connection.settimeout(None)
     return channel, messages
-
-
-def _as_bytes(host: str) -> str | bytes:
-    """Return a host name as bytes, because for a ``str`` Python's sockets import the IDNA tables on every rank."""
-    return host.encode() if host.isascii() else host

@@ -33,7 +33,6 @@ STRANGER_SECONDS = 5.0
 UNREACHABLE_SECONDS = 30
 AFTERMATH_SECONDS = 60.0
 BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
-ACCEPTED_AT_ONCE = 64
 _EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _STOP_ON_ALL_RANKS = (
     f"{_EQUAL_BATCHES}. If trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
@@ -185,9 +184,7 @@ class Hub:
                     parent_lives = False
                     self._selector.unregister(parent)
                 elif key.fileobj is self._listener:
-                    for _ in range(ACCEPTED_AT_ONCE):
-                        if not self._accept():
-                            break
+                    self._accept()
                 elif isinstance(key.fileobj, Channel):
                     self._receive(key.fileobj)
             if time.monotonic() >= checks_at:
@@ -195,15 +192,14 @@ class Hub:
                 checks_at = time.monotonic() + pause / 2
         self._send_to_all({"kind": "closed"})
 
-    def _accept(self) -> bool:
-        """Accept a connection; return whether there may be more."""
+    def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            return False
+            return
         except OSError:  # most likely too many open files, until strangers are dropped
             time.sleep(0.05)
-            return False
+            return
         connection.setblocking(False)  # no peer may block the hub
         probe_peer(connection)
         channel = Channel(connection, limit=STRANGER_BYTES)
@@ -211,7 +207,6 @@ class Hub:
         self.strangers[channel] = stranger
         self._selector.register(channel, selectors.EVENT_READ)
         self._send(channel, {"kind": "challenge", "nonce": stranger.nonce})
-        return True
 
     def _receive(self, channel: Channel) -> None:
         if channel not in self.members and channel not in self.strangers:

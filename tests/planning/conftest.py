@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,34 +50,10 @@ def gigabyte() -> Workload:
     return Workload(0.25e9, forward=1.0, backward=2.0)
 
 
-OWN = """
-from functools import cache
-
-import torch
-from torch import nn
-
-from lightning_hiercomm.planning.simulate.tasks import Task
-
-
-@cache
-def examples():
-    inputs = torch.randn(5_000, 20, generator=torch.Generator().manual_seed(0))
-    targets = (inputs[:, 0] * inputs[:, 1] > 0).long()
-    return (inputs[1_000:], targets[1_000:]), (inputs[:1_000], targets[:1_000])
-
-
-def build(classes):
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, classes))
-
-
-task = Task("sign", build, examples, batch=16, learning_rate=0.1)
-"""
-
-
 @pytest.fixture
 def own_task(tmp_path, monkeypatch):
-    """A file ``own_task.py`` in the current folder, with a model and its examples."""
-    (tmp_path / "own_task.py").write_text(OWN)
+    """The example ``own_task.py`` in the current folder, with a model and its examples."""
+    shutil.copy(Path(__file__).parents[2] / "examples" / "own_task.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield
