@@ -22,25 +22,16 @@ _COLUMNS = (
 def table(curves: Sequence[Curve]) -> str:
     """Return one line per experiment: the mean over the seeds that did not diverge.
 
-    The first row of each number of replicas is the baseline. "to the first row's best" is the predicted time until the
-    accuracy first reached the baseline's highest.
+    The seeds of an experiment follow each other. The first row of each number of replicas is the baseline. "to the
+    first row's best" is the predicted time until the accuracy first reached the baseline's highest.
     """
     lines: list[tuple[str, ...]] = [_COLUMNS]
-    for _, group in groupby(_by_experiment(curves), key=lambda runs: runs[0].experiment.replicas):
-        rows = list(group)
+    for _, group in groupby(curves, key=lambda curve: curve.experiment.replicas):
+        rows = [list(runs) for _, runs in groupby(group, key=lambda curve: curve.experiment.label)]
         best = [run.best.accuracy for run in rows[0] if not run.has_diverged]
         target = fmean(best) if best else math.nan  # no accuracy reaches NaN
         lines += [_cells(runs, target) for runs in rows]
     return aligned(lines, left=(2,))
-
-
-def _by_experiment(curves: Iterable[Curve]) -> list[list[Curve]]:
-    found: dict[tuple[Any, ...], list[Curve]] = {}
-    for curve in curves:
-        experiment = curve.experiment
-        key = experiment.replicas, experiment.label, experiment.batch, experiment.task.name
-        found.setdefault(key, []).append(curve)
-    return list(found.values())
 
 
 def _cells(runs: list[Curve], target: float) -> tuple[str, ...]:
