@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from lightning_hiercomm.control.hub import names_of_ranks
+
 log = logging.getLogger(__name__)
 
 _WARN_SECONDS = 30.0
@@ -160,10 +162,7 @@ class Bootstrap:
                 self._answer()
                 waited = time.monotonic() - self._began
                 if waited > min(warn_at, patience):
-                    missing = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
-                    who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing[:10])}"
-                    if len(missing) > 10:
-                        who += f" and {len(missing) - 10} more"
+                    who = names_of_ranks(rank for rank, key in keys.items() if not self._store.check([key]))
                     if waited > patience:
                         raise TimeoutError(
                             f"{who} of {self._size} did not come within the {waited:.0f} s of timeout=. Look there for"

@@ -413,7 +413,11 @@ class Hub:
         )
 
     def _likely_cause(self, members: Sequence[RankStatus], waits: Sequence[Message]) -> str:
-        saving = [member.rank for member, wait in zip(members, waits, strict=True) if wait["is_saving"]]
+        saving = [
+            member.rank
+            for member, wait in zip(members, waits, strict=True)
+            if wait["call"] == "trainer.save_checkpoint"
+        ]
         if saving and len(saving) < len(members):
             return (
                 f"Likely cause: {names_of_ranks(saving)} called trainer.save_checkpoint and the others did not."
@@ -527,9 +531,16 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def names_of_ranks(ranks: Iterable[int]) -> str:
-    """Return a text such as "ranks 3, 5"."""
-    names = sorted(ranks)
-    return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''}"
+    """Return a text such as "rank 3" or "ranks 0-3, 8"."""
+    numbers = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in numbers:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(shown[:10])}{', ...' if len(shown) > 10 else ''}"
 
 
 def main() -> None:

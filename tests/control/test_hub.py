@@ -542,7 +542,7 @@ def test_values_logged_on_some_ranks_only_end_the_run(clocked):
     for rank in (1, 2):
         ranks.send(rank, {**ARRIVAL, "purpose": "reduce", "what": " (sum of float32)"})
     assert ranks.failure() == (
-        "ranks 1, 2 reduced a value (sum of float32) in train.py:3 (on_fit), and rank 0 called trainer.save_checkpoint."
+        "ranks 1-2 reduced a value (sum of float32) in train.py:3 (on_fit), and rank 0 called trainer.save_checkpoint."
         " Call self.log(..., sync_dist=True) and strategy.reduce on all ranks alike"
     )
 
@@ -653,3 +653,8 @@ def test_hub_ends_soon_after_a_failure(serve, monkeypatch):
     served.thread.join(5.0)
     assert not served.thread.is_alive()
     assert [read(first)["kind"], read(first)["kind"]] == ["failed", "closed"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [([3], "rank 3"), ([0, 1, 2, 8], "ranks 0-2, 8"), ([4, 2], "ranks 2, 4")])
+def test_ranks_are_named_briefly(ranks, name):
+    assert hub.names_of_ranks(ranks) == name

@@ -19,6 +19,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.control.hub import names_of_ranks
 from lightning_hiercomm.control.open_files import needed_files
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.measure.ranks import Machine, Ranks, cluster_environment, connected, this_machine
@@ -48,7 +49,7 @@ class Finding:
         return f"{self.level:<5} {self.text}{f': {self.remedy}' if self.remedy else ''}"
 
 
-def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = print) -> int:
+def examine(ranks_per_node: int | None = None) -> int:
     """Check this process, or all processes of a launcher; return the exit status, 1 if training would fail.
 
     Raises:
@@ -72,7 +73,7 @@ def examine(ranks_per_node: int | None = None, say: Callable[[str], None] = prin
             prints = True  # rank 0 may be unable to
     if prints:
         for finding in found:
-            say(str(finding))
+            print(finding)
     return int(any(finding.level == "FAIL" for finding in found))
 
 
@@ -242,21 +243,9 @@ def gathered(world: Communicator, own: list[Finding]) -> list[Finding]:
     return [
         finding
         if len(ranks) == len(everyone)
-        else Finding(finding.level, f"{named(ranks)}: {finding.text}", finding.remedy)
+        else Finding(finding.level, f"{names_of_ranks(ranks)}: {finding.text}", finding.remedy)
         for finding, ranks in who.items()
     ]
-
-
-def named(ranks: Sequence[int]) -> str:
-    """Return ranks as text: ``"rank 3"``, ``"ranks 0-3, 8"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _together(ranks: Ranks) -> Iterator[Finding]:
@@ -272,7 +261,7 @@ def _together(ranks: Ranks) -> Iterator[Finding]:
 
 def layout(nodes: Sequence[Sequence[int]], machines: Sequence[Machine]) -> Iterator[Finding]:
     """Report the nodes, and check that each is one machine."""
-    shown = "; ".join(f"node {m} ({machines[node[0]].host}): {named(node)}" for m, node in enumerate(nodes))
+    shown = "; ".join(f"node {m} ({machines[node[0]].host}): {names_of_ranks(node)}" for m, node in enumerate(nodes))
     yield Finding("ok", shown if len(nodes) <= 16 else f"{len(nodes)} nodes of {len(nodes[0])} ranks")
     if len({len(node) for node in nodes}) > 1:
         least = min(map(len, nodes))
@@ -295,7 +284,7 @@ def control_port(topology: Topology, host: str) -> Iterator[Finding]:
     if shut_out:
         yield Finding(
             "FAIL",
-            f"{named(shut_out)} cannot reach {host}:{port}: failures would show after the timeout only",
+            f"{names_of_ranks(shut_out)} cannot reach {host}:{port}: failures would show after the timeout only",
             "open rank 0's ephemeral ports to the other nodes",
         )
     else:
@@ -328,9 +317,7 @@ def threads(machines: Sequence[Machine], per_rank: Sequence[int]) -> Finding:
         here = [rank for rank, machine in enumerate(machines) if machine.boot == boot]
         wanted, cores = sum(per_rank[rank] for rank in here), machines[here[0]].processors
         if wanted > cores:
-            fitting = max(1, int(cores / len(here)))
             crowd = f"{len(here)} ranks on {machines[here[0]].host} have {wanted} threads on {cores:g} cores"
-            if fitting * len(here) > cores:
-                return Finding("note", crowd, f"start fewer ranks, or set OMP_NUM_THREADS={fitting}")
-            return Finding("note", crowd, f"set OMP_NUM_THREADS={fitting}")
+            fitting = int(cores / len(here))
+            return Finding("note", crowd, f"set OMP_NUM_THREADS={fitting}" if fitting else "start fewer ranks")
     return Finding("ok", f"{per_rank[0]} threads per rank, no more than cores")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -18,7 +19,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hiercomm._lightning.ddp import register_bucket_hook
 from lightning_hiercomm.comm import streams
@@ -240,16 +240,7 @@ class StandIn(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         """Repeat one batch of noise."""
-        return DataLoader(_Same(torch.randn(_BATCH, self.width)), batch_size=None)
-
-
-class _Same(IterableDataset[Any]):
-    def __init__(self, batch: Any) -> None:
-        self._batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self._batch
+        return repeat(torch.randn(_BATCH, self.width))
 
 
 @contextmanager

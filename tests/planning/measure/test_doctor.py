@@ -114,11 +114,6 @@ def test_open_files_must_be_enough_for_all_peers(soft, hard, ranks, level, remed
     assert remedy in found.remedy
 
 
-@pytest.mark.parametrize(("ranks", "name"), [([3], "rank 3"), ([0, 1, 2, 8], "ranks 0-2, 8"), ([4, 2], "ranks 2, 4")])
-def test_ranks_are_named_briefly(ranks, name):
-    assert doctor.named(ranks) == name
-
-
 def machine(boot: str, processors: float = 4.0) -> Machine:
     return Machine(f"host-{boot}", boot, processors)
 
