@@ -178,11 +178,12 @@ _ADVICE = {
     "8-adamw-short-cnn": "8 nodes, AdamW",
     "8-sgd-short-cnn": "8 nodes, momentum SGD",
     "8-adamw-short-characters": "8 nodes, AdamW, characters",
+    "8-adamw-long-cnn": "8 nodes, AdamW, 4 times as long",
 }
 
 
 _ADVISED = tuple(
-    name for name in _SHOWN if name.startswith(("AllReduce, ", "PeriodicAveraging(2)", "PeriodicAveraging(4)"))
+    name for name in _SHOWN if name.startswith(("AllReduce, ", "PeriodicAveraging(2)", "PeriodicAveraging(4), top4"))
 )
 
 
@@ -405,8 +406,10 @@ MEASURED = {
     "table_front_8_batchnorm": "front in short / 8-sgd-short-batchnorm",
     "table_front_32_adamw": "front in short / 32-adamw-short-cnn",
     "table_front_8_characters": "front in short / 8-adamw-short-characters",
-    "table_sooner_500": "sooner / digits-2x2-500mbit",
+    "table_front_8_adamw_long": "front in short / 8-adamw-long-cnn",
+    "table_sooner_500": "sooner / digits10m-2x2-500mbit",
     "table_sooner_100": "sooner / digits-2x2-100mbit",
+    "table_sooner_small": "sooner / digits-2x2-500mbit",
     "table_speed": "quote / comparison",
     "table_accuracy": "accuracy / characters-2x2-500mbit",
     "table_memory": "memory",
