@@ -408,7 +408,7 @@ MEASURED = {
     "table_front_8_characters": "front in short / 8-adamw-short-characters",
     "table_front_8_adamw_long": "front in short / 8-adamw-long-cnn",
     "table_sooner_500": "sooner / digits10m-2x2-500mbit",
-    "table_sooner_100": "sooner / digits-2x2-100mbit",
+    "table_sooner_100": "sooner / digits10m-2x2-100mbit",
     "table_sooner_small": "sooner / digits-2x2-500mbit",
     "table_speed": "quote / comparison",
     "table_accuracy": "accuracy / characters-2x2-500mbit",
