@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,17 @@ class HubLink:
 
     def join(self, invitation: Invitation) -> tuple[hub.Channel, list[hub.Message]]:
         """Return the channel and its first messages, or raise an ``OSError`` if the hub cannot be reached."""
-        connection = self.connect(invitation, _JOIN_SECONDS)
-        link = authenticate(connection, invitation.token, self.rank, self.place)
+        deadline = time.monotonic() + _JOIN_SECONDS
+        while True:
+            try:
+                connection = self.connect(invitation, max(0.1, deadline - time.monotonic()))
+                link = authenticate(connection, invitation.token, self.rank, self.place)
+                break
+            except (ConnectionResetError, BrokenPipeError):
+                # the hub drops the oldest of too many unknown connections, which may have been this one
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
         if self._ends_on_urgent_data:
             process.end_on_urgent_data(connection)
         return link

@@ -28,11 +28,13 @@ from typing import Any, Literal, NamedTuple
 Message = dict[str, Any]
 
 MAX_MESSAGE = 16 * 1024  # bytes
+MAX_STRANGERS = 64  # plus one per rank that has not connected yet
 STRANGER_BYTES = 4 * 1024
 STRANGER_SECONDS = 5.0
 UNREACHABLE_SECONDS = 30
 AFTERMATH_SECONDS = 60.0
 BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
+ACCEPTED_AT_ONCE = 64
 _EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
 _STOP_ON_ALL_RANKS = (
     f"{_EQUAL_BATCHES}. If trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
@@ -152,7 +154,7 @@ class Hub:
         self._listener = listener
         self._size = size
         self._token = token
-        self.strangers: dict[Channel, Stranger] = {}
+        self.strangers: dict[Channel, Stranger] = {}  # the oldest first
         self.members: dict[Channel, RankStatus] = {}
         self._joined: dict[int, Channel] = {}
         self.missing = {*range(size)}  # ranks that have not connected yet
@@ -184,7 +186,9 @@ class Hub:
                     parent_lives = False
                     self._selector.unregister(parent)
                 elif key.fileobj is self._listener:
-                    self._accept()
+                    for _ in range(ACCEPTED_AT_ONCE):
+                        if not self._accept():
+                            break
                 elif isinstance(key.fileobj, Channel):
                     self._receive(key.fileobj)
             if time.monotonic() >= checks_at:
@@ -192,14 +196,20 @@ class Hub:
                 checks_at = time.monotonic() + pause / 2
         self._send_to_all({"kind": "closed"})
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept a connection; return whether there may be more."""
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
-            return
-        except OSError:  # most likely too many open files, until strangers are dropped
-            time.sleep(0.05)
-            return
+            return False
+        except OSError:  # most likely too many open files
+            if self.strangers:
+                self._drop_oldest_stranger()
+            else:
+                time.sleep(0.05)
+            return False
+        if len(self.strangers) >= MAX_STRANGERS + len(self.missing):
+            self._drop_oldest_stranger()
         connection.setblocking(False)  # no peer may block the hub
         probe_peer(connection)
         channel = Channel(connection, limit=STRANGER_BYTES)
@@ -207,6 +217,7 @@ class Hub:
         self.strangers[channel] = stranger
         self._selector.register(channel, selectors.EVENT_READ)
         self._send(channel, {"kind": "challenge", "nonce": stranger.nonce})
+        return True
 
     def _receive(self, channel: Channel) -> None:
         if channel not in self.members and channel not in self.strangers:
@@ -300,6 +311,9 @@ class Hub:
         if round_ not in self._proposals and len(self._holds.get(round_, {})) < self._size:
             self._proposals[round_] = {"kind": "propose", "round": round_}
             self._send_to_all(self._proposals[round_])
+
+    def _drop_oldest_stranger(self) -> None:
+        self._drop(next(iter(self.strangers)))
 
     def _drop(self, channel: Channel) -> None:
         self._selector.unregister(channel)

@@ -131,6 +131,15 @@ def test_silent_connections_are_closed(served, monkeypatch):
     assert is_closed(served.connect())
 
 
+def test_a_crowd_of_strangers_keeps_no_rank_out(served):
+    early = served.connect()
+    crowd = [served.connect() for _ in range(200)]
+    assert is_closed(early)
+    assert is_closed(crowd[0])
+    served.member(1)
+    assert len(served.hub.strangers) <= hub.MAX_STRANGERS + 3
+
+
 def test_the_token_is_never_sent(served):
     listener = socket.create_server(("127.0.0.1", 0))
     with listener, socket.create_connection(listener.getsockname()) as rank, listener.accept()[0] as seen:
@@ -202,6 +211,27 @@ def test_only_the_first_failure_is_reported(served):
     hub.Channel(members[0]).send({"kind": "request", "round": 0})
     assert read(members[2]) == {"kind": "failed", "message": "the first"}
     assert read(members[2]) == {"kind": "propose", "round": 0}
+
+
+def test_without_file_descriptors_strangers_leave_first(tmp_path):
+    """1100 idle connections are more than a process may usually have; here it may have 30."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=200)
+    program = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); exec(open({hub.__file__!r}).read())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, pass_fds=[listener.fileno()])
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"listener": listener.fileno(), "size": 1, "token": TOKEN}).encode() + b"\n")
+    process.stdin.flush()
+    with listener, contextlib.ExitStack() as connections:
+        for _ in range(100):
+            connections.enter_context(socket.create_connection(listener.getsockname(), timeout=10.0))
+        rank = connections.enter_context(socket.create_connection(listener.getsockname(), timeout=10.0))
+        join(rank, 0)
+        assert read(rank) == {"kind": "welcome"}
+        hub.Channel(rank).send({"kind": "bye"})
+        process.stdin.close()
+        assert process.wait(10.0) == 0
 
 
 def test_hub_outlives_rank_zero_and_names_the_first_to_die(capfd):
