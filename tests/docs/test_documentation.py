@@ -24,10 +24,9 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 DOCS = CHECKOUT / "docs"
 README = CHECKOUT / "README.md"
 EXAMPLES = sorted((CHECKOUT / "examples").rglob("README.md"))
-ANNOUNCE = sorted((DOCS / "announce").glob("*.md"))  # drafts of letters, which the site does not show
-PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_build", "announce"} & {*page.parts})
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)
 OUTSIDE = [CHECKOUT / name for name in ("CONTRIBUTING.md", "GOVERNANCE.md", "RELEASING.md", "SECURITY.md")]
-ALL = [README, *OUTSIDE, *PAGES, *ANNOUNCE, *EXAMPLES]
+ALL = [README, *OUTSIDE, *PAGES, *EXAMPLES]
 
 
 def arguments_of(name: str) -> set[str]:
