@@ -29,6 +29,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    if os.environ.get("FAKE_GPU"):
-        return "GPU: the fake device of tools/fake_gpu.py, if torch can use no GPU"
-    return "GPU: tests of tensors also run on it, if torch can use one; FAKE_GPU=1 provides a fake device"
+    return "GPU: tests of tensors also run on it, if torch can use one"

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
-from fake_gpu import fake_gpu
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -71,19 +70,14 @@ def _on_a_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def on_a_gpu() -> Iterator[torch.device]:
-    """Let ranks compute on a GPU, each on a stream of its own; on a played one where there is none."""
+    """Let ranks compute on the GPU, each on a stream of its own."""
     before = place.device, place.rank
-    with ExitStack() as closing:
-        if torch.cuda.is_available():
-            place.device = device = torch.device("cuda", torch.cuda.current_device())
-            place.rank = partial(_on_a_stream, device)
-        else:
-            place.device, seen = closing.enter_context(fake_gpu())
-            place.rank = seen.watching
-        try:
-            yield place.device
-        finally:
-            place.device, place.rank = before
+    place.device = device = torch.device("cuda", torch.cuda.current_device())
+    place.rank = partial(_on_a_stream, device)
+    try:
+        yield device
+    finally:
+        place.device, place.rank = before
 
 
 def on_ranks(
@@ -259,12 +253,6 @@ def needs_a_backward_pass_for_each_rank() -> None:
     """Skip where backward passes wait for each other: autograd has one thread for a device, of all ranks."""
     if place.device.type != "cpu":
         pytest.skip("of ranks that are threads, one would hold autograd's thread of a GPU until the others come")
-
-
-def needs_sparse_tensors() -> None:
-    """Skip on the played GPU: what makes it compute, torch's fallback to the CPU's kernels, knows no sparse tensors."""
-    if place.device.type not in ("cpu", "cuda"):
-        pytest.skip("the played GPU has no sparse tensors: torch's fallback to the CPU's kernels knows none")
 
 
 _read: set[frozenset[type]] = set()

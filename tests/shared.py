@@ -26,7 +26,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from economy import ask_for_gpus_once, wait_for_turns_in_forks
-from fake_gpu import is_wanted, library
 from hypothesis import settings
 from lightning.fabric.plugins.environments import lightning as environment_of_lightning
 from lightning.fabric.utilities import registry
@@ -45,13 +44,10 @@ tqdm.monitor_interval = 0  # a thread that holds a lock while a rank is forked l
 environment_of_lightning.find_free_network_port = free_port  # Lightning's may be a connection's before it is used
 wait_for_turns_in_forks()
 ask_for_gpus_once()
-HAS_GPU = torch.cuda.is_available() or is_wanted()
 
 
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection, which would copy their pages in every forked rank."""
-    if is_wanted() and not torch.cuda.is_available():
-        library()  # autograd counts the devices at its first backward pass
     if not torch.cuda.is_available():
         # the first backward pass starts a thread per device, and forks of a process with such threads have no backward
         # passes; FakeTensorMode, which DTensor uses, later registers eight CUDA devices
@@ -118,10 +114,10 @@ def ends_ranks_after_an_error() -> Iterator[None]:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """A GPU on which the ranks of a test compute, each on its own stream; ``FAKE_GPU=1`` provides a fake device."""
+    """A GPU on which the ranks of a test compute, each on its own stream."""
     from harness import on_a_gpu  # on the path only now
 
-    if not HAS_GPU:
+    if not torch.cuda.is_available():
         pytest.skip("there is no GPU that torch can use")
     if {"fit", "launch"} & set(request.fixturenames):
         pytest.skip("forked processes cannot use CUDA")
@@ -129,7 +125,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield device
 
 
-@pytest.fixture(params=["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * HAS_GPU])
+@pytest.fixture(params=["cpu", *[pytest.param("cuda", marks=pytest.mark.gpu)] * torch.cuda.is_available()])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device of a test's ranks: the CPU, and a GPU where there is one.
 

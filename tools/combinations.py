@@ -1372,7 +1372,7 @@ def tell(
         "--only", type=int, nargs="+", metavar="N", help="these alone, by the numbers that were printed"
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after so many")
-    parser.add_argument("--device", choices=places, default="cpu", help="where ranks compute; a GPU may be played")
+    parser.add_argument("--device", choices=places, default="cpu", help="where ranks compute")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable()

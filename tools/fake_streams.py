@@ -14,7 +14,6 @@ Where the host waits is counted. Each thread, as a rank, has a device of its own
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -121,7 +120,6 @@ class FakeDevice:
         self._streams: list[FakeStream] = []
         self._memory: dict[int, _Memory] = {}
         self._thread = threading.local()
-        self._has: Callable[[torch.device], bool] = lambda device: True
 
     @property
     def waits(self) -> list[str]:
@@ -167,8 +165,6 @@ class FakeDevice:
     def host_reads(self, tensor: Tensor) -> None:
         with self.lock:
             memory = self._known(tensor)
-            if memory is None and not self._has(tensor.device):
-                return None
             if memory is None or not memory.on_host:
                 return self.host_waits(self.current().name, self.current().clock)
             for use in memory.uses:
@@ -184,7 +180,7 @@ class FakeDevice:
 
     def lies_on_host(self, tensor: Tensor) -> Tensor:
         with self.lock:
-            memory = self._known(tensor, on_host=True)
+            memory = self._known(tensor)
             assert memory is not None
             memory.on_host = True
         return tensor
@@ -223,14 +219,12 @@ class FakeDevice:
                 kept.append(use)
         memory.uses = [*kept, _Use(low, high, stream.number, stream.clock[stream.number], writes, operation)]
 
-    def _known(self, tensor: Tensor, on_host: bool = False) -> _Memory | None:
+    def _known(self, tensor: Tensor) -> _Memory | None:
         if tensor.layout != torch.strided or type(tensor) not in (Tensor, torch.nn.Parameter):
             return None
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         if memory is None:
-            if not (on_host or self._has(tensor.device)):  # the host's own, which it uses in its own order
-                return None
             memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current().number, self._rank)
         return memory
 
@@ -255,15 +249,14 @@ class FakeDevice:
     # ---- in the place of CUDA ------------------------------------------------------------------------------------
 
     @contextmanager
-    def installed(self, has: Callable[[torch.device], bool] = lambda device: True) -> Iterator[FakeDevice]:
-        """Let the package take the CPU, or what ``has`` says, for this device.
+    def installed(self) -> Iterator[FakeDevice]:
+        """Let the package take the CPU for this device.
 
         Operations of a thread count while it is :meth:`watching`.
         """
-        self._has = has
         with pytest.MonkeyPatch.context() as patch:
             for name, stands_in in {
-                "has": has,
+                "has": lambda device: True,
                 "new": lambda device: FakeStream(self, f"a stream of {threading.current_thread().name}"),
                 "current": lambda device: self.current(),
                 "within": self.within,
@@ -332,10 +325,4 @@ class _Watching(TorchDispatchMode):
                 self._device.host_reads(tensor)
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and not any(t is w for w in written)]
         self._device.launch(name, read, [*written, *made])
-        if name in ("copy_", "_to_copy") and not kwargs.get(
-            "non_blocking", name == "copy_" and len(args) > 2 and args[2]
-        ):
-            for source, target in itertools.product(read, (*written, *made)):
-                if source.device.type != "cpu" and target.device.type == "cpu":
-                    self._device.host_waits(self._device.current().name, self._device.current().clock)
         return result

@@ -17,7 +17,7 @@ def run(*arguments: str) -> None:
     parsed.command(parsed)
 
 
-def test_a_fake_device_measures_rows_and_is_marked_as_fake(tmp_path, monkeypatch):
+def test_stand_in_measures_rows_and_its_page_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu.sys, "executable", stand_in_for_python())
     run("--stand-in", "--no-fits", "--tests", "--rows", "periodic, staged", "--out", str(tmp_path))
     found = json.loads((tmp_path / "the-cpu.json").read_text())

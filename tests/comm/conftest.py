@@ -16,7 +16,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -275,38 +275,20 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
 
 BACKENDS = ["threads", "gloo", "gloo-lazy", "shared-memory", "openmpi", "mpich"]
 ON_A_GPU = [pytest.param(f"{name}, gpu", marks=pytest.mark.gpu) for name in ("threads", "gloo", "staged", "openmpi")]
-HAS_GPU = torch.cuda.is_available() or os.environ.get("FAKE_GPU") == "1"
 
 
-@pytest.fixture(scope="session")
-def gpu_of_processes() -> Iterator[torch.device]:
-    """The GPU that all ranks of a world share."""
-    if torch.cuda.is_available():
-        yield torch.device("cuda", torch.cuda.current_device())
-    else:
-        from fake_gpu import fake_gpu, is_wanted
-
-        if not is_wanted():
-            pytest.skip("there is no GPU that torch can use")
-        with fake_gpu() as (device, _):
-            yield device
-
-
-@pytest.fixture(scope="session", params=[*BACKENDS, *ON_A_GPU * HAS_GPU])
+@pytest.fixture(scope="session", params=[*BACKENDS, *ON_A_GPU * torch.cuda.is_available()])
 def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
     """Four ranks, over each backend; with tensors of a GPU where there is one."""
     world: World
     if request.param.endswith("gpu"):
-        device = request.getfixturevalue("gpu_of_processes")
         if request.param == "threads, gpu":
-            world = Threads(device)
+            world = Threads(torch.device("cuda", torch.cuda.current_device()))
         elif request.param == "openmpi, gpu":
             command, environment = mpiexec("openmpi", SIZE)
-            world = Processes([_execute([*command, *_PYTHON], {**environment, "DEVICE": device.type})])
-        elif request.param == "gloo, gpu" and device.type != "cuda":
-            pytest.skip("gloo moves no tensors of a GPU that is played")
+            world = Processes([_execute([*command, *_PYTHON], {**environment, "DEVICE": "cuda"})])
         else:  # not forked: CUDA cannot be used in a fork of a process that has used it
-            backend = {"DEVICE": device.type, "STAGED": str(int(request.param == "staged, gpu"))}
+            backend = {"DEVICE": "cuda", "STAGED": str(int(request.param == "staged, gpu"))}
             ranks = [{**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **backend} for rank in range(SIZE)]
             world = Processes([_execute(_PYTHON, environment) for environment in ranks])
     elif request.param == "threads":
@@ -343,25 +325,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 def _serve(address: str) -> None:
     torch.set_num_threads(1)
-    with _device() as device:
-        _serve_on(address, device)
-
-
-@contextmanager
-def _device() -> Iterator[torch.device | None]:
-    if os.environ.get("DEVICE") == "cuda":
-        yield torch.device("cuda", 0)
-    elif "DEVICE" in os.environ:
-        sys.path.append(str(Path(__file__).parents[2] / "tools"))
-        from fake_gpu import fake_gpu
-
-        with fake_gpu() as (device, _):
-            yield device
-    else:
-        yield None
-
-
-def _serve_on(address: str, device: torch.device | None) -> None:
+    device = torch.device("cuda", 0) if "DEVICE" in os.environ else None
     if "RANK" in os.environ:
         number = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method=f"file://{address}.store", rank=number, world_size=SIZE)

@@ -28,14 +28,6 @@ from lightning_hiercomm.schemes.guard import Policy
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture
-def cuda(gpu: torch.device) -> torch.device:
-    """A GPU that is not played."""
-    if gpu.type != "cuda":
-        pytest.skip("only CUDA itself has this")
-    return gpu
-
-
 NODES = ((0,), (1,))
 _ONE_SEED = threading.Lock()
 PERIOD = 8
@@ -134,7 +126,7 @@ def test_no_step_between_syncs_waits_for_the_device(name, gpu):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_staging_copies_overlap_with_computation(cuda):
+def test_staging_copies_overlap_with_computation(gpu):
     def staging(connect):
         def connect_staged(groups, level):
             communicator = connect(groups, level)
@@ -148,7 +140,7 @@ def test_staging_copies_overlap_with_computation(cuda):
 
     def work(topology: Topology) -> None:
         # the host is far ahead of the device, so that what computes is there when something is to be copied
-        with training(topology, DASO(4, 2, **CYCLING), layers(cuda, width=1024, depth=16), samples=8192) as step:
+        with training(topology, DASO(4, 2, **CYCLING), layers(gpu, width=1024, depth=16), samples=8192) as step:
             for _ in range(12):
                 step()
 
@@ -174,8 +166,7 @@ def test_a_scheme_needs_no_more_memory_than_its_copies_of_the_model(name, gpu):
     def peak(synchronizes: bool) -> int:
         """The most bytes that two ranks have held; half of it is cuBLAS's, whose workspaces each stream gets."""
         peaks.clear()
-        if gpu.type == "cuda":
-            torch._C._cuda_clearCublasWorkspaces()  # those of streams that tests before had, and may get again
+        torch._C._cuda_clearCublasWorkspaces()  # those of streams that tests before had, and may get again
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         on_ranks(partial(work, synchronizes=synchronizes), NODES)
@@ -233,21 +224,21 @@ def run_again(environment: dict[str, str], *prefix: str) -> subprocess.Completed
     return subprocess.run(command, cwd=root, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("gpu")
 def test_memory_that_another_stream_uses_is_not_freed_early():
     """Without the allocator's cache a tensor that goes is freed, and what still uses it fails or reads anything."""
     ended = run_again({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("gpu")
 def test_torch_s_own_sanitizer_finds_no_use_out_of_order():
     """See torch.cuda._sanitizer: it watches which stream uses which tensor."""
     ended = run_again({"TORCH_CUDA_SANITIZER": "1"})
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-@pytest.mark.usefixtures("cuda")
+@pytest.mark.usefixtures("gpu")
 def test_no_kernel_uses_freed_memory():
     """With every tensor in memory of its own, so that the tool sees its bounds."""
     if shutil.which("compute-sanitizer") is None:
@@ -257,7 +248,7 @@ def test_no_kernel_uses_freed_memory():
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
-def test_one_rank_trains_over_nccl(cuda, tmp_path):
+def test_one_rank_trains_over_nccl(gpu, tmp_path):
     """nccl refuses two ranks on one GPU; with more GPUs, each rank has its own, and every rank is a node."""
     ranks = torch.cuda.device_count()
     program = Path(__file__).parents[1] / "jobs" / "over_nccl.py"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import needs_sparse_tensors, on_cpu, place
+from harness import on_cpu, place
 from harness import on_ranks as on_each
 from lightning.pytorch.plugins.precision import MixedPrecision
 from problems import Oracle
@@ -350,8 +350,6 @@ def sparse_gradient(rank):
 @pytest.mark.parametrize("weights", [None, (1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("gradients", ["node", "world", "none"])
 def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradients, weights):
-    needs_sparse_tensors()
-
     def work(path, topology):
         dense = sparse_gradient(topology.rank).to_dense().view(-1)
         path.reduce(dense).wait()
@@ -378,14 +376,12 @@ def test_gpu_waits_for_other_nodes_count_as_inter_node_time(waits_on_host, fake_
 
 
 def test_a_sparse_gradient_missing_on_all_ranks_is_empty():
-    needs_sparse_tensors()
     for mean in on_ranks(lambda path, _: path.reduce_sparse(sparse_gradient(2)), ((0, 1),), "node"):
         assert mean.shape == (6, 2)
         assert mean.indices().numel() == 0
 
 
 def test_sparse_gradients_of_a_node_cost_its_entries_and_not_the_table():
-    needs_sparse_tensors()
     table = 1_000_000
 
     def work(path, topology):

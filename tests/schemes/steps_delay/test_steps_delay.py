@@ -15,7 +15,6 @@ import torch
 from harness import (
     Rank,
     needs_a_background_thread,
-    needs_sparse_tensors,
     on_nodes,
     on_ranks,
     place,
@@ -557,8 +556,6 @@ def test_fused_scaling_is_refused():
 
 
 def test_sparse_gradients_train_as_dense_ones_do_after_one_warning():
-    needs_sparse_tensors()
-
     def work(run: Rank, is_sparse: bool) -> Rank:
         for step in range(6):
             gradient = torch.zeros(6, 2, dtype=torch.float64)
