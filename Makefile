@@ -8,7 +8,11 @@ SOURCES := $(shell find lightning_hiercomm -name __pycache__ -prune -o -print)
 
 MARKDOWN := $(wildcard *.md docs/*.md docs/*/*.md docs/*/*/*.md examples/*.md examples/*/*.md benchmarks/*.md)
 
-.PHONY: demo test docs format clean
+# Exact versions of everything that is installed; the wheel's own requirements are ranges. `make test CONSTRAINTS=` takes the newest.
+CONSTRAINTS := .ci/constraints.txt
+INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test docs format constraints versions clean
 
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
@@ -29,6 +33,17 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# torch 2.14.1 is the newest that all supported versions of Python can install.
+constraints: | $(BIN)/python  ## move the pins to the newest versions
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	printf '%s\n' mpich torch==2.14.1 torchvision==0.29.1 | $(BIN)/uv pip compile --quiet --upgrade --universal \
+		--python-version 3.10 --extra dev --no-annotate --custom-compile-command 'make constraints' \
+		--output-file .ci/constraints.txt pyproject.toml -
+
+versions:  ## list what is installed in .venv
+	@$(BIN)/python --version
+	@$(BIN)/pip list --format freeze --disable-pip-version-check | paste -sd ' ' | fold -sw 120
+
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -36,11 +51,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # pip re-installs a local directory even when its version has not changed; dependencies that fit are left alone.
-$(VENV)/.installed-demo: pyproject.toml $(SOURCES) | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check '.[cli,examples]'
+$(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) $(SOURCES) | $(BIN)/python
+	$(INSTALL) '.[cli,examples]'
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(SOURCES) | $(BIN)/python
-	$(BIN)/pip install --quiet --disable-pip-version-check '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --prefix $(VENV)/mpich mpich
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) $(SOURCES) | $(BIN)/python
+	$(INSTALL) '.[dev]'
+	$(INSTALL) --no-deps --prefix $(VENV)/mpich mpich
 	touch $@
