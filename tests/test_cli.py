@@ -134,9 +134,9 @@ def strategy(tmp_path):
 
 
 def test_grouped_options_from_yaml_and_from_the_command_line(strategy):
-    text = PERIODIC.replace("ranks_per_node: 1", "health:\n        hang_timeout: 60\n        verify_replicas: warn")
+    text = PERIODIC.replace("ranks_per_node: 1", "health:\n        hang_timeout: 60")
     built = strategy(text, args=["--trainer.strategy.init_args.health.on_nonfinite=skip"])
-    assert built._settings.health == Health("skip", "warn", 60.0)  # noqa: SLF001
+    assert built._settings.health == Health("skip", 60.0)  # noqa: SLF001
     assert strategy(PERIODIC)._settings.health == Health()  # noqa: SLF001
 
 

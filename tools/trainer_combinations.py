@@ -557,7 +557,6 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
     batches = None
     if fit.weights is not None:
         batches = HeterogeneousBatches(int(sum(fit.weights)), speeds=list(fit.weights))
-    shares = fit.argument("gradients", "node") == "node" and fit.argument("hierarchical", True)
     return HierarchicalStrategy(
         fit.make(),
         batches=batches,
@@ -568,7 +567,6 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
         average_optimizer_state=fit.state,
         health=Health(
             on_nonfinite=fit.policy,  # type: ignore[arg-type]
-            verify_replicas="raise" if shares and fit.nonfinite is None else "off",
             hang_timeout=100.0,
         ),
         checkpoint_replicas=fit.replicas,

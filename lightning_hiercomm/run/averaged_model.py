@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.dtensor import local
+from lightning_hiercomm.nodes.checksums import plain
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
 from lightning_hiercomm.run.means import RankMeans
 from lightning_hiercomm.run.replicas import Replicas, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.health.verification import plain
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 

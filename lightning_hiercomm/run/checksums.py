@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.dtensor import local
-from lightning_hiercomm.schemes.health.verification import print_of
+from lightning_hiercomm.nodes.checksums import print_of
 
 
 class Checksums:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hiercomm.comm.autocast import outside_autocast
+from lightning_hiercomm.nodes.checksums import print_of
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.health.verification import print_of
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 

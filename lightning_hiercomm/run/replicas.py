@@ -16,11 +16,11 @@ from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, names_of_directions
+from lightning_hiercomm.nodes.checksums import plain
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.shapes import unequal_tensors, warning_of_unequal
 from lightning_hiercomm.run.shards import own_shard, reshard, shard_specs
-from lightning_hiercomm.schemes.health.verification import plain
 
 _BUFFERS_IN_A_SUM = 2**16
 """The preflight check adds up all buffers, so that each must be this much smaller than the largest number."""

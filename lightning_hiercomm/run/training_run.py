@@ -30,7 +30,6 @@ from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
-from lightning_hiercomm.schemes.health.verification import VerifyReplicas
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 T = TypeVar("T")
@@ -49,7 +48,6 @@ class TrainingRun:
         average_optimizer_state: Whether synchronizations also average the optimizers' state.
         gradients: Averages the module's gradients. Default: as the scheme asks for.
         on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
-        verify_replicas: What happens when ranks of a node hold different parameters.
         collectives: The program's own collectives between nodes that differ. None if there cannot be any.
         samples: Weighs nodes with unequal data in synchronizations. None: all ranks keep their weights.
 
@@ -78,7 +76,6 @@ class TrainingRun:
         average_optimizer_state: bool = False,
         gradients: GradientPath | None = None,
         on_nonfinite: OnNonfinite = "raise",
-        verify_replicas: VerifyReplicas = "off",
         collectives: Collectives | None = None,
         samples: SampleWeights | None = None,
     ) -> None:
@@ -94,7 +91,7 @@ class TrainingRun:
             parameters=replicas.module.parameters(),
             first=scheme.first_gradients,
         )
-        policy = Policy(on_nonfinite, verify_replicas, average_optimizer_state)
+        policy = Policy(on_nonfinite, average_optimizer_state)
         if topology.may_grow:
             replicas.fix_slots()  # joining nodes build their buckets alone
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import local
+from lightning_hiercomm.nodes.checksums import print_of
 from lightning_hiercomm.run.replicas import trained_by
-from lightning_hiercomm.schemes.health.verification import print_of
 
 _FIRST_STEPS = 3
 

@@ -54,7 +54,6 @@ class RunningAllReduce(RunningScheme[AllReduce]):
         self._after_synchronous_step()
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        self.guard.verify()
         self._check_parameters()
 
     def _write_mean(self) -> bool:

@@ -200,7 +200,6 @@ class Exchanger:
             staleness: Steps until the next exchange is due.
         """
         state = self._state
-        self._guard.verify()
         if due is not None and due.verdict.is_nonfinite:  # repaired values are sent, so they are merged first
             self._merge_up_to(None, due)
         sent = self._begin(outgoing, staleness) if outgoing else None

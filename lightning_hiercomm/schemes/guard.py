@@ -1,4 +1,4 @@
-"""Checks and repairs of one optimizer's replica: non-finite values, and ranks of a node that differ."""
+"""Checks and repairs of one optimizer's replica: non-finite values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from lightning_hiercomm.schemes.health.nonfinite import (
     values_of,
 )
 from lightning_hiercomm.schemes.health.preflight import Preflight
-from lightning_hiercomm.schemes.health.verification import ReplicasDiffer, VerifyReplicas, first_difference
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, among, average_in_node
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
@@ -35,11 +34,6 @@ log = logging.getLogger(__name__)
 
 _ADVICE = "Lower the learning rate, clip gradients, or look for the batch with Trainer(detect_anomaly=True)."
 _SKIPPING = " on_nonfinite='skip' excludes such a node from a synchronization and gives it the others' mean."
-_WHY_RANKS_DIFFER = (
-    "Ranks of a node share their gradients, so they should be equal to the bit. Look for what differs between them:"
-    " parameters that are changed outside of the optimizer, an optimizer that draws random numbers without a common"
-    " seed, kernels that are not deterministic, or a faulty device."
-)
 
 
 @dataclass(frozen=True)
@@ -49,18 +43,15 @@ class Policy:
     Attributes:
         on_nonfinite: The action if values to be sent are NaN or infinite: ``"raise"``, ``"skip"``, or ``"ignore"``,
             which does not check.
-        verify_replicas: The action if ranks of a node hold different parameters before a synchronization: ``"raise"``,
-            ``"warn"`` (once), or ``"off"``, which does not check.
         average_optimizer_state: Whether a synchronization of all parameters also averages the optimizer's state.
     """
 
     on_nonfinite: OnNonfinite = "ignore"
-    verify_replicas: VerifyReplicas = "off"
     average_optimizer_state: bool = False
 
 
 class NonFiniteGuard:
-    """Averages the replica, and finds and repairs or reports values that are non-finite or differ inside a node.
+    """Averages the replica, and finds and repairs or reports non-finite values.
 
     Args:
         replica: The parameters and buffers to synchronize.
@@ -74,7 +65,6 @@ class NonFiniteGuard:
 
     Attributes:
         has_healed: Whether this rank, perhaps non-finite, has received finite parameters; the reader clears it.
-        has_warned_of_difference: Whether ranks of the node are known to differ.
     """
 
     def __init__(
@@ -100,7 +90,6 @@ class NonFiniteGuard:
             self._state_mean = OptimizerStateMean(optimizer, topology, wire, policy.on_nonfinite)
         self._finite_ranks: frozenset[int] | None = None  # of the current synchronization; None: all
         self.has_healed = False
-        self.has_warned_of_difference = False
 
     def follow(self, replica: Replica) -> None:
         """Continue from averaged, finite values, perhaps of other parameters."""
@@ -188,24 +177,6 @@ class NonFiniteGuard:
             self._state_mean.load_state_dict(state)
 
     # ---- checks before an exchange -------------------------------------------------------------------------------
-
-    def verify(self) -> None:
-        """Check that the ranks of this node hold equal parameters, unless the policy is off. Collective over the node.
-
-        Raises:
-            ReplicasDiffer: On all of them, if that is the policy.
-        """
-        if self.policy.verify_replicas == "off" or not self.replica.equal_in_node:
-            return
-        difference = first_difference(self.replica, self._topology)
-        if difference is None:
-            return
-        message = f"{self._when} {difference}. {_WHY_RANKS_DIFFER}"
-        if self.policy.verify_replicas == "raise":
-            raise ReplicasDiffer(message)
-        if not self.has_warned_of_difference and self._topology.local_rank == 0:
-            log.warning("%s", message)
-        self.has_warned_of_difference = True
 
     def check(self, buckets: Sequence[Bucket]) -> bool | None:
         """Return whether values that this node is about to send are non-finite, without a collective over nodes.

@@ -498,7 +498,6 @@ class RunningParameterSync(RunningScheme[A]):
 
     def _synchronize_now(self, fragments: Sequence[int]) -> bool:
         """Synchronize fragments, and float buffers if these are all fragments; return as :meth:`average` does."""
-        self.guard.verify()
         waits = not self.staleness
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
         was_excluded = False

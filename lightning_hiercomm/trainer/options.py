@@ -12,7 +12,7 @@ from lightning_hiercomm.arguments import as_call, checked_fields
 @checked_fields
 @dataclass(frozen=True)
 class Health:
-    """How a run reacts to non-finite parameters, ranks that differ, and ranks that are frozen.
+    """How a run reacts to non-finite parameters, and to ranks that are frozen.
 
     Example::
 
@@ -23,8 +23,6 @@ class Health:
             to be sent to other nodes. ``"raise"``: all ranks end, and the error names the rank and the parameter.
             ``"skip"``: the node is excluded from that synchronization and gets the mean of the others. ``"ignore"``:
             nothing is checked, and all nodes get them.
-        verify_replicas: Whether to compare, at every synchronization, the bits of the parameters of a node's ranks,
-            which should be equal: ``"raise"`` or ``"warn"`` if they are not, naming rank and parameter; or ``"off"``.
         hang_timeout: Seconds without a message on the control plane after which a rank counts as frozen (stopped, on a
             lost machine, holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
             step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
@@ -40,7 +38,6 @@ class Health:
     """
 
     on_nonfinite: Literal["raise", "skip", "ignore"] = "raise"
-    verify_replicas: Literal["off", "warn", "raise"] = "off"
     hang_timeout: float | None = 300.0
     control_port: int | None = None
 

@@ -76,11 +76,6 @@ class Settings:
                 f"on_nonfinite='skip' excludes a node from a synchronization, but {averaging} averages every gradient"
                 " over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
             )
-        if self.health.verify_replicas != "off" and scheme.gradients == "none":
-            raise ValueError(
-                f"verify_replicas={self.health.verify_replicas!r} compares the ranks of a node, but with {scheme!r}"
-                " every rank trains alone: leave it out, or let ranks share their gradients"
-            )
         if self.transport.wire_raw and self.wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if self.transport.wire_raw and codec_named(self.wire_dtype).needs_feedback:
@@ -168,7 +163,6 @@ class Settings:
             self.average_optimizer_state,
             gradients,
             on_nonfinite=self.health.on_nonfinite,
-            verify_replicas=self.health.verify_replicas,
             collectives=self._collectives(topology),
             samples=self._samples(topology, replicas.device),
         )
@@ -249,7 +243,7 @@ class HierarchicalArguments:
             checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state with each
                 checkpoint, for a bit-exact resume. Without it a run resumes from the averaged parameters. Only with a
                 Trainer.
-            health: How the run reacts to non-finite parameters, ranks that differ and ranks that are frozen; see
+            health: How the run reacts to non-finite parameters and to ranks that are frozen; see
                 ``lightning_hiercomm.Health``.
             transport: How parameters travel between nodes; see ``lightning_hiercomm.Transport``.
             elastic: Nodes may leave and join (``HierarchicalStrategy`` only); see ``lightning_hiercomm.Elastic``. A

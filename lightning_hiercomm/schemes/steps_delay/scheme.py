@@ -358,7 +358,7 @@ class ServedStepsDelay(RunningStepsDelay):
         taken as a difference, a new head would not hold what was written, nor a clamped weight stay within its bounds.
 
         Args:
-            verify: Whether the weights are about to be replaced: ranks of a node must be equal, and not written to.
+            verify: Whether the weights are about to be replaced: then they must not have been written to.
 
         Raises:
             RuntimeError: If a program wrote to the weights after the warm-up.
@@ -370,8 +370,7 @@ class ServedStepsDelay(RunningStepsDelay):
             writes.compare(all_parameters=verify)
         if not verify:
             return
-        self.guard.verify()  # first, because a rank that differs has another cause
-        if writes is not None and writes.has_found_any and not self.guard.has_warned_of_difference:
+        if writes is not None and writes.has_found_any:
             raise RuntimeError(
                 "parameters were changed outside of the optimizer's step (clamping, a mask, a new head). StepsDelay"
                 " supports that only during warm-up, because later the server's weights replace those of a node. Set"

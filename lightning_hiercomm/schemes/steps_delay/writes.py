@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.schemes.health.verification import words_of
+from lightning_hiercomm.nodes.checksums import words_of
 
 _SUMS = 256
 _FRACTION = 8
