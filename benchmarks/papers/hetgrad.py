@@ -11,7 +11,7 @@ from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
 from benchmarks.zoo import adam
-from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, gradient_scale, rank_weights
+from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, rank_weights
 from lightning_hiercomm.planning.simulate.simulation import Experiment
 from lightning_hiercomm.planning.simulate.tasks import momentum_sgd
 from lightning_hiercomm.schemes import AllReduce
@@ -20,16 +20,13 @@ GLOBAL_BATCH = 64
 EPOCHS = 16
 SPEEDS = {3: (20.0, 4.0, 1.0), 4: (20.0, 10.0, 4.0, 1.0)}
 """By the number of ranks; samples per second of each, in any unit."""
-OPTIMIZERS = {"SGD": (0.2, momentum_sgd), "SGD, slow": (0.008, momentum_sgd), "Adam": (0.004, adam)}
-"""With their learning rates: one that suits normalised weights, and one that suits Eq. 2 as it is printed."""
+OPTIMIZERS = {"SGD": (0.2, momentum_sgd), "Adam": (0.004, adam)}
+"""With their learning rates."""
 WEIGHTINGS: dict[str, Weighting] = {
     "none (Eq. 1, the baseline)": "none",
     "samples": "samples",
     "speed": "speed",
-    "speed, as printed (Eq. 2)": "speed_unnormalized",
 }
-LARGER = "samples, learning rate times sum(c)"
-"""The control: is Eq. 2 anything but a larger learning rate?"""
 
 _PAPER = {
     # CIFAR-100: baseline, HetGrad, seconds of an epoch with balanced and equal batches
@@ -57,9 +54,6 @@ def _key(ranks: int, optimizer: str, weighting: str) -> str:
 def _make(seed: int, ranks: int, optimizer: str, weighting: str) -> Experiment:
     rate, make = OPTIMIZERS[optimizer]
     sizes, speeds = batches_of(ranks), SPEEDS[ranks]
-    kind = WEIGHTINGS.get(weighting, "samples")
-    if weighting == LARGER:
-        rate *= gradient_scale("speed_unnormalized", speeds)
     return Experiment(
         weighting,
         AllReduce(),
@@ -71,8 +65,7 @@ def _make(seed: int, ranks: int, optimizer: str, weighting: str) -> Experiment:
         seed=seed,
         optimizer=make,
         batches=tuple(sizes),
-        weights=tuple(rank_weights(kind, sizes, speeds)),
-        gradient_scale=gradient_scale(kind, speeds),
+        weights=tuple(rank_weights(WEIGHTINGS[weighting], sizes, speeds)),
     )
 
 
@@ -86,19 +79,15 @@ def _settings() -> list[Setting]:
         )
         for ranks in SPEEDS
         for optimizer in OPTIMIZERS
-        for weighting in (*WEIGHTINGS, LARGER)
+        for weighting in WEIGHTINGS
     ]
-
-
-def _words(optimizer: str) -> str:
-    return f"{optimizer.split(',')[0]} at {OPTIMIZERS[optimizer][0]:g}"
 
 
 def _report(results: Results) -> str:
     parts = []
-    for optimizer in OPTIMIZERS:
+    for optimizer, (rate, _) in OPTIMIZERS.items():
         rows = []
-        for weighting in (*WEIGHTINGS, LARGER):
+        for weighting in WEIGHTINGS:
             cells = [weighting]
             for ranks in SPEEDS:
                 own = results.accuracy(_key(ranks, optimizer, weighting))
@@ -110,7 +99,7 @@ def _report(results: Results) -> str:
             shown = ", ".join(f"{speed:g}" for speed in speeds)
             head += [f"{ranks} ranks of speeds {shown}", "against none"]
         parts.append(
-            f"**Table 1, what gradients weigh**, {_words(optimizer)}, a global batch of {GLOBAL_BATCH}, accuracy "
+            f"**Table 1, what gradients weigh**, {optimizer} at {rate:g}, a global batch of {GLOBAL_BATCH}, accuracy "
             "in %.\n\n" + table(head, rows)
         )
     rows = []
@@ -136,14 +125,14 @@ def _draw(results: Results, path: Path) -> None:
     figure, axes = panels(len(OPTIMIZERS))
     cells = [(max(SPEEDS), optimizer) for optimizer in OPTIMIZERS]
     for axis, (ranks, optimizer) in zip(axes, cells, strict=True):
-        for index, weighting in enumerate((*WEIGHTINGS, LARGER)):
+        for index, weighting in enumerate(WEIGHTINGS):
             runs = results.runs[_key(ranks, optimizer, weighting)].values()
             points = [run["points"] for run in runs if not run["error"]]
             if points:
                 epochs = range(1, 1 + min(map(len, points)))
                 means = [sum(100 * run[i][2] for run in points) / len(points) for i in range(len(epochs))]
-                axis.plot(epochs, means, label=weighting, color=f"C{index}", linestyle="--" if index > 2 else "-")
-        axis.set(xlabel="epochs", title=f"{ranks} ranks, {_words(optimizer)}")
+                axis.plot(epochs, means, label=weighting, color=f"C{index}")
+        axis.set(xlabel="epochs", title=f"{ranks} ranks, {optimizer} at {OPTIMIZERS[optimizer][0]:g}")
     axes[0].set_ylabel("accuracy, held out, %")
     legend(axes[1])
     save(figure, path, f"HetGrad's weights: {PERCEPTRON.name}, a global batch of {GLOBAL_BATCH}; means over the seeds")

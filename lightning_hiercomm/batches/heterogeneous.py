@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_hiercomm.arguments import as_call, checked_arguments
-from lightning_hiercomm.batches.partition import (
-    StepCost,
-    Weighting,
-    divide,
-    gradient_scale,
-    rank_weights,
-)
+from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, rank_weights
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
 from lightning_hiercomm.batches.speed import SpeedMeasurement, StepClock
 from lightning_hiercomm.batches.table import table
@@ -67,20 +59,13 @@ class HeterogeneousBatches:
     Args:
         global_batch_size: Samples per batch over all ranks, G. Replaces the train dataloader's batch size (per rank).
         speeds: ``"measure"`` times the first training steps on every rank; or samples per second of every rank (any
-            unit), by world rank; or the path of a JSON file with such a list.
+            unit), by world rank.
         weighting: ``"samples"``: ``w_i = B_i / G``; ``"speed"``: in proportion to the speeds (the paper's);
-            ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks);
-            ``"speed_unnormalized"``: Eq. 2 as the paper prints it, ``sum_i c_i g_i``, where c are the speeds relative
-            to the slowest. That is ``"speed"`` with every gradient multiplied by ``sum(c)``: for SGD a learning rate
-            ``sum(c)`` times as large and a weight decay as much smaller; for Adam no change. It scales the loss in
-            ``Strategy.backward``, so it has no effect on a ``loss.backward()`` of your own.
+            ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks).
         max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. Fast
             ranks take more than an equal share.
         rebalance_every_n_epochs: Time the ranks' steps during training and divide again after every n epochs, if that
             makes steps at least 5 % faster. None: never.
-
-    Attributes:
-        gradient_scale: Factor of every loss before the backward pass: 1, except with ``"speed_unnormalized"``.
 
     Raises:
         ValueError: If an argument is out of range. Once the ranks are known: if there are fewer samples than ranks,
@@ -95,7 +80,7 @@ class HeterogeneousBatches:
     def __init__(
         self,
         global_batch_size: int,
-        speeds: Literal["measure"] | list[float] | str = "measure",
+        speeds: Literal["measure"] | list[float] = "measure",
         weighting: Weighting = "samples",
         max_batch_size: int | list[int] | None = None,
         rebalance_every_n_epochs: int | None = None,
@@ -106,8 +91,8 @@ class HeterogeneousBatches:
             raise ValueError(f"weighting={weighting!r} must be one of {', '.join(map(repr, get_args(Weighting)))}")
         if rebalance_every_n_epochs is not None and rebalance_every_n_epochs < 1:
             raise ValueError(f"rebalance_every_n_epochs={rebalance_every_n_epochs} must be positive, or None for never")
-        if not isinstance(speeds, str):
-            _check_speeds(speeds, "speeds")
+        if speeds != "measure":
+            _check_speeds(speeds)
         limits = max_batch_size if isinstance(max_batch_size, list) else [max_batch_size]
         if any(limit is not None and limit < 1 for limit in limits):
             raise ValueError(f"max_batch_size={max_batch_size} must be positive: every rank takes at least 1 sample")
@@ -123,12 +108,11 @@ class HeterogeneousBatches:
     def _forget_ranks(self) -> None:
         # these exist only inside a process that trains, and go into no pickle and no copy
         self.division: Division | None = None
-        self.gradient_scale = 1.0
         self.clock: StepClock | None = None
         self._topology: Topology
         self._costs: list[StepCost] | None = None
         self._spreads: list[float] = []
-        self._source: list[float] | str = "measure"  # of the costs
+        self._source: list[float] | Literal["measure"] = "measure"  # of the costs
         self._limits: list[int | None] = []
         self._least = 1
         self._seed = 0
@@ -169,7 +153,7 @@ class HeterogeneousBatches:
         self._limits = _limits_of_ranks(self.max_batch_size, topology.world_size)
         self._forget_loaders()
         self._costs, self._spreads, self._first_batch = None, [], None
-        self._source = "measure" if self.speeds == "measure" else _read_speeds(self.speeds, topology.world_size)
+        self._source = "measure" if self.speeds == "measure" else _speeds_of_ranks(self.speeds, topology.world_size)
         sizes: list[int] | None = None
         if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
             self._costs = [StepCost(fixed, speed) for fixed, speed in zip(*self._loaded["costs"], strict=True)]
@@ -406,7 +390,6 @@ class HeterogeneousBatches:
         costs = self._costs or [StepCost(0.0, 1.0)] * len(sizes)
         speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
         self._topology.set_weights(rank_weights(self.weighting, sizes, speeds))
-        self.gradient_scale = gradient_scale(self.weighting, speeds)
 
 
 def _limits_of_ranks(max_batch_size: int | list[int] | None, ranks: int) -> list[int | None]:
@@ -420,23 +403,12 @@ def _limits_of_ranks(max_batch_size: int | list[int] | None, ranks: int) -> list
     return list(max_batch_size)
 
 
-def _read_speeds(speeds: list[float] | str, ranks: int) -> list[float]:
-    source = "speeds"
-    if isinstance(speeds, str):
-        source = f"speeds={speeds!r}"
-        try:
-            speeds = json.loads(Path(speeds).read_text())
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{source} must be 'measure' or a JSON file with one number per rank, such as [4, 2, 1]: {error}"
-            ) from error
-    assert not isinstance(speeds, str)
-    _check_speeds(speeds, source)
+def _speeds_of_ranks(speeds: Sequence[float], ranks: int) -> list[float]:
     if len(speeds) != ranks:
-        raise ValueError(f"{source} gives {len(speeds)} numbers, but there are {ranks} ranks: give one for each")
+        raise ValueError(f"speeds gives {len(speeds)} numbers, but there are {ranks} ranks: give one for each")
     return [float(speed) for speed in speeds]
 
 
-def _check_speeds(speeds: Sequence[float], source: str) -> None:
+def _check_speeds(speeds: Sequence[float]) -> None:
     if not speeds or not all(isinstance(speed, int | float) and 0 < speed < math.inf for speed in speeds):
-        raise ValueError(f"{source}={list(speeds)} must be one positive number per rank")
+        raise ValueError(f"speeds={speeds!r} must be 'measure', or one positive number per rank")

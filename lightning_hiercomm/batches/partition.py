@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-Weighting = Literal["samples", "speed", "none", "speed_unnormalized"]
+Weighting = Literal["samples", "speed", "none"]
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ def rank_weights(weighting: Weighting, sizes: Sequence[int], speeds: Sequence[fl
 
     Args:
         weighting: ``"samples"``: ``B_i / sum(B)``, which gives the gradient of the mean loss over the global batch;
-            ``"speed"`` and ``"speed_unnormalized"``: ``c_i / sum(c)`` (HetGrad, Eq. 2, normalised); ``"none"``:
-            ``1 / R``.
+            ``"speed"``: ``c_i / sum(c)`` (HetGrad, Eq. 2, normalised); ``"none"``: ``1 / R``.
         sizes: Samples per rank, B.
         speeds: Samples per second of every rank.
     """
@@ -125,8 +124,3 @@ def rank_weights(weighting: Weighting, sizes: Sequence[int], speeds: Sequence[fl
     shares = by_weighting.get(weighting) or relative_speeds(speeds)
     total = sum(shares)
     return [share / total for share in shares]
-
-
-def gradient_scale(weighting: Weighting, speeds: Sequence[float]) -> float:
-    """Return the factor of the weighted mean gradient: ``sum(c)`` for HetGrad's Eq. 2 as printed, otherwise 1."""
-    return sum(relative_speeds(speeds)) if weighting == "speed_unnormalized" else 1.0

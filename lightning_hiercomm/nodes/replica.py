@@ -60,7 +60,12 @@ class Replica:
         self.held = Held(shares or {})
         self.bucket_bytes = bucket_bytes
         self.names = {id(tensor): name for name, tensor in named}
-        self.buckets_of_parameters = self.in_buckets_of(bucket_bytes)
+        # first those that all ranks of the node hold
+        self.buckets_of_parameters = [
+            bucket
+            for held_by, tensors in self.held.grouped(self.parameters).items()
+            for bucket in whole_tensors(tensors, bucket_bytes, equal_in_node, held_by)
+        ]
         self.buckets_of_buffers = _buckets_of_buffers(self.buffers, bucket_bytes)
         # only these have memory formats
         self._contiguous = [p for p in self.parameters if p.dim() in (4, 5) and p.is_contiguous()]
@@ -73,14 +78,6 @@ class Replica:
         )
         new.names = self.names  # also of frozen parameters, which may name fragments
         return new
-
-    def in_buckets_of(self, nbytes: int) -> list[Bucket]:
-        """Return buckets of at most ``nbytes``, first those that all ranks of the node hold."""
-        return [
-            bucket
-            for held_by, tensors in self.held.grouped(self.parameters).items()
-            for bucket in whole_tensors(tensors, nbytes, self.equal_in_node, held_by)
-        ]
 
     @property
     def buckets(self) -> list[Bucket]:

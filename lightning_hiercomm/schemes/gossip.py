@@ -85,7 +85,6 @@ class Gossip(Scheme):
         overlap: Overlap the exchange with the next forward and backward pass. Received values are added before the next
             optimizer step, whose gradients belong to the parameters before mixing: ``x := mix(x) - lr g(x)``, DP-SGD's
             order. Until then every node keeps all of its x.
-        segment_bytes: Largest size of a segment in bytes, instead of ``segments``.
         push_sum: Use the weights w, as above. False: every node sends all of x and continues with the plain mean of its
             own and the received values, ``(own + received) / 2`` for one peer. With ``fair=None`` that is
             Crossover-SGD's unfair baseline, whose mean over the nodes drifts; otherwise the result is the same.
@@ -103,16 +102,12 @@ class Gossip(Scheme):
         fair: Fairness = "uniform",
         seed: int = 0,
         overlap: bool = False,
-        segment_bytes: int | None = None,
         push_sum: bool = True,
     ) -> None:
         if isinstance(segments, str) or (isinstance(segments, int) and segments < 1) or not segments:
             raise ValueError(f"segments={segments!r} must be a positive number, or a list of module names")
-        if segment_bytes is not None and segment_bytes < 1:
-            raise ValueError(f"segment_bytes={segment_bytes} must be a positive number of bytes, or None")
         self.graph = _graph(graph, fair, seed)
         self.segments = segments
-        self.segment_bytes = segment_bytes
         self.hierarchical = hierarchical
         self.overlap = overlap
         self.push_sum = push_sum
@@ -387,12 +382,7 @@ class RunningGossip(RunningScheme[Gossip]):
     def _cut(self, replica: Replica) -> tuple[list[Bucket], Peers]:
         """Return the parameters as flat segments, in the same order on every rank, and what exchanges them."""
         config = self.config
-        if self.is_alone:
-            segments: list[Bucket] = []
-        elif config.segment_bytes is not None:
-            segments = replica.in_buckets_of(config.segment_bytes)
-        else:
-            segments = [bucket for part in replica.cut(config.segments) for bucket in part]
+        segments = [] if self.is_alone else [bucket for part in replica.cut(config.segments) for bucket in part]
         peers = Peers(segments, config.graph, self.topology, self._duplicate, self.wire, config.push_sum)
         if not self.topology.may_grow:
             self._compare_with_other_ranks(segments)

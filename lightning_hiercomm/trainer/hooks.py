@@ -270,9 +270,8 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._run.note_loss_scale(self.precision_plugin)
-        scale = 1.0 if self.batches is None else self.batches.gradient_scale
         with self._run.backward():
-            return super().backward(closure_loss if scale == 1.0 else closure_loss * scale, *args, **kwargs)
+            return super().backward(closure_loss, *args, **kwargs)
 
     # ---- a validation --------------------------------------------------------------------------------------------
 

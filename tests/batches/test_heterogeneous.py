@@ -54,12 +54,6 @@ def test_given_speeds_make_batches_and_weights(weighting, expected):
     assert on_ranks([[0, 1], [2]], work) == [tuple(pytest.approx(w) for w in expected)] * 3
 
 
-def test_speeds_may_come_from_a_file(tmp_path):
-    (tmp_path / "speeds.json").write_text(json.dumps([4, 2, 1]))
-    sizes = on_ranks([[0, 1, 2]], lambda rank, topology: bound(topology, 128, str(tmp_path / "speeds.json")).batch_size)
-    assert sizes == [73, 37, 18]
-
-
 def train(clock, batches, seconds, steps=400, epochs=1):
     """Train epochs of so many steps, which take ``seconds(size)``; return the batch sizes, and the indices."""
     sampler = batches.process_dataloader(DataLoader(range(steps * batches.global_batch_size))).batch_sampler
@@ -366,20 +360,6 @@ def test_a_resumed_run_keeps_to_the_limits_and_speeds_that_it_is_given(before, n
     assert on_ranks([[0], [1]], work) == [sizes] * 2
 
 
-def test_a_file_of_speeds_that_was_edited_counts_on_resume(tmp_path):
-    file = tmp_path / "speeds.json"
-
-    def work(rank, topology, state):
-        batches = bound(topology, 96, str(file), state=state)
-        return batches.division.sizes, batches.state_dict()
-
-    file.write_text("[3, 1]")
-    (sizes, state), _ = on_ranks([[0], [1]], lambda rank, topology: work(rank, topology, {}))
-    file.write_text("[1, 1]")
-    (now, _), _ = on_ranks([[0], [1]], lambda rank, topology: work(rank, topology, state))
-    assert (sizes, now) == ([72, 24], [48, 48])
-
-
 def test_speeds_that_a_resumed_run_keeps_are_announced_as_given(capsys):
     def work(rank, topology):
         bound(topology, 70, state=bound(topology, 70, [4, 2, 1]).state_dict()).begin()
@@ -507,7 +487,7 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
     ("arguments", "message"),
     [
         ({"global_batch_size": 0}, "global_batch_size=0 must be positive"),
-        ({"speeds": [1, 0]}, "speeds=\\[1, 0\\] must be one positive number per rank"),
+        ({"speeds": [1, 0]}, "speeds=\\[1, 0\\] must be 'measure', or one positive number per rank"),
         ({"speeds": []}, "one positive number per rank"),
         ({"speeds": [1, float("nan")]}, "one positive number per rank"),
         ({"weighting": "mass"}, "weighting='mass' must be"),
@@ -524,7 +504,6 @@ def test_bad_arguments_are_named(arguments, message):
     ("arguments", "message"),
     [
         ({"speeds": [1, 2, 3]}, "speeds gives 3 numbers, but there are 2 ranks"),
-        ({"speeds": "nowhere.json"}, "speeds='nowhere.json' must be 'measure' or a JSON file"),
         ({"max_batch_size": [4]}, "has 1 entries, but there are 2 ranks"),
         ({"max_batch_size": 3}, "leaves room for 6 samples on 2 ranks"),
         ({"global_batch_size": 1}, "less than one sample for each of the 2 ranks"),

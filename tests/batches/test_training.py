@@ -116,29 +116,6 @@ def test_the_delayed_server_takes_the_gradient_of_the_global_batch(fit):
         assert_close(report["state_dict"], plain_training(13))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_eq_2_as_printed_scales_the_learning_rate_of_sgd_only(fit, optimizer):
-    class Trained(Net):
-        lr = 0.01
-
-        def configure_optimizers(self):
-            return optimizer(self.parameters(), self.lr, **({"momentum": 0.9} if optimizer is torch.optim.SGD else {}))
-
-    def weights(lr, weighting):
-        batches = HeterogeneousBatches(12, [3, 1, 2], weighting)  # relative to the slowest they sum to 6
-        module = Trained()
-        module.lr = lr
-        reports = fit(module, {"scheme": AllReduce(), "batches": batches, "ranks_per_node": [2, 1]}, devices=3)
-        return reports[0]["state_dict"]
-
-    printed = weights(0.01, "speed_unnormalized")
-    expected = weights(0.06 if optimizer is torch.optim.SGD else 0.01, "speed")
-    for name, value in expected.items():  # Adam's epsilon is seen a little
-        torch.testing.assert_close(printed[name], value, rtol=1e-3, atol=2e-5)
-    if optimizer is torch.optim.SGD:
-        assert (printed["net.0.weight"] - weights(0.01, "speed")["net.0.weight"]).abs().max() > 1e-3
-
-
 def test_without_weights_slow_ranks_count_too_much(fit):
     strategy = {"scheme": AllReduce(), "ranks_per_node": 1}
     reports = fit(Net(), {**strategy, "batches": HeterogeneousBatches(12, [5, 1], "none")}, devices=2)

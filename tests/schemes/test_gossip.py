@@ -295,12 +295,11 @@ SHAPES = {"stem": 10, "layer1": 6, "layer10": 6, "head": 2}
         ({"segments": 4}, [6, 6, 6, 6]),
         ({"segments": 5}, [5, 5, 5, 5, 4]),
         ({"segments": 100}, [1] * 24),
-        ({"segment_bytes": 64}, [8, 8, 8]),
         ({"segments": ["head", "layer1"]}, [2, 6, 16]),
         ({"segments": ["stem", "layer1", "layer10", "head"]}, [10, 6, 6, 2]),
     ],
 )
-def test_segments_come_by_count_size_and_module(options, expected):
+def test_segments_come_by_count_and_module(options, expected):
     def work(rank):
         return [bucket.numel for bucket in rank.scheme._segments]  # noqa: SLF001
 
@@ -446,7 +445,6 @@ def test_an_invalid_graph_is_refused_when_the_run_starts():
         ({"segments": -3}, "segments=-3"),
         ({"segments": []}, r"segments=\[\]"),
         ({"segments": "layer1"}, "segments='layer1'"),
-        ({"segment_bytes": 0}, "segment_bytes=0"),
         ({"fair": "fairly"}, "fair='fairly'"),
         ({"graph": "ring", "fair": None}, "fair=None belongs to graph='random_permutation'"),
         ({"graph": RandomPermutation(None), "fair": "cyclic"}, "fair='cyclic' belongs to"),
@@ -534,7 +532,7 @@ def test_two_nodes_of_processes_average_at_every_step(fit):
     [
         {},
         {"segments": ["first.0", "second"], "overlap": True},
-        {"fair": None, "overlap": True, "segment_bytes": 40},
+        {"fair": None, "overlap": True},
     ],
 )
 def test_two_optimizers_gossip_apart_and_end_on_the_same_bits_everywhere(fit, hierarchical, options):

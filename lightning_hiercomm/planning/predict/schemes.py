@@ -311,13 +311,12 @@ def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
 def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     segments = scheme.segments if isinstance(scheme.segments, int) else len(scheme.segments) + 1
     model_bytes = node.workload.model_bytes
-    size = scheme.segment_bytes or model_bytes / segments
     copies = 1 if scheme.hierarchical else node.num_shards  # of the model that a node sends: one per node, or per rank
     members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
     peers = _out_degree(scheme.graph, members)
     inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
     gradients = average_in_node if scheme.hierarchical else untouched
-    groups = bucket_groups(model_bytes, size)
+    groups = bucket_groups(model_bytes, model_bytes / segments)
     in_flight: list[tuple[BucketGroup, Operation]] = []
 
     def merge() -> None:

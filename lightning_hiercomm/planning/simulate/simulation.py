@@ -83,7 +83,6 @@ class Experiment:
         optimizer: Makes optimizers. Default: the task's.
         batches: Examples per step by world rank, instead of ``batch``.
         weights: Weights of the ranks' gradients by world rank. Default: by their examples.
-        gradient_scale: Factor of every loss before the backward pass.
         shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Default: every rank draws
             from all examples, with replacement.
         average_optimizer_state: As for the strategy.
@@ -108,7 +107,6 @@ class Experiment:
     optimizer: OptimizerMaker | None = None
     batches: tuple[int, ...] | None = None
     weights: tuple[float, ...] | None = None
-    gradient_scale: float = 1.0
     shards: bool = False
     average_optimizer_state: bool = False
     speeds: tuple[float, ...] | None = None
@@ -440,7 +438,7 @@ class _Replica:
         """Take an optimizer's step, with gradients averaged as DDP averages them."""
         optimizer.zero_grad()
         loss = turn.loss(self.module, batch)
-        (loss * self._experiment.gradient_scale).backward()
+        loss.backward()
         run.loss.add(loss)
         gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
         if run.gradients_over != "none" and self._topology.world_size > 1:
