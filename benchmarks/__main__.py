@@ -15,8 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import gpu, gradients, period, prediction, report, scaling, startup
-from benchmarks.contenders import BOUNDS, ROWS, SCANNED
+from benchmarks import gpu, gradients, prediction, report, scaling, startup
+from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
 from benchmarks.measure import Cell, cells, learning_curve, mean_curve, speed_job
@@ -32,7 +32,6 @@ from benchmarks.settings import (
     unknown_rows,
 )
 from benchmarks.workloads import WORKLOADS
-from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET
 
 if TYPE_CHECKING:
     from benchmarks.papers.tuned import Comparison
@@ -115,14 +114,6 @@ def make_parser() -> argparse.ArgumentParser:
     timeline.add_argument("--show", type=int, default=10, help="steps to show")
     timeline.set_defaults(command=timeline_command)
 
-    auto = commands.add_parser("auto", help="the period that sync_every='auto' chooses, against a scan over periods")
-    _common(auto, period.SCANNABLE, choices=period.SCANNABLE)
-    _layout(auto, nodes=2, ranks_per_node=2, workload="mlp1m")
-    auto.add_argument("--mbit", type=float, nargs="+", default=[100.0, 500.0, 1000.0], help="link rates")
-    auto.add_argument("--periods", type=int, nargs="+", choices=SCANNED, default=[1, 4, 16, 32, 64, 128, 256])
-    auto.add_argument("--steps", type=int, default=64, help="least number of steps on the clock")
-    auto.set_defaults(command=auto_command)
-
     foresight = commands.add_parser("prediction", help="step times as the planner predicts them, against measured ones")
     _common(foresight, prediction.PREDICTED_ROWS)
     foresight.add_argument("--layouts", nargs="+", type=_layout_of, default=list(prediction.LAYOUTS), metavar="2x2")
@@ -190,8 +181,8 @@ def _end(*_: object) -> None:
     sys.exit("terminated")
 
 
-def _common(parser: argparse.ArgumentParser, rows: Sequence[str] | None, choices: Sequence[str] = tuple(ROWS)) -> None:
-    parser.add_argument("--rows", nargs="+", choices=sorted(choices), default=rows and list(rows), metavar="ROW")
+def _common(parser: argparse.ArgumentParser, rows: Sequence[str] | None) -> None:
+    parser.add_argument("--rows", nargs="+", choices=sorted(ROWS), default=rows and list(rows), metavar="ROW")
     parser.add_argument("--lock", help="hold this file's lock while processes run")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds after which one row counts as hung")
     parser.add_argument("--mtu", type=int, default=1500)
@@ -398,20 +389,6 @@ def timeline_command(arguments: argparse.Namespace) -> None:
 def _setting_name(arguments: argparse.Namespace, mbit: float | None) -> str:
     rate = "unlimited" if mbit is None else f"{mbit:g}mbit"
     return f"{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{rate}"
-
-
-def auto_command(arguments: argparse.Namespace) -> None:
-    """Scan the periods of every scheme at every rate, and let it choose one."""
-    scans = []
-    for scheme in arguments.rows:
-        jobs = period.jobs_of(scheme, arguments.workload, arguments.periods, arguments.steps, arguments.timeout)
-        for mbit, results, _ in _session(arguments, jobs, arguments.mbit):
-            scans.append(period.scan_of(scheme, jobs, results, mbit or 0.0, OVERHEAD_TARGET))
-            print(period.table(scans[-1:]), flush=True)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "auto.md"
-    path.write_text(period.table(scans))
-    print(path)
 
 
 def prediction_command(arguments: argparse.Namespace) -> None:

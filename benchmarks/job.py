@@ -93,7 +93,6 @@ class Record:
     evaluations: list[dict[str, float]] = field(default_factory=list)
     disagreement: float | None = None
     profile: dict[str, Any] | None = None
-    period: int | None = None
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:

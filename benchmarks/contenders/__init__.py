@@ -215,28 +215,8 @@ def _rows(period: int) -> dict[str, Row]:
     return _bounds() | {"hand1": _flat(1)["hand"]} | _every_step() | _flat(period) | _post_local(period) | _ours(period)
 
 
-SCANNED = tuple(2**power for power in range(10))
-"""Periods among which the best is looked for, to judge ``sync_every="auto"`` by."""
-
-
-def _scanned(name: str, scheme: str, **arguments: Any) -> dict[str, Row]:
-    def row(every: int | str) -> Row:
-        options = {"scheme": scheme, "arguments": {"sync_every": every, **arguments}, "strategy": {}}
-        return Row(f"{scheme}({every})", "ours", options, period=every if isinstance(every, int) else 1)
-
-    return {f"{name}@every-{every}": row(every) for every in (*SCANNED, "auto")}
-
-
-SCAN = {
-    "periodic": _scanned("periodic", "PeriodicAveraging"),
-    "diloco": _scanned("diloco", "DiLoCo"),
-    "daso": _scanned("daso", "DASO", staleness=1, warmup_epochs=0, cooldown_epochs=0, adapt=False),
-}
-"""Rows of a scheme with each of the periods, and with ``"auto"``."""
-
 ROWS: dict[str, Row] = _rows(PERIOD) | {f"{key}@8": row for key, row in _rows(8).items() if row.period == 8}
 """All rows by key. ``...@8`` are the rows with a period, with 8 steps instead of 16."""
-ROWS |= {key: row for rows in SCAN.values() for key, row in rows.items()}
 
 _SAME_METHOD = {
     "all_reduce": ("ddp",),

@@ -11,6 +11,4 @@ from lightning_hiercomm import HierarchicalStrategy, schemes
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
     scheme: schemes.Scheme = getattr(schemes, options["scheme"])(**options["arguments"])
-    strategy = HierarchicalStrategy(scheme=scheme, **options["strategy"])
-    fit(recorder, strategy)
-    recorder.record.period = getattr(getattr(strategy.schemes[0], "when", None), "period", None)
+    fit(recorder, HierarchicalStrategy(scheme=scheme, **options["strategy"]))

@@ -220,7 +220,7 @@ def _schemes(arguments: argparse.Namespace) -> list[Scheme]:
     if unknown := [name for name in arguments.scheme if name not in SCHEMES]:
         raise PlanningError(f"--scheme {unknown[0]}: choose from {', '.join(SCHEMES)}")
     every = values.get("sync_every")
-    if isinstance(every, str) and every != "auto":
+    if isinstance(every, str):
         values["sync_every"] = EverySeconds(duration(every))
     try:
         return [SCHEMES[name](**values) for name in arguments.scheme]

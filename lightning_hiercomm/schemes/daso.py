@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Context
-from lightning_hiercomm.schemes.components.schedules import Auto, Every, Schedule
+from lightning_hiercomm.schemes.components.schedules import Every, Schedule
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.phases import Moment
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import TRANSIENT
-from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +59,7 @@ class DASO(ParameterSync):
     no threshold and no patience; those defaults are specific to this package.
 
     Args:
-        sync_every: B, batches between the starts of two exchanges in the cycling phase. ``"auto"``: measure the cost
-            with a short period first, then use the shortest period that ``overhead_target`` allows.
+        sync_every: B, batches between the starts of two exchanges in the cycling phase.
         staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: nodes average and
             wait every ``sync_every`` batches (6 of the 20 rows of the paper's Table 2).
         warmup_epochs: Epochs of warm-up. None: 4, or in runs of fewer than 16 epochs a quarter of the epochs, rounded
@@ -85,8 +83,6 @@ class DASO(ParameterSync):
             gradients; every rank trains alone, and exchanges average over all ranks.
         narrow_phases: Phases in which ``wire_dtype`` applies: ``"all"``, or ``"blocking"``, where asynchronous
             exchanges send full precision (the paper's section 3).
-        overhead_target: With ``sync_every="auto"``, the largest fraction of training time to spend waiting for
-            exchanges, between 0 and 1.
 
     Raises:
         ValueError: If an argument is out of range; when the run begins, if the cool-down needs the end of the run and
@@ -95,7 +91,7 @@ class DASO(ParameterSync):
 
     def __init__(
         self,
-        sync_every: int | Literal["auto"] = 4,
+        sync_every: int = 4,
         staleness: int = 1,
         warmup_epochs: int | None = None,
         cooldown_epochs: int | None = None,
@@ -109,14 +105,12 @@ class DASO(ParameterSync):
         adapt: bool = True,
         gradients: Literal["node", "none"] = "node",
         narrow_phases: Literal["all", "blocking"] = "all",
-        overhead_target: float = OVERHEAD_TARGET,
     ) -> None:
-        period, auto = tuned(sync_every, overhead_target, least=staleness)
-        if period < 1:
-            raise ValueError(f"sync_every={period} must be a positive number of batches")
-        if not 0 <= staleness <= period:
+        if sync_every < 1:
+            raise ValueError(f"sync_every={sync_every} must be a positive number of batches")
+        if not 0 <= staleness <= sync_every:
             raise ValueError(
-                f"staleness={staleness} must be from 0 to sync_every={period}: one exchange is pending at a time"
+                f"staleness={staleness} must be from 0 to sync_every={sync_every}: one exchange is pending at a time"
             )
         lengths = {
             "warmup_epochs": warmup_epochs,
@@ -127,16 +121,14 @@ class DASO(ParameterSync):
         for name, length in lengths.items():
             if length is not None and length < 0:
                 raise ValueError(f"{name}={length} must not be negative; 0 leaves the phase out")
-        every = Every(period, of="epoch")
         super().__init__(
-            schedule=every if auto is None else Auto(every, auto),
+            schedule=Every(sync_every, of="epoch"),
             reducer=reducer,
             merge=merge,
             staleness=staleness,
             gradients=gradients,
         )
         self.sync_every = sync_every
-        self.overhead_target = overhead_target
         self.adapt = adapt
         self.narrow_phases: Literal["all", "blocking"] = narrow_phases
         self.is_exact_overlapped = narrow_phases == "blocking" and staleness > 0
@@ -169,7 +161,6 @@ class DASO(ParameterSync):
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
-        self._check_epoch(nodes, steps_of_epoch)
         return iter(())  # it counts from the start of an epoch
 
 
@@ -220,8 +211,7 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     @property
     def schedule(self) -> Schedule:
-        initial = super().schedule
-        return initial if self.state.cycle is None else initial.with_period(self.state.cycle[0])
+        return Every(self._period, of="epoch")
 
     @property
     def staleness(self) -> int:
@@ -230,8 +220,8 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     @property
     def _period(self) -> int:
-        """B as a number, also with ``sync_every="auto"``."""
-        return self.period or 1
+        """Batches between the starts of two exchanges, B."""
+        return self.config.sync_every if self.state.cycle is None else self.state.cycle[0]
 
     # ---- the algorithm -------------------------------------------------------------------------------------------
 

@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
-from lightning_hiercomm.schemes.components.schedules import Auto, EverySeconds, Schedule, Staggered, by_clock
+from lightning_hiercomm.schemes.components.schedules import EverySeconds, Staggered
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
-from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +56,8 @@ class DiLoCo(ParameterSync):
     before; Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", section 3 (post-local SGD).
 
     Args:
-        sync_every: H, optimizer steps between two synchronizations of the same fragment. ``"auto"``: measure the cost
-            with a short period first, then use the shortest period that ``overhead_target`` allows. ``EverySeconds``:
-            by the clock, and each node takes as many steps as it can.
+        sync_every: H, optimizer steps between two synchronizations of the same fragment. ``EverySeconds``: by
+            the clock, and each node takes as many steps as it can.
         outer_optimizer: Function that creates the outer optimizer from parameters: any optimizer of ``torch.optim``
             whose update is elementwise. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9.
         fragments: P, the number of equal fragments of the model, or a list of module names such as ``["net.layer1",
@@ -73,8 +71,6 @@ class DiLoCo(ParameterSync):
             papers' replicas. ``"none"``: do not exchange gradients, so each rank is one.
         outer_scheduler: Function that creates a learning-rate scheduler of the outer optimizer; it steps once per
             period. Default: a constant learning rate.
-        overhead_target: With ``sync_every="auto"``, the largest fraction of training time to spend waiting for
-            exchanges, between 0 and 1.
         warmup_steps: Length of the initial phase in which gradients are averaged over all nodes, as in ``AllReduce``: a
             number of optimizer steps, or a fraction of the run (a float below 1). At its end the outer parameters are
             set to the current parameters, and t counts from 1. Default: 0, no such phase.
@@ -85,23 +81,18 @@ class DiLoCo(ParameterSync):
 
     def __init__(
         self,
-        sync_every: int | Literal["auto"] | EverySeconds = 100,
+        sync_every: int | EverySeconds = 100,
         outer_optimizer: OptimizerFactory | None = None,
         fragments: int | list[str] = 1,
         staleness: int = 0,
         keep_local: float | None = None,
         gradients: Literal["node", "none"] = "node",
         outer_scheduler: SchedulerFactory | None = None,
-        overhead_target: float = OVERHEAD_TARGET,
         warmup_steps: int | float = 0,
     ) -> None:
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
-        schedule: Schedule
-        if isinstance(sync_every, EverySeconds):
-            schedule = by_clock(sync_every, overhead_target)
-        else:
-            schedule = _staggered(sync_every, fragments, staleness, overhead_target)
+        schedule = sync_every if isinstance(sync_every, EverySeconds) else _staggered(sync_every, fragments, staleness)
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
         self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
         super().__init__(
@@ -112,7 +103,6 @@ class DiLoCo(ParameterSync):
             gradients=gradients,
         )
         self.sync_every = sync_every
-        self.overhead_target = overhead_target
         self.keep_local = keep_local
         self.warmup_steps = warmup_steps
         self._begin_synchronously(warmup_steps)
@@ -121,11 +111,7 @@ class DiLoCo(ParameterSync):
         return RunningDiLoCo(self, context)
 
 
-def _staggered(
-    sync_every: int | Literal["auto"], fragments: int | list[str], staleness: int, overhead_target: float
-) -> Schedule:
-    parts = fragments if isinstance(fragments, int) else len(fragments) + 1
-    period, auto = tuned(sync_every, overhead_target, max(parts, parts * staleness + 1), parts)
+def _staggered(period: int, fragments: int | list[str], staleness: int) -> Staggered:
     if period < 1:
         raise ValueError(f"sync_every={period} must be a positive number of optimizer steps")
     if isinstance(fragments, int) and fragments > period:
@@ -135,7 +121,7 @@ def _staggered(
             f"staleness={staleness} must be from 0 to {-(-period // fragments) - 1}: less than sync_every /"
             f" fragments = {period / fragments:g} steps, because one fragment is pending at a time"
         )
-    return Staggered(period) if auto is None else Auto(Staggered(period), auto)
+    return Staggered(period)
 
 
 @dataclass

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -14,10 +12,6 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.components.schedules import EverySeconds
 
-_FIRST_SECONDS = 1.0
-"""Seconds between the first exchanges with ``EverySeconds("auto")``, until one is timed."""
-
-_EXCHANGES_KEPT = 5
 _MOST_NODES_SHOWN = 32
 
 
@@ -47,7 +41,6 @@ class Pace:
         topology: The nodes.
         device: The device of the ranks' tensors.
         schedule: When nodes exchange.
-        target: With ``"auto"``, the fraction of time to spend in exchanges.
         clock: Returns seconds.
 
     Attributes:
@@ -67,13 +60,11 @@ class Pace:
         topology: Topology,
         device: torch.device,
         schedule: EverySeconds,
-        target: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._topology = topology
         self._device = device
-        self._seconds = None if isinstance(schedule.seconds, str) else schedule.seconds
-        self._target = target
+        self._seconds = schedule.seconds
         self.clock = clock
         self.parts = 1
         self.has_data = True
@@ -83,17 +74,14 @@ class Pace:
         self.exchanges = 0
         self.nodes = [NodeProgress() for _ in topology.nodes]
         self.waited_for: int | None = None
-        self._auto_interval = _FIRST_SECONDS
-        self._timed: deque[float] = deque(maxlen=_EXCHANGES_KEPT)
         self._began = clock()  # the wait for the next exchange
         self._steps, self._samples = 0, 0.0  # of this rank since the last exchange
         self._arrived = self._gathered = 0.0
-        self._exchanged: float | None = None  # seconds of the last exchange, until they are reported
         self._waited: float | None = None  # before it
 
     @property
     def interval(self) -> float:
-        return self._auto_interval if self._seconds is None else self._seconds / self.parts
+        return self._seconds / self.parts
 
     @property
     def mean_steps(self) -> int:
@@ -135,17 +123,16 @@ class Pace:
             float(self.asks_to_stop()),
             float(self._steps),
             self._samples,
-            -1.0 if self._exchanged is None else self._exchanged,
             -1.0 if self._waited is None else self._waited,
         )
         self._steps, self._samples = 0, 0.0
-        self._exchanged = self._waited = None
+        self._waited = None
         return report
 
     def receive(self, reports: Sequence[Sequence[float]]) -> None:
         """Take the reports of all ranks: each row holds a number of every rank."""
         self._gathered = self.clock()
-        has_data, asks, steps, samples, exchanged, waited = reports
+        has_data, asks, steps, samples, waited = reports
         self.any_has_data, self.is_asked_to_stop = any(has_data), any(asks)
         ranks_of = self._topology.nodes
         for node, ranks, weight in zip(self.nodes, ranks_of, self._topology.node_weights, strict=True):
@@ -157,17 +144,12 @@ class Pace:
             waits = [waited[ranks[0]] for ranks in ranks_of]
             self.waited_for = waits.index(min(waits))
             self.nodes[self.waited_for].delayed += 1
-        if min(exchanged) >= 0:
-            self._timed.append(max(exchanged))
-            self._auto_interval = median(self._timed) * (1 - self._target) / self._target
 
     def end_exchange(self) -> None:
         """Start the clock again."""
         streams.synchronize(self._device)
         self._began = self.clock()
         self._waited = self._gathered - self._arrived
-        if self.exchanges:  # the first one opens connections
-            self._exchanged = self._began - self._gathered
         self.exchanges += 1
 
     # ---- descriptions --------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +23,6 @@ from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange, Pendi
 from lightning_hiercomm.schemes.reference import ReferenceParameters
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
-from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, PeriodTuner
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +84,6 @@ class ParameterSync(Scheme):
         is_exact_overlapped: Whether exchanges that overlap with training are sent unencoded.
         first_phase: Optimizer steps, or the fraction of the run, in which gradients are averaged over all nodes and
             parameters are not exchanged.
-        overhead_target: With ``"auto"``, the fraction of training time to spend in exchanges.
 
     Raises:
         ValueError: If an argument is out of range, or arguments contradict each other.
@@ -94,7 +91,6 @@ class ParameterSync(Scheme):
 
     is_exact_overlapped = False
     first_phase: int | float = 0
-    overhead_target: float = OVERHEAD_TARGET
 
     def __init__(
         self,
@@ -195,8 +191,6 @@ class ParameterSync(Scheme):
             fixed = "gradients='none' gives every rank of a node other parameters, so none can be healed: use 'node'"
         elif self.by_clock:
             fixed = f"{self.schedule!r} lets nodes take unequal numbers of steps: set sync_every to a number"
-        elif self.schedule.auto is not None:
-            fixed = "sync_every='auto' cannot time exchanges while nodes leave and join: set sync_every to a number"
         return Requirements(
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_fixed_nodes=fixed,
@@ -219,8 +213,6 @@ class ParameterSync(Scheme):
             return f"warmup_steps={self.first_phase} begins with another scheme: use AllReduce, or leave it out"
         if self.gradients == "none":
             return "gradients='none' trains every rank alone, and only nodes may have unequal data: use 'node'"
-        if self.schedule.auto is not None:
-            return "sync_every='auto' times steps, which a node without batches does not take: set a number"
         return None
 
     @property
@@ -230,7 +222,6 @@ class ParameterSync(Scheme):
         return self.fragments != 1 or self.staleness > 0 or not makes_equal
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
-        self._check_epoch(nodes, steps_of_epoch)
         yield from self._check_first_phase(steps)
         if self.period is not None and 0 < steps < self.period:
             yield (
@@ -246,15 +237,6 @@ class ParameterSync(Scheme):
                 " warmup_steps."
             )
 
-    def _check_epoch(self, nodes: int, steps: float) -> None:
-        """Raise an error if no exchange that ``sync_every="auto"`` could time fits into an epoch."""
-        auto = self.schedule.auto
-        if nodes > 1 and self.schedule.counts_in_epoch and auto is not None and steps < auto.provisional_period:
-            raise ValueError(
-                f"sync_every='auto' times exchanges that are {auto.provisional_period} optimizer steps apart, but"
-                f" an epoch has {math.ceil(steps)}: set sync_every to a number"
-            )
-
 
 @dataclass
 class SyncState(SchemeState):
@@ -264,7 +246,6 @@ class SyncState(SchemeState):
         exchanges_started: The number of exchanges that were started.
         fragments_sent: The number of fragments that were sent in them.
         by_clock: Whether nodes synchronize by the clock, so that only the numbers of exchanges are equal.
-        tuned_period: The period that ``sync_every="auto"`` has chosen; None before, and without it.
         round_begins: Optimizer steps before the current round, whose length :meth:`ParameterSync.next_period` returns.
         round_period: The length of the current round.
         begins_at: Optimizer steps before the schedule begins; None if that is not known yet.
@@ -275,7 +256,6 @@ class SyncState(SchemeState):
     exchanges_started: int = 0
     fragments_sent: int = 0
     by_clock: bool = field(default=False, metadata=TRANSIENT)
-    tuned_period: int | None = None
     round_begins: int = 0
     round_period: int | None = None
     begins_at: int | None = field(default=0, metadata=TRANSIENT)
@@ -314,7 +294,6 @@ class RunningParameterSync(RunningScheme[A]):
     """Runs a parameter synchronization: decides which fragments are sent and merged after each step.
 
     Attributes:
-        tuner: Chooses the period with ``sync_every="auto"``; None afterwards, and without it.
         pace: Decides when this node synchronizes by the clock; None with other schedules, and without other nodes.
         exchanger: Sends fragments and merges the averages.
         reference: The reference parameters, with the outer optimizer.
@@ -325,7 +304,6 @@ class RunningParameterSync(RunningScheme[A]):
 
     def __init__(self, config: A, context: Context) -> None:
         super().__init__(config, context)
-        self.tuner = None if config.schedule.auto is None else PeriodTuner(config.schedule.auto)
         self.state.begins_at = None if config.first_phase else 0
         self._average_gradients_over(self.gradients)
         is_copied = self.topology.may_grow and config.begins_with_copy
@@ -354,14 +332,13 @@ class RunningParameterSync(RunningScheme[A]):
         if samples is None:
             raise ValueError(f"{schedule!r} lets nodes take unequal numbers of steps: use it with HierarchicalStrategy")
         self.state.by_clock = True
-        samples.pace = Pace(self.topology, self.replica.device, schedule, self.config.overhead_target)
+        samples.pace = Pace(self.topology, self.replica.device, schedule)
         return samples.pace
 
     @property
     def schedule(self) -> Schedule:
         """The current schedule of the merges."""
-        schedule, period = self.config.schedule, self.state.tuned_period
-        return schedule if period is None else schedule.with_period(period)
+        return self.config.schedule
 
     @property
     def period(self) -> int | None:
@@ -403,27 +380,17 @@ class RunningParameterSync(RunningScheme[A]):
                 type(self.config).__name__,
                 given,
             )
-        if self.tuner is not None and steps is not None and not self.is_alone:
-            self.tuner.auto.check(steps - max(state.steps, state.begins_at or 0))
 
     def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         super().begin_epoch(epoch, logged)
         if self.pace is not None:
             self.pace.parts = len(self.exchanger.fragments)
             self.pace.begin_epoch()
-        if self.tuner is not None:
-            self.tuner.begin_epoch(self.replica.device)
 
     def step(self, run: Callable[[], T], last: bool = False) -> T:
         if not self._in_first_phase:
             self._begin_round()
-        result = super().step(run, last)
-        if self.tuner is not None and not self.is_alone and not self._in_first_phase and self.tuner.end_step():
-            choice = self.tuner.choose(self.topology.world)
-            self.state.tuned_period, self.tuner = choice.period, None
-            if self.topology.rank == 0:
-                log.info("%s: %s", type(self.config).__name__, choice)
-        return result
+        return super().step(run, last)
 
     def _begin_round(self) -> None:
         state = self.state
@@ -471,13 +438,6 @@ class RunningParameterSync(RunningScheme[A]):
     def finish(self) -> None:
         super().finish()
         self.state.pending.drop()
-        if self.tuner is not None and not self.is_alone and self.topology.rank == 0:
-            log.warning(
-                "%s: the run ended before sync_every='auto' had timed %d exchanges, so the period was %d to the end",
-                type(self.config).__name__,
-                self.tuner.auto.exchanges,
-                self.period,
-            )
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
@@ -487,8 +447,6 @@ class RunningParameterSync(RunningScheme[A]):
         Returns:
             Whether this rank was non-finite, so that it was excluded and received the others' mean.
         """
-        if self.tuner is not None:
-            self.tuner.drop()
         if not self.is_alone:
             return self._synchronize_now(self.exchanger.all_fragments)
         self.guard.average_optimizer_state()
@@ -498,7 +456,6 @@ class RunningParameterSync(RunningScheme[A]):
 
     def _synchronize_now(self, fragments: Sequence[int]) -> bool:
         """Synchronize fragments, and float buffers if these are all fragments; return as :meth:`average` does."""
-        waits = not self.staleness
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
         was_excluded = False
 
@@ -508,8 +465,7 @@ class RunningParameterSync(RunningScheme[A]):
 
         if self.samples is not None:
             self.samples.weigh(fragments)
-        with _timed(self.tuner, starts=waits, ends=waits):
-            self.topology.synchronize(exchange, admits)
+        self.topology.synchronize(exchange, admits)
         if self.samples is not None:
             self.samples.end(fragments)
         if self.pace is not None:
@@ -518,14 +474,13 @@ class RunningParameterSync(RunningScheme[A]):
 
     def _overlap(self, due: PendingExchange | None, outgoing: Sequence[int]) -> None:
         """Merge an exchange that is due, and start the next, which overlaps with training."""
-        with _timed(self.tuner, starts=bool(outgoing), ends=due is not None):
-            if self.topology.may_grow:
-                is_last_to_leave = self.staleness < (self.period or math.inf)
-                self.exchanger.overlap_elastic(due, outgoing, self.staleness, is_last_to_leave)
-            else:
-                self.exchanger.overlap(due, outgoing, self.staleness)
+        if self.topology.may_grow:
+            is_last_to_leave = self.staleness < (self.period or math.inf)
+            self.exchanger.overlap_elastic(due, outgoing, self.staleness, is_last_to_leave)
+        else:
+            self.exchanger.overlap(due, outgoing, self.staleness)
 
-    # ---- the first phase, and sync_every="auto" ------------------------------------------------------------------
+    # ---- the first phase -----------------------------------------------------------------------------------------
 
     def _after_synchronous_step(self) -> None:
         super()._after_synchronous_step()
@@ -544,8 +499,6 @@ class RunningParameterSync(RunningScheme[A]):
         self.exchanger.average_buffers()
         self.state.unsynchronized_steps = 0
         self.reference.restart()
-        if self.tuner is not None:
-            self.tuner.begin_epoch(self.replica.device)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -594,10 +547,6 @@ class RunningParameterSync(RunningScheme[A]):
         own.pending.device = self.replica.device
         super().load_state_dict(state)
         self._load_first_phase(state)
-        if self.config.schedule.auto is None:
-            own.tuned_period = None
-        elif own.tuned_period is not None:
-            self.tuner = None
         if not self.is_alone:
             self.reference.load_state_dict(state, self.replica)
 
@@ -628,11 +577,6 @@ class RunningParameterSync(RunningScheme[A]):
             resume_reference()
 
         return resume_with_reference
-
-
-def _timed(tuner: PeriodTuner | None, starts: bool, ends: bool) -> AbstractContextManager[None]:
-    """Return a context in which the tuner, if there is one, times how long training waits for an exchange."""
-    return nullcontext() if tuner is None else tuner.exchanging(starts, ends)
 
 
 def _is_skipped(given: int | float, steps: int | None, steps_taken: int) -> bool:

@@ -10,12 +10,11 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Context
-from lightning_hiercomm.schemes.components.schedules import Auto, Every, EverySeconds, Schedule, by_clock
+from lightning_hiercomm.schemes.components.schedules import Every, EverySeconds, Schedule
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import TRANSIENT
-from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, tuned
 
 
 class PeriodicAveraging(ParameterSync):
@@ -47,8 +46,8 @@ class PeriodicAveraging(ParameterSync):
 
     Args:
         sync_every: Optimizer steps between synchronizations, counted from the start of each epoch. None: synchronize at
-            the ends of epochs only. ``"auto"``: synchronize every 4 steps at first to measure the cost, then as often
-            as ``overhead_target`` allows. ``EverySeconds``: by the clock, and each node takes as many steps as it can.
+            the ends of epochs only. ``EverySeconds``: by the clock, and each node takes as many
+            steps as it can.
         at_epoch_end: Also synchronize after the last step of each epoch.
         order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after a synchronization.
             The paper does not specify this default. ``"before_step"`` averages before it, as in the printed Algorithm
@@ -58,8 +57,6 @@ class PeriodicAveraging(ParameterSync):
             gradients; every rank trains alone between synchronizations.
         node_sync_every: With ``gradients="none"``, optimizer steps between averages of parameters inside the node,
             counted like ``sync_every``. None: ranks of a node synchronize only together with all nodes.
-        overhead_target: With ``sync_every="auto"``, the largest fraction of training time to spend waiting for
-            synchronizations, between 0 and 1.
         warmup_steps: Length of the initial phase in which gradients are averaged over all nodes, as in ``AllReduce``: a
             number of optimizer steps, or a fraction of the run (a float below 1). Default: 0, no such phase.
 
@@ -70,27 +67,24 @@ class PeriodicAveraging(ParameterSync):
 
     def __init__(
         self,
-        sync_every: int | Literal["auto"] | EverySeconds | None = 50,
+        sync_every: int | EverySeconds | None = 50,
         at_epoch_end: bool = True,
         order: Literal["after_step", "before_step"] = "after_step",
         gradients: Literal["node", "none"] = "node",
         node_sync_every: int | None = None,
-        overhead_target: float = OVERHEAD_TARGET,
         warmup_steps: int | float = 0,
     ) -> None:
         schedule: Schedule
         if isinstance(sync_every, EverySeconds):
-            schedule = by_clock(sync_every, overhead_target)
+            schedule = sync_every
             if not at_epoch_end:
                 raise ValueError(f"at_epoch_end=False: {sync_every!r} ends each epoch with a synchronization")
         else:
-            period, auto = tuned(sync_every, overhead_target, least=1)
-            if period is not None and period < 1:
+            if sync_every is not None and sync_every < 1:
                 raise ValueError(
                     f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only"
                 )
-            every = Every(period, of="epoch")
-            schedule = every if auto is None else Auto(every, auto)
+            schedule = Every(sync_every, of="epoch")
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never synchronize")
         if node_sync_every is not None and node_sync_every < 1:
@@ -101,7 +95,6 @@ class PeriodicAveraging(ParameterSync):
             )
         super().__init__(schedule=schedule, gradients=gradients)
         self.sync_every = sync_every
-        self.overhead_target = overhead_target
         self.at_epoch_end = at_epoch_end
         self.order = order
         self.node_sync_every = node_sync_every
@@ -112,8 +105,6 @@ class PeriodicAveraging(ParameterSync):
         return RunningPeriodicAveraging(self, context)
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
-        if not self.at_epoch_end:
-            self._check_epoch(nodes, steps_of_epoch)
         yield from self._check_first_phase(steps)
         if isinstance(self.sync_every, int) and 1 < steps_of_epoch < self.sync_every:
             yield (

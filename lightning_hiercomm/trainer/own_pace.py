@@ -292,7 +292,7 @@ class OwnPaceHooks(UnequalDataHooks):
     def _check_timeout(self) -> None:
         schedule = self.scheme.schedule if isinstance(self.scheme, ParameterSync) else None
         timeout = (self._timeout or default_pg_timeout).total_seconds()
-        if isinstance(schedule, EverySeconds) and schedule.seconds != "auto" and schedule.seconds >= timeout:
+        if isinstance(schedule, EverySeconds) and schedule.seconds >= timeout:
             raise ValueError(
                 f"{schedule!r}: a node without batches waits in an exchange for longer than timeout={timeout:g} s:"
                 " synchronize more often, or set HierarchicalStrategy(timeout=...)"

@@ -85,7 +85,6 @@ def test_elastic_accepts_schemes_with_periodic_synchronization(scheme, wire):
         (partial(ParameterSync, schedule=4, staleness=4), "staleness=4.*use less than the period"),
         (partial(ParameterSync, reducer="leader"), "use reducer='sharded'"),
         (partial(DiLoCo, gradients="none"), "can be healed: use 'node'"),
-        (partial(DiLoCo, sync_every="auto"), "set sync_every to a number"),
         (partial(PeriodicAveraging, order="before_step"), "use order='after_step'"),
     ],
 )

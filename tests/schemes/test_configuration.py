@@ -36,7 +36,6 @@ from lightning_hiercomm.schemes import (
 
 WRITTEN: dict[str, Callable[[], Any]] = {
     "PeriodicAveraging(sync_every=50)": PeriodicAveraging,
-    "PeriodicAveraging(sync_every='auto', overhead_target=0.1)": lambda: PeriodicAveraging("auto", overhead_target=0.1),
     "PeriodicAveraging(sync_every=None, gradients='none')": lambda: PeriodicAveraging(None, gradients="none"),
     "AllReduce()": AllReduce,
     "DASO(sync_every=4)": DASO,

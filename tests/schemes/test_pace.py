@@ -143,28 +143,10 @@ def test_without_other_nodes_there_is_no_exchange():
     assert on_nodes(work, scheme, ((0, 1),), targets=(4.0, 4.0), unequal_data="weighted") == [(None, 2.0)] * 2
 
 
-def test_auto_interval_follows_the_slowest_exchange():
-    def work(topology: Any) -> list[float]:
-        clock = Clock()
-        pace = Pace(topology, torch.device("cpu"), EverySeconds("auto"), 0.1, clock)
-        intervals = []
-        for exchange in range(4):
-            reports = pace.report()
-            everyone = topology.world.all_gather_object(reports)
-            pace.receive([*zip(*everyone, strict=True)])
-            intervals.append(pace.interval)
-            clock.now += (0.5 if exchange == 0 else 0.01) * (1 + topology.rank)
-            pace.end_exchange()
-        return intervals
-
-    # the first exchange is not counted; the second takes 0.02 s on rank 1: 0.02 * 0.9 / 0.1
-    assert on_ranks(work, ((0,), (1,))) == [[1.0, 1.0, pytest.approx(0.18), pytest.approx(0.18)]] * 2
-
-
 def test_the_node_that_waits_least_is_waited_for():
     def work(topology: Any) -> tuple[Any, ...]:
         clock = Clock()
-        pace = Pace(topology, torch.device("cpu"), EverySeconds(1), 0.05, clock)
+        pace = Pace(topology, torch.device("cpu"), EverySeconds(1), clock)
         for _ in range(3):
             pace.count(2 + topology.rank)
             pace.count_step()
@@ -188,10 +170,7 @@ def test_the_node_that_waits_least_is_waited_for():
         (lambda: EverySeconds(0), "seconds=0 must be a positive number"),
         (lambda: EverySeconds(-1.5), "seconds=-1.5 must be"),
         (lambda: EverySeconds(float("inf")), "seconds=inf must be finite"),
-        (lambda: EverySeconds("often"), "seconds='often' must be"),
         (lambda: PeriodicAveraging(EverySeconds(1), at_epoch_end=False), "at_epoch_end=False"),
-        (lambda: DiLoCo(EverySeconds(1), overhead_target=0.1), r"is for EverySeconds\('auto'\)"),
-        (lambda: DiLoCo(EverySeconds("auto"), overhead_target=1.5), "between 0 and 1"),
     ],
 )
 def test_bad_arguments_are_named(build, message):

@@ -85,11 +85,7 @@ def _by_clock(
     assert isinstance(scheme.schedule, EverySeconds)
     mean = workload.at_speed(fmean(speeds))
     alone = predict(by_steps(scheme, 1), replace(cluster, nodes=1), mean).seconds
-    period = scheme.schedule.seconds
-    if isinstance(period, str):
-        exchanged = predict(by_steps(scheme, 1), cluster, mean, wire_dtype).seconds - alone
-        period = exchanged * (1 - scheme.overhead_target) / scheme.overhead_target
-    steps = max(1, round(period / alone))
+    steps = max(1, round(scheme.schedule.seconds / alone))
     predicted = predict(by_steps(scheme, steps), cluster, mean, wire_dtype)
     waits = fragments_of(scheme) * workload.at_speed(min(speeds)).seconds / 2 / max(fragments_of(scheme), steps)
     if len(set(speeds)) == 1:

@@ -31,8 +31,6 @@ def cycle(scheme: Scheme | None) -> int:
         return scheme.delay
     if not isinstance(scheme, ParameterSync):
         return 1
-    if scheme.schedule.auto is not None:
-        raise ValueError("sync_every='auto' is chosen when a run begins: give a number")
     if scheme.period is None:
         raise ValueError("sync_every=None synchronizes at the end of epochs of unknown length: give a number")
     return scheme.period

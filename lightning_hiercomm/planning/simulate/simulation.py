@@ -90,8 +90,8 @@ class Experiment:
         stalls: Pauses of nodes, by the seed. Default: none.
 
     Raises:
-        PlanningError: For too many replicas, a learning rate that is not positive, ``sync_every="auto"``, or a scheme
-            that is not simulated with speeds or stalls.
+        PlanningError: For too many replicas, a learning rate that is not positive, or a scheme that is not
+            simulated with speeds or stalls.
     """
 
     label: str
@@ -117,10 +117,6 @@ class Experiment:
             raise PlanningError(f"{self.replicas} replicas are more than {_MOST_REPLICAS}: use fewer nodes or ranks")
         if not self.learning_rate > 0:
             raise PlanningError(f"learning rate {self.learning_rate} must be positive")
-        if getattr(self.scheme, "sync_every", None) == "auto":
-            raise PlanningError("sync_every='auto' needs a real network to measure: give a number")
-        if self.by_clock and isinstance(self.scheme.schedule.seconds, str):  # type: ignore[attr-defined]
-            raise PlanningError("EverySeconds('auto') needs a real network to measure: give a number")
         if self.speeds is not None and not (len(self.speeds) == self.nodes and all(speed > 0 for speed in self.speeds)):
             raise PlanningError(f"speeds={self.speeds}: give a positive number for each of {self.nodes} nodes")
         if self.is_uneven and not self._waits:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
 from lightning_hiercomm.arguments import as_call, checked_fields
-from lightning_hiercomm.schemes.tuning import OVERHEAD_TARGET, AutoPeriod
 
 
 class Schedule(ABC):
@@ -18,20 +16,9 @@ class Schedule(ABC):
 
     Attributes:
         period: Optimizer steps between two merges of the same fragment; None if there is no such number.
-        counts_in_epoch: Whether steps are counted from the start of each epoch.
-        auto: How to choose the period in the first steps of a run; None if it is given.
     """
 
     period: int | None = None
-    auto: AutoPeriod | None = None
-
-    @property
-    def counts_in_epoch(self) -> bool:
-        return False
-
-    def with_period(self, period: int) -> Schedule:
-        """Return the same schedule with another period."""
-        return self
 
     @abstractmethod
     def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
@@ -70,15 +57,6 @@ class Every(Schedule):
         if self.of not in ("epoch", "run"):
             raise ValueError(f"of={self.of!r} must be 'epoch' or 'run'")
 
-    @property
-    @override
-    def counts_in_epoch(self) -> bool:
-        return self.of == "epoch"
-
-    @override
-    def with_period(self, period: int) -> Every:
-        return replace(self, period=period)
-
     @override
     def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
         counted = step_in_epoch if self.of == "epoch" else step
@@ -109,51 +87,12 @@ class Staggered(Schedule):
             raise ValueError(f"period={self.period} must be a positive number of steps")
 
     @override
-    def with_period(self, period: int) -> Staggered:
-        return replace(self, period=period)
-
-    @override
     def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
         return [p for p in range(fragments) if step % self.period == (p + 1) * self.period // fragments % self.period]
 
     @override
     def longest_staleness(self, fragments: int) -> int:
         return -(-self.period // fragments) - 1
-
-
-@dataclass(frozen=True)
-class Auto(Schedule):
-    """A schedule whose period is measured in the first steps of a run: ``sync_every="auto"``.
-
-    Args:
-        provisional: The schedule while steps and exchanges are timed.
-        auto: How to choose the period afterwards.
-    """
-
-    provisional: Schedule = field()
-    auto: AutoPeriod = field()
-
-    @property
-    @override
-    def period(self) -> int | None:  # type: ignore[override]
-        return self.provisional.period
-
-    @property
-    @override
-    def counts_in_epoch(self) -> bool:
-        return self.provisional.counts_in_epoch
-
-    @override
-    def with_period(self, period: int) -> Schedule:
-        return self.provisional.with_period(period)
-
-    @override
-    def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
-        return self.provisional.due(step, step_in_epoch, fragments)
-
-    @override
-    def longest_staleness(self, fragments: int) -> int:
-        return self.provisional.longest_staleness(fragments)
 
 
 @checked_fields
@@ -166,7 +105,7 @@ class EverySeconds(Schedule):
     nearly the same time, and each starts its clock again there. So nodes need no message to choose the next one, and
     wait for at most one step of the slowest. The ranks of a node follow the clock of its first rank, which costs one
     all-reduce of a number inside the node per step, and nothing on nodes of one rank. Before each exchange, one
-    all-reduce of 8 numbers per rank runs over all ranks.
+    all-reduce of 7 numbers per rank runs over all ranks.
 
     It implies ``unequal_data=True``: nodes are weighted by their samples. A node without further batches waits in the
     exchanges with weight 0. The exchange that finds no node with batches ends the epoch on all nodes. At each exchange
@@ -180,23 +119,18 @@ class EverySeconds(Schedule):
 
     Args:
         seconds: Seconds between two synchronizations of the same fragment, shorter than the process group's timeout.
-            ``"auto"``: after each exchange, as many as ``overhead_target`` allows: the share of time that the slowest
-            node spends in an exchange, without waiting for others. The first two exchanges come after a second each.
 
     Raises:
         ValueError: If the seconds are not positive.
     """
 
-    seconds: float | Literal["auto"]
+    seconds: float
 
     __repr__ = as_call
 
     def __post_init__(self) -> None:
-        if isinstance(self.seconds, str):
-            if self.seconds != "auto":
-                raise ValueError(f"EverySeconds: seconds={self.seconds!r} must be a positive number, or 'auto'")
-        elif not self.seconds > 0:
-            raise ValueError(f"EverySeconds: seconds={self.seconds} must be a positive number, or 'auto'")
+        if not self.seconds > 0:
+            raise ValueError(f"EverySeconds: seconds={self.seconds} must be a positive number")
 
     @override
     def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
@@ -205,16 +139,3 @@ class EverySeconds(Schedule):
     @override
     def longest_staleness(self, fragments: int) -> int:
         return 0
-
-
-def by_clock(schedule: EverySeconds, target: float) -> EverySeconds:
-    """Return a schedule by the clock, if ``overhead_target`` fits it.
-
-    Raises:
-        ValueError: If the target is out of range or not needed.
-    """
-    if not 0 < target < 1:
-        raise ValueError(f"overhead_target={target} must be a fraction of the training time between 0 and 1")
-    if schedule.seconds != "auto" and target != OVERHEAD_TARGET:
-        raise ValueError(f"overhead_target={target} is for EverySeconds('auto'): leave it out with {schedule!r}")
-    return schedule

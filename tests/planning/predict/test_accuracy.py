@@ -73,7 +73,6 @@ def test_rows_of_at_least_as_many_nodes_count(nodes):
         (StepsDelay, {"delay": 4, "warmup_steps": 400}),
         (DASO, {"sync_every": 4, "staleness": 2}),
         (DiLoCo, {"sync_every": 64, "fragments": 4, "staleness": 1}),
-        (PeriodicAveraging, {"sync_every": "auto"}),
     ],
 )
 def test_settings_without_a_row_are_not_measured(kind, arguments):

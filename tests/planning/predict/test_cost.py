@@ -193,9 +193,3 @@ def test_by_the_clock_nodes_train_at_their_mean_speed(fast_cluster, gigabyte):
     assert predicted.seconds == pytest.approx(expected)
     equal = predict(scheme, cluster, gigabyte)
     assert equal.seconds == pytest.approx(gigabyte.seconds + 1.0 / 4)
-
-
-def test_auto_by_the_clock_meets_its_overhead(fast_cluster, gigabyte):
-    scheme = PeriodicAveraging(EverySeconds("auto"), overhead_target=0.1)
-    predicted = predict(scheme, fast_cluster(2), gigabyte)
-    assert predicted.exposed_seconds / predicted.seconds == pytest.approx(0.1, rel=0.1)

@@ -193,8 +193,6 @@ def test_predicted_times_include_traffic_inside_nodes(scheme, kilobytes):
     [
         ({"nodes": 1025, "ranks_per_node": 4}, "4100 replicas are more than 4096"),
         ({"learning_rate": math.nan}, "learning rate nan"),
-        ({"scheme": PeriodicAveraging("auto")}, "sync_every='auto' needs a real network to measure: give a number"),
-        ({"scheme": PeriodicAveraging(EverySeconds("auto"))}, "needs a real network to measure: give a number"),
         ({"speeds": (1.0,)}, "give a positive number for each of 2 nodes"),
         ({"speeds": (1.0, 2.0), "scheme": Gossip()}, "Gossip.* is not simulated with speeds or stalls"),
     ],
@@ -384,7 +382,6 @@ def test_flags_change_predicted_times(capsys):
         (["--scheme-args", '{"colour": 3}'], "has no argument 'colour'"),
         (["--scheme-args", '{"sync_every": 0}'], "sync_every=0 must be a positive number"),
         (["--scheme", "daso", "diloco", "--scheme-args", "{}"], "--scheme-args are for one scheme"),
-        (["--scheme", "periodic", "--scheme-args", '{"sync_every": "auto"}'], "needs a real network to measure"),
         (["--nodes", "0"], "--nodes 0 must be at least 1"),
         (["--nodes", "5000"], "5000 replicas are more than 4096"),
         (["--ranks-per-node", "0"], "--ranks-per-node 0 must be at least 1"),
