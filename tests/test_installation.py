@@ -100,11 +100,15 @@ def test_wheel_holds_the_package_and_nothing_else(built):
     assert built["wheel"].stat().st_size < 1_000_000
 
 
-def test_source_distribution_holds_no_tests_and_no_results(built):
+def test_source_distribution_holds_what_make_test_needs(built):
     with tarfile.open(built["sdist"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    others = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"}
-    assert names == {*sources(), *others, "tools/package_readme.py"}
+    folders = ("benchmarks", "docs", "examples", "tests", "tools")
+    programs = {path.relative_to(CHECKOUT) for folder in folders for path in (CHECKOUT / folder).rglob("*.py")}
+    needed = {".ci/run", ".ci/constraints.txt", "CHANGELOG.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"}
+    assert names >= {*sources(), *map(str, programs), *needed}
+    assert {name for name in names if name.startswith((".venv", ".git/")) or "__pycache__" in name} == set()
+    assert built["sdist"].stat().st_size < 4_000_000
 
 
 @pytest.mark.parametrize("target", ["wheel", "sdist"])
