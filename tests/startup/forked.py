@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -86,8 +87,8 @@ def stand_in_for_python() -> str:
     folder = Path(tempfile.mkdtemp(prefix="forks-"))
     address, program = folder / "server", folder / "python"
     client = Path(__file__).with_name("client.py")
-    fork = f"{sys.executable} -I -S {client} {address}"
-    options = f'case "$1" in -c | -m) ;; -*) exec {sys.executable} "$@" ;; esac'  # nothing to fork for such as the hub
+    fork = shlex.join([sys.executable, "-I", "-S", str(client), str(address)])
+    options = f'case "$1" in -c | -m) ;; -*) exec {shlex.quote(sys.executable)} "$@" ;; esac'  # such as the hub
     program.write_text(
         f'#!/bin/sh\nwhile [ "$1" = -u ] || [ "$1" = -B ]; do shift; done\n{options}\nexec {fork} "$@"\n'
     )
