@@ -19,7 +19,6 @@ from lightning_hiercomm import (
     DASO,
     AllReduce,
     DiLoCo,
-    EverySeconds,
     Health,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -144,8 +143,6 @@ CPU = "--trainer.accelerator=cpu"
 STRATEGY = "--trainer.strategy=lightning_hiercomm.HierarchicalStrategy"
 PERIODIC_BY_NAME = [CPU, STRATEGY, f"{SCHEME}=PeriodicAveraging", f"{SCHEME}.sync_every=9"]
 PERIODIC_BY_NAME += ["--trainer.strategy.ranks_per_node=1"]
-CLOCK = "sync_every: {class_path: lightning_hiercomm.EverySeconds, init_args: {seconds: 2}}"
-BY_THE_CLOCK = PERIODIC.replace("sync_every: 7", CLOCK).replace("      find_unused_parameters: true\n", "")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +153,6 @@ BY_THE_CLOCK = PERIODIC.replace("sync_every: 7", CLOCK).replace("      find_unus
         pytest.param([PERIODIC], [f"{SCHEME}=daso"], DASO(), id="overridden by name: its defaults"),
         pytest.param([PERIODIC, ALL_REDUCE], [], AllReduce(), id="overridden by a second YAML"),
         pytest.param([BY_NAME], [], AllReduce(), id="by name"),
-        pytest.param([BY_THE_CLOCK], [], PeriodicAveraging(EverySeconds(2)), id="clock"),
         pytest.param([], PERIODIC_BY_NAME, PeriodicAveraging(9), id="command line alone"),
         pytest.param([], [CPU, "--trainer.strategy=hierarchical_periodic"], PeriodicAveraging(), id="registered name"),
     ],

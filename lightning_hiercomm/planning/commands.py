@@ -26,13 +26,12 @@ from lightning_hiercomm.planning.predict import report
 from lightning_hiercomm.planning.predict.accuracy import WIRES
 from lightning_hiercomm.planning.predict.candidates import DEFAULT_WIRES
 from lightning_hiercomm.planning.predict.candidates import plan as make_plan
-from lightning_hiercomm.planning.quantities import duration
 from lightning_hiercomm.planning.simulate import curves
 from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, Stalls, check
 from lightning_hiercomm.planning.simulate.simulation import simulate as run_one
 from lightning_hiercomm.planning.simulate.tasks import Task, load_task
 from lightning_hiercomm.planning.user_code import json_object
-from lightning_hiercomm.schemes import SCHEMES, AllReduce, EverySeconds, Scheme
+from lightning_hiercomm.schemes import SCHEMES, AllReduce, Scheme
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 _STATE = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
@@ -219,9 +218,6 @@ def _schemes(arguments: argparse.Namespace) -> list[Scheme]:
     values = json_object("--scheme-args", arguments.scheme_args, '{"sync_every": 8}')
     if unknown := [name for name in arguments.scheme if name not in SCHEMES]:
         raise PlanningError(f"--scheme {unknown[0]}: choose from {', '.join(SCHEMES)}")
-    every = values.get("sync_every")
-    if isinstance(every, str):
-        values["sync_every"] = EverySeconds(duration(every))
     try:
         return [SCHEMES[name](**values) for name in arguments.scheme]
     except TypeError as error:

@@ -25,7 +25,7 @@ from lightning_hiercomm.run.schedules import Schedules
 from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.run.uncounted import UncountedChanges
 from lightning_hiercomm.run.unreduced import GradientCheck
-from lightning_hiercomm.schemes import Context, RunningParameterSync, RunningScheme, Scheme
+from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
@@ -286,16 +286,6 @@ class TrainingRun:
             self._uncounted.after_batch(self.knows_batches)
 
     @outside_autocast()
-    def take_part(self) -> None:
-        """Take part in an exchange by the clock without a step, because this rank has no batches. Collective."""
-        with self.optimizer_steps.excused():
-            for scheme in self.schemes:
-                if isinstance(scheme, RunningParameterSync):
-                    scheme.replica.find_buffers()
-                    scheme.take_part()
-            self._report_healing()
-
-    @outside_autocast()
     def end_epoch(self) -> None:
         """End an epoch after its last batch, before validation and checkpoints."""
         loss = self.loss.take_mean()
@@ -335,11 +325,6 @@ class TrainingRun:
         """Synchronize and restart the scheme, if other parameters are trained now. Collective."""
         scheme.replica.find_buffers()
         if self.replicas.has_changed(scheme.replica, optimizer):
-            if isinstance(scheme, RunningParameterSync) and scheme.pace is not None and scheme.state.step_in_epoch:
-                raise ValueError(
-                    "EverySeconds: parameters were frozen or unfrozen within an epoch, when nodes are at different"
-                    " steps: do it in on_train_epoch_start"
-                )
             self.averaged_model.compare_shapes()
             scheme.synchronize()
             # forward passes since the last step have changed buffers, and new parameters may differ between ranks

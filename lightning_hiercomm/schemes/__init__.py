@@ -13,7 +13,7 @@ from lightning_hiercomm.schemes.all_reduce import AllReduce
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.components.merges import Delta, Merge, Replace, StaleSum
 from lightning_hiercomm.schemes.components.outer import OuterOptimizer
-from lightning_hiercomm.schemes.components.schedules import Every, EverySeconds, Schedule, Staggered
+from lightning_hiercomm.schemes.components.schedules import Every, Schedule, Staggered
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
 from lightning_hiercomm.schemes.gossip import Gossip
@@ -43,7 +43,6 @@ __all__ = [
     "DiLoCo",
     "DirectedExponential",
     "Every",
-    "EverySeconds",
     "Full",
     "Gossip",
     "Graph",

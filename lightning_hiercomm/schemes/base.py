@@ -244,9 +244,7 @@ class RunningScheme(Generic[S]):
         """End the run: no exchange is pending, and every rank holds the averaged parameters."""
         self.synchronize()
         if not (self.is_alone or self.topology.may_grow):  # elastic nodes communicate in synchronizations only
-            Preflight(
-                self.topology, self.state.common_steps, torch.zeros((), dtype=torch.int64, device=self.replica.device)
-            )
+            Preflight(self.topology, self.state.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
         self.state.unsynchronized_steps = 0
         self.guard.follow(self.replica)
         self.close()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
-from lightning_hiercomm.schemes.components.schedules import EverySeconds, Staggered
+from lightning_hiercomm.schemes.components.schedules import Staggered
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ class DiLoCo(ParameterSync):
     before; Lin et al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", section 3 (post-local SGD).
 
     Args:
-        sync_every: H, optimizer steps between two synchronizations of the same fragment. ``EverySeconds``: by
-            the clock, and each node takes as many steps as it can.
+        sync_every: H, optimizer steps between two synchronizations of the same fragment.
         outer_optimizer: Function that creates the outer optimizer from parameters: any optimizer of ``torch.optim``
             whose update is elementwise. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9.
         fragments: P, the number of equal fragments of the model, or a list of module names such as ``["net.layer1",
@@ -81,7 +80,7 @@ class DiLoCo(ParameterSync):
 
     def __init__(
         self,
-        sync_every: int | EverySeconds = 100,
+        sync_every: int = 100,
         outer_optimizer: OptimizerFactory | None = None,
         fragments: int | list[str] = 1,
         staleness: int = 0,
@@ -92,11 +91,10 @@ class DiLoCo(ParameterSync):
     ) -> None:
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
-        schedule = sync_every if isinstance(sync_every, EverySeconds) else _staggered(sync_every, fragments, staleness)
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
         self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
         super().__init__(
-            schedule=schedule,
+            schedule=_staggered(sync_every, fragments, staleness),
             fragments=fragments,
             merge=self.outer,
             staleness=staleness,

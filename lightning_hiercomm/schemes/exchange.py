@@ -167,7 +167,7 @@ class Exchanger:
         if is_all:
             state.pending.drop()
         indexes = range(len(self.reducer.buckets)) if is_all else self._buckets_of(fragments)
-        verdict = self.reducer(state.common_steps, self._next_turn(), indexes, self._take)
+        verdict = self.reducer(state.steps, self._next_turn(), indexes, self._take)
         state.fragments_sent += len(fragments)
         if is_all and not self._buffers_with_parameters:
             self.average_buffers()

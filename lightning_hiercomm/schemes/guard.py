@@ -121,7 +121,7 @@ class NonFiniteGuard:
             checks_buffers=True,
             weights=weights,
         )
-        return average(self._state.common_steps).is_flagged() and self.repair(average, range(len(average.buckets)))
+        return average(self._state.steps).is_flagged() and self.repair(average, range(len(average.buckets)))
 
     def average_in_node(self, buckets: Sequence[Bucket]) -> None:
         """Write the weighted mean over the ranks of this node, which train alone, to some buckets; blocks.
@@ -135,7 +135,7 @@ class NonFiniteGuard:
         topology = self._topology
         if topology.ranks_on_node == 1:
             return
-        if not Preflight(topology, self._state.common_steps, self._is_unfit(buckets), between_nodes=False).is_flagged():
+        if not Preflight(topology, self._state.steps, self._is_unfit(buckets), between_nodes=False).is_flagged():
             average_in_node(buckets, topology)
             return
         found: list[str | None] = topology.intra.all_gather_object(describe(self.replica))
@@ -292,7 +292,7 @@ class NonFiniteGuard:
         if replaced:  # a rank's module has replaced them by another shape, so each rank keeps its own from now on
             self.replica.give_up_buffers(replaced)
             if not any(what for what, _ in found):
-                again = flagged(self._state.common_steps, flagged.turn, indexes, take)
+                again = flagged(self._state.steps, flagged.turn, indexes, take)
                 return again.is_flagged() and self.repair(flagged, indexes, take, update_reference)
         self._finite_ranks = finite = self._find_finite_ranks([what for what, _ in found], flagged.wire)
         is_excluded = self._topology.rank not in finite
@@ -324,7 +324,7 @@ class NonFiniteGuard:
         )
         if update_reference is not None:
             repaired.references = [flagged.references[index] for index in indexes]
-        repaired(self._state.common_steps, take=take_mean)
+        repaired(self._state.steps, take=take_mean)
         self._state.nonfinite += 1
         return is_excluded
 

@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, Gradients, RunningScheme, Scheme
 from lightning_hiercomm.schemes.components.merges import MERGES, Merge
-from lightning_hiercomm.schemes.components.schedules import Every, EverySeconds, Schedule
+from lightning_hiercomm.schemes.components.schedules import Every, Schedule
 from lightning_hiercomm.schemes.exchange import ALL_REDUCERS, Exchanger
-from lightning_hiercomm.schemes.pace import Pace
 from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.reducers.graphs import Graph
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange, PendingExchanges
@@ -66,8 +65,7 @@ class ParameterSync(Scheme):
     Float buffers (BatchNorm statistics) are averaged when all fragments are due at once and training waits for them.
 
     Args:
-        schedule: When fragments are merged, or a number of optimizer steps between two merges. ``EverySeconds``: by
-            the clock.
+        schedule: When fragments are merged, or a number of optimizer steps between two merges.
         fragments: Number of equal fragments of the model, or a list of module names: the parameters of each are one
             fragment, and all others the last one. Fragments that are due together are exchanged together.
         reducer: ``"sharded"``: average over all nodes, where each rank of a node sends its shard. ``"leader"``: the
@@ -142,11 +140,6 @@ class ParameterSync(Scheme):
         return self.schedule.period
 
     @property
-    def by_clock(self) -> bool:
-        """Whether nodes synchronize by the clock, after unequal numbers of steps."""
-        return isinstance(self.schedule, EverySeconds)
-
-    @property
     def averages_all_nodes(self) -> bool:
         """Whether all nodes take part in every exchange."""
         return isinstance(self.reducer, str)
@@ -189,8 +182,6 @@ class ParameterSync(Scheme):
             )
         elif self.gradients == "none":
             fixed = "gradients='none' gives every rank of a node other parameters, so none can be healed: use 'node'"
-        elif self.by_clock:
-            fixed = f"{self.schedule!r} lets nodes take unequal numbers of steps: set sync_every to a number"
         return Requirements(
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_fixed_nodes=fixed,
@@ -245,7 +236,6 @@ class SyncState(SchemeState):
     Attributes:
         exchanges_started: The number of exchanges that were started.
         fragments_sent: The number of fragments that were sent in them.
-        by_clock: Whether nodes synchronize by the clock, so that only the numbers of exchanges are equal.
         round_begins: Optimizer steps before the current round, whose length :meth:`ParameterSync.next_period` returns.
         round_period: The length of the current round.
         begins_at: Optimizer steps before the schedule begins; None if that is not known yet.
@@ -255,16 +245,11 @@ class SyncState(SchemeState):
 
     exchanges_started: int = 0
     fragments_sent: int = 0
-    by_clock: bool = field(default=False, metadata=TRANSIENT)
     round_begins: int = 0
     round_period: int | None = None
     begins_at: int | None = field(default=0, metadata=TRANSIENT)
     pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
     reference: ReferenceParameters | None = field(default=None, metadata=TRANSIENT)
-
-    @property
-    def common_steps(self) -> int:
-        return self.exchanges_started if self.by_clock else self.steps
 
     @property
     def is_settled(self) -> bool:
@@ -294,7 +279,6 @@ class RunningParameterSync(RunningScheme[A]):
     """Runs a parameter synchronization: decides which fragments are sent and merged after each step.
 
     Attributes:
-        pace: Decides when this node synchronizes by the clock; None with other schedules, and without other nodes.
         exchanger: Sends fragments and merges the averages.
         reference: The reference parameters, with the outer optimizer.
     """
@@ -322,18 +306,7 @@ class RunningParameterSync(RunningScheme[A]):
             outbound,
             self.samples,
         )
-        self.pace = self._new_pace()
         self._cut()
-
-    def _new_pace(self) -> Pace | None:
-        schedule, samples = self.config.schedule, self.samples
-        if not isinstance(schedule, EverySeconds) or self.is_alone:
-            return None
-        if samples is None:
-            raise ValueError(f"{schedule!r} lets nodes take unequal numbers of steps: use it with HierarchicalStrategy")
-        self.state.by_clock = True
-        samples.pace = Pace(self.topology, self.replica.device, schedule)
-        return samples.pace
 
     @property
     def schedule(self) -> Schedule:
@@ -383,9 +356,6 @@ class RunningParameterSync(RunningScheme[A]):
 
     def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         super().begin_epoch(epoch, logged)
-        if self.pace is not None:
-            self.pace.parts = len(self.exchanger.fragments)
-            self.pace.begin_epoch()
 
     def step(self, run: Callable[[], T], last: bool = False) -> T:
         if not self._in_first_phase:
@@ -401,10 +371,6 @@ class RunningParameterSync(RunningScheme[A]):
     def after_step(self, last: bool) -> None:
         if self.is_alone:
             return
-        if self.pace is not None:
-            if self.pace.is_due():
-                self.take_part()
-            return
         outgoing = self._due_after(self.staleness)
         if not self.staleness:
             if outgoing:
@@ -416,15 +382,6 @@ class RunningParameterSync(RunningScheme[A]):
             due = pending.take_first(steps)
         if due is not None or outgoing:
             self._overlap(due, outgoing)
-
-    def take_part(self) -> None:
-        """Exchange the next fragment by the clock, also on a node that has no batches. Collective."""
-        state, fragments = self.state, self.exchanger.all_fragments
-        due = [state.fragments_sent % len(fragments)]
-        self._synchronize_now(due)
-        if len(fragments) > 1 or not self.config.merging.makes_equal:
-            # on all nodes alike, also on those that have taken no step
-            state.unsynchronized_steps = max(1, state.unsynchronized_steps)
 
     def _due_after(self, staleness: int) -> Sequence[int]:
         """Return the fragments that are due ``staleness`` steps after the present one."""
@@ -468,8 +425,6 @@ class RunningParameterSync(RunningScheme[A]):
         self.topology.synchronize(exchange, admits)
         if self.samples is not None:
             self.samples.end(fragments)
-        if self.pace is not None:
-            self.pace.end_exchange()
         return was_excluded
 
     def _overlap(self, due: PendingExchange | None, outgoing: Sequence[int]) -> None:
@@ -514,9 +469,6 @@ class RunningParameterSync(RunningScheme[A]):
             values["phase"] = float(not self._in_first_phase)
             if self._in_first_phase:
                 values |= {"sync_every": 1.0, "staleness": 0.0}
-        if self.pace is not None:
-            del values["sync_every"]
-            values |= self.pace.scalars()
         relative = self.exchanger.reducer.disagreement.relative()
         return values | self.reference.scalars() | ({} if relative is None else {"disagreement": relative})
 

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Context
-from lightning_hiercomm.schemes.components.schedules import Every, EverySeconds, Schedule
+from lightning_hiercomm.schemes.components.schedules import Every
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.requirements import Requirements
@@ -46,8 +46,7 @@ class PeriodicAveraging(ParameterSync):
 
     Args:
         sync_every: Optimizer steps between synchronizations, counted from the start of each epoch. None: synchronize at
-            the ends of epochs only. ``EverySeconds``: by the clock, and each node takes as many
-            steps as it can.
+            the ends of epochs only.
         at_epoch_end: Also synchronize after the last step of each epoch.
         order: ``"after_step"`` averages after the optimizer has stepped, so replicas are equal after a synchronization.
             The paper does not specify this default. ``"before_step"`` averages before it, as in the printed Algorithm
@@ -67,24 +66,15 @@ class PeriodicAveraging(ParameterSync):
 
     def __init__(
         self,
-        sync_every: int | EverySeconds | None = 50,
+        sync_every: int | None = 50,
         at_epoch_end: bool = True,
         order: Literal["after_step", "before_step"] = "after_step",
         gradients: Literal["node", "none"] = "node",
         node_sync_every: int | None = None,
         warmup_steps: int | float = 0,
     ) -> None:
-        schedule: Schedule
-        if isinstance(sync_every, EverySeconds):
-            schedule = sync_every
-            if not at_epoch_end:
-                raise ValueError(f"at_epoch_end=False: {sync_every!r} ends each epoch with a synchronization")
-        else:
-            if sync_every is not None and sync_every < 1:
-                raise ValueError(
-                    f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only"
-                )
-            schedule = Every(sync_every, of="epoch")
+        if sync_every is not None and sync_every < 1:
+            raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never synchronize")
         if node_sync_every is not None and node_sync_every < 1:
@@ -93,7 +83,7 @@ class PeriodicAveraging(ParameterSync):
             raise ValueError(
                 f"node_sync_every={node_sync_every} needs gradients='none': ranks that share gradients never differ"
             )
-        super().__init__(schedule=schedule, gradients=gradients)
+        super().__init__(schedule=Every(sync_every, of="epoch"), gradients=gradients)
         self.sync_every = sync_every
         self.at_epoch_end = at_epoch_end
         self.order = order
@@ -155,9 +145,7 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
             optimizer_step()
 
     def after_step(self, last: bool) -> None:
-        if self.pace is not None:
-            super().after_step(last)
-        elif self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
+        if self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
             self.average()
         elif (every := self.config.node_sync_every) is not None and self.state.step_in_epoch % every == 0:
             self.guard.average_in_node(self.replica.buckets_of_parameters)

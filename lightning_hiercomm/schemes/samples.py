@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.pace import Pace
 
 
 class SampleWeights:
@@ -29,7 +28,6 @@ class SampleWeights:
 
     Attributes:
         of_differences: The weights of the ranks' differences from the reference parameters, in the normalized mean.
-        pace: Decides when nodes synchronize by the clock, and reports with the counts; None with other schedules.
     """
 
     def __init__(self, topology: Topology, device: torch.device, is_normalized: bool = False) -> None:
@@ -37,7 +35,6 @@ class SampleWeights:
         self._device = device
         self.is_normalized = is_normalized
         self.of_differences: Sequence[float] = topology.weights
-        self.pace: Pace | None = None
         self._samples = 0.0
         self._steps = 0
         self._begins: dict[int, tuple[float, int]] = {}  # the counts at the last synchronization of each fragment
@@ -45,25 +42,18 @@ class SampleWeights:
     def count(self, samples: float) -> None:
         """Count the samples of a batch."""
         self._samples += samples
-        if self.pace is not None:
-            self.pace.count(samples)
 
     def count_step(self) -> None:
         """Count an optimizer step with gradients of this rank's own samples."""
         self._steps += 1
-        if self.pace is not None:
-            self.pace.count_step()
 
     def weigh(self, fragments: Sequence[int] | None = None) -> None:
         """Weigh the ranks of the topology for an exchange of fragments. Collective. None: all."""
         fragments = [*self._begins] if fragments is None else fragments
         begins = [self._begins.get(fragment, (0.0, 0)) for fragment in fragments] or [(0.0, 0)]
         since = self._samples - min(each[0] for each in begins), self._steps - min(each[1] for each in begins)
-        pace = self.pace
-        samples, steps, *reports = self.gather(*since, *(() if pace is None else pace.report()))
+        samples, steps = self.gather(*since)
         self._topology.weigh(samples)
-        if pace is not None:
-            pace.receive(reports)
         if self.is_normalized:
             self.of_differences = normalized(self._topology.weights, steps)
 

@@ -59,11 +59,6 @@ class SchemeState:
         return self.unsynchronized_steps == 0
 
     @property
-    def common_steps(self) -> int:
-        """The count that is equal on all ranks at an exchange: optimizer steps, or exchanges if steps are unequal."""
-        return self.steps
-
-    @property
     def is_settled(self) -> bool:
         """Whether no exchange is pending."""
         return True

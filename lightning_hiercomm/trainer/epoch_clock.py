@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
@@ -15,22 +15,8 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.watch import RunControl
 
 
-class OwnPace(Protocol):
-    """Lets nodes end an epoch together after unequal numbers of batches."""
-
-    def end_batch(self, trainer: pl.Trainer) -> None:
-        """End a batch; after this node's last one, wait for all nodes."""
-
-    def check_epoch_end(self) -> None:
-        """Raise an error if this node ends an epoch that others continue."""
-
-
 class EpochClock(pl.Callback):
-    """Begins and ends the epochs of a run, before the user's callbacks, validation and checkpoints.
-
-    Attributes:
-        own_pace: Lets nodes end an epoch together; None if all have equally many batches.
-    """
+    """Begins and ends the epochs of a run, before the user's callbacks, validation and checkpoints."""
 
     def __init__(
         self,
@@ -43,7 +29,6 @@ class EpochClock(pl.Callback):
         self._batches = batches
         self._control = control
         self._begin_validation = begin_validation
-        self.own_pace: OwnPace | None = None
         self._epoch_has_ended = True
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,13 +59,6 @@ class EpochClock(pl.Callback):
             self._batches.end_step()
         if not accumulates(trainer):
             self._run.end_batch()
-        if trainer.is_last_batch and self.own_pace is None:
-            self._end_epoch()
-
-    def after_batch(self, trainer: pl.Trainer) -> None:
-        """End a batch of a node at its own pace, after all hooks that may set ``should_stop``."""
-        assert self.own_pace is not None
-        self.own_pace.end_batch(trainer)
         if trainer.is_last_batch:
             self._end_epoch()
 
@@ -116,8 +94,6 @@ class EpochClock(pl.Callback):
 
     def _end_epoch(self) -> None:
         if not self._epoch_has_ended:
-            if self.own_pace is not None:
-                self.own_pace.check_epoch_end()
             self._epoch_has_ended = True
             self._control.barrier("epoch")  # schemes that synchronize here need equal numbers of steps
             self._run.end_epoch()

@@ -193,7 +193,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         trainer = self._module.trainer
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
-        self._control.steps = lambda: [scheme.state.common_steps for scheme in self.schemes]
+        self._control.steps = lambda: [scheme.state.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)
         epochs, steps = self._length(trainer)
         if self.batches is not None:

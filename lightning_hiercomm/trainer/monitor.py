@@ -51,16 +51,12 @@ class CommunicationMonitor(Callback):
     - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, ``hiercomm/lost_batches``, with ``elastic``:
       the nodes in the last synchronization; the nodes that recovered so far; the seconds that this node waited for
       nodes that had left; and the batches (of one rank each) that are lost to the averaged model.
-    - ``hiercomm/node0/steps``, ``.../samples``, ``.../weight``, ``.../waited`` and the same of other nodes, with
-      ``EverySeconds``: steps and samples so far, the weight in the last exchange, and seconds that the node waited for
-      others; ``hiercomm/waited_for_node``, for which the others waited longest in the exchange before the last one; and
-      ``hiercomm/seconds_between_exchanges``.
     - ``hiercomm/phase_name``: the phase as text, if the logger takes text (CSV, TensorBoard, Weights & Biases).
 
     The progress bar shows the phase and the MB per step that rank zero's node sends to others. At the end of fit rank
     zero prints a table of the whole run: MB of all nodes, and per step and node; seconds that a rank waited;
-    synchronizations; the MB that plain DDP would have sent between nodes; with ``elastic`` the nodes that joined and
-    left; and with ``EverySeconds`` a row for each node.
+    synchronizations; the MB that plain DDP would have sent between nodes; and with ``elastic`` the nodes that joined
+    and left.
 
     With any other strategy it warns once and does nothing, so a run may return to ``"ddp"`` unchanged.
 

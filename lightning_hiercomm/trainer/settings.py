@@ -24,7 +24,7 @@ from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import SCHEMES, ParameterSync, Scheme, SchemeName
+from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.elastic_refusals import check_arguments
@@ -63,8 +63,6 @@ class Settings:
     unequal_data: UnequalData | None = None
 
     def __post_init__(self) -> None:
-        if self.by_clock and self.unequal_data is None:
-            object.__setattr__(self, "unequal_data", UnequalData())  # as a frozen dataclass sets its own fields
         scheme, sizes = self.scheme, self.ranks_per_node
         if self.transport.inter_node == "mpi":
             load_mpi()  # Lightning's own attempt fails without naming what is missing
@@ -104,8 +102,7 @@ class Settings:
 
     def _check_unequal_data(self, unequal: UnequalData) -> None:
         if (reason := self.scheme.requirements.needs_equal_data) is not None:
-            what = "EverySeconds" if self.by_clock else "unequal_data"
-            raise ValueError(f"{what}: {reason}")
+            raise ValueError(f"unequal_data: {reason}")
         if self.batches is not None:
             raise ValueError(
                 "unequal_data: HeterogeneousBatches divides one dataset among all ranks: leave batches or unequal_data"
@@ -123,11 +120,6 @@ class Settings:
             )
         if unequal.mean == "normalized" and self.health.on_nonfinite == "skip":
             raise ValueError("unequal_data: mean='normalized' cannot exclude a node: use on_nonfinite='raise'")
-
-    @property
-    def by_clock(self) -> bool:
-        """Whether nodes synchronize by the clock, after unequal numbers of steps."""
-        return isinstance(self.scheme, ParameterSync) and self.scheme.by_clock
 
     @property
     def wire(self) -> Wire:
@@ -250,7 +242,7 @@ class HierarchicalArguments:
                 string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
             unequal_data: Nodes may have unequal numbers of batches (``HierarchicalStrategy`` only): a node without
                 batches waits in the synchronizations with weight 0, and the others are weighted by their samples. See
-                ``lightning_hiercomm.UnequalData``. A scheme with ``EverySeconds`` implies it.
+                ``lightning_hiercomm.UnequalData``.
             **kwargs: Arguments of Lightning's strategy.
 
         Raises:
@@ -276,11 +268,6 @@ class HierarchicalArguments:
             if each.name in self._unsupported and arguments[each.name] != each.default:
                 raise ValueError(f"{each.name}={arguments[each.name]!r}: {self._unsupported[each.name]}")
         self._settings = Settings(**arguments)
-        if self._settings.by_clock and "unequal_data" in self._unsupported:
-            raise ValueError(
-                f"{self._settings.scheme!r}: nodes take unequal numbers of steps, and"
-                f" {self._unsupported['unequal_data']}"
-            )
         super().__init__(**kwargs)
         self._configure()
 

@@ -37,8 +37,8 @@ from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION
-from lightning_hiercomm.trainer.own_pace import OwnPaceHooks
 from lightning_hiercomm.trainer.settings import DDPArguments
+from lightning_hiercomm.trainer.unequal_data import UnequalDataHooks
 
 
 class _PlainDDP(DDPStrategy):
@@ -58,7 +58,7 @@ class _PlainDDP(DDPStrategy):
         )
 
 
-class HierarchicalStrategy(OwnPaceHooks, DDPArguments, _PlainDDP):
+class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
     """Train any LightningModule on nodes joined by a network much slower than the links inside them.
 
     Nodes of eight GPUs that average their parameters every 50 steps, and stop after 10 minutes without progress::

@@ -286,10 +286,6 @@ class UnequalNodes(pl.Callback):
         assert self._loader is not None
         self.is_idle = self._loader.is_idle(batch_idx)
         self.batches += not self.is_idle
-        self._measure(batch)
-
-    def _measure(self, batch: Any) -> None:
-        """Read the size of a batch."""
         self._size = None
         if not self.is_idle and self._options.samples is None:
             try:
@@ -366,12 +362,9 @@ class UnequalDataHooks(HierarchicalHooks):
         if options is None or not self._is_fitting:
             super().setup(trainer)
             return
-        self._unequal = self._new_nodes(options)
+        self._unequal = UnequalNodes(options, self.scheme, self._topology, self.root_device)
         self._unequal.attach(trainer)
         super().setup(trainer)
-
-    def _new_nodes(self, options: UnequalData) -> UnequalNodes:
-        return UnequalNodes(options, self.scheme, self._topology, self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

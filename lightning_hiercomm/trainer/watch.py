@@ -59,45 +59,6 @@ class OneRank:
         self.requeue_requested = False
 
 
-class StopsAtExchanges:
-    """Stops all ranks after the same exchange between nodes, because their batches are not comparable."""
-
-    def __init__(self, plane: ControlPlane, exchanges: Callable[[], int]) -> None:
-        self._plane = plane
-        self._exchanges = exchanges
-        self._seen = 0
-
-    @property
-    def requeue_requested(self) -> bool:
-        return self._plane.requeue_requested
-
-    @property
-    def stops_together(self) -> bool:
-        return self._plane.stops_together
-
-    @property
-    def stop_requested(self) -> bool:
-        return self._plane.stop_requested
-
-    def should_stop(self) -> bool:
-        """Return whether all ranks stop after the last exchange; the plane counts exchanges instead of batches."""
-        self._plane.check()
-        exchanges = self._exchanges()
-        if exchanges == self._seen:
-            return False
-        self._seen = exchanges
-        return self._plane.should_stop()
-
-    def request_stop(self) -> None:
-        self._plane.request_stop()
-
-    def request_requeue(self) -> None:
-        self._plane.request_requeue()
-
-    def go_on(self) -> None:
-        self._plane.go_on()
-
-
 class RunControl:
     """Starts and ends a rank's :class:`~lightning_hiercomm.control.plane.ControlPlane`.
 
@@ -111,7 +72,7 @@ class RunControl:
         self._is_stopping_together = False
         self._has_noted_exception = False
         self._is_ending = False
-        self._ranks: ControlPlane | StopsAtExchanges | OneRank | None = None
+        self._ranks: ControlPlane | OneRank | None = None
         self._before_batch: Callable[[], None] | None = None
 
     def start(
@@ -155,30 +116,6 @@ class RunControl:
         elif leave is not None:  # Lightning must not save inside the signal's handler
             self._ranks = OneRank(trainer)
             self._before_batch = replace_sigterm_broadcast(trainer, self._ranks, leave)
-
-    def watch_exchanges(self, trainer: pl.Trainer, exchanges: Callable[[], int]) -> Callable[[], None]:
-        """Stop this trainer's ranks after the same exchange from now on, instead of at the same batch.
-
-        Args:
-            trainer: The trainer.
-            exchanges: Returns the number of exchanges so far, equal on all ranks at an exchange.
-
-        Returns:
-            A function to call after each exchange.
-        """
-        if self.plane is None:
-            raise ValueError(
-                "EverySeconds: nodes could not stop together, because the control plane did not start: choose a"
-                " port with Health(control_port=...)"
-            )
-        restore_sigterm_broadcast(trainer)
-        self._ranks = StopsAtExchanges(self.plane, exchanges)
-        return replace_sigterm_broadcast(trainer, self._ranks)
-
-    @property
-    def stops_together(self) -> bool:
-        """Whether all ranks stop or save at the present batch."""
-        return self.plane is not None and self.plane.stops_together
 
     def before_batch(self) -> None:
         """Stop a node of one rank before a batch, if it received a signal."""

@@ -32,7 +32,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import one_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -68,17 +67,10 @@ from lightning_hiercomm._lightning.saves import (
 )
 from lightning_hiercomm._lightning.trainer import (
     accumulates,
-    adds_distributed_sampler,
-    advance_schedulers,
     batches_begun,
     batches_that_stepped,
-    call_after_batches,
-    call_nothing_after_batches,
-    can_stop_early,
     draw_first_indices,
-    end_epoch_after_batch,
     exception_of_tuner,
-    hold_schedulers,
     is_between_batches,
     is_interrupted,
     is_of_tuner,
@@ -90,12 +82,10 @@ from lightning_hiercomm._lightning.trainer import (
     prepare_train_dataloaders_again,
     put_callback_first,
     raw_optimizer,
-    release_schedulers,
     remove_callback,
     replace_sigterm_broadcast,
     restart_train_dataloaders,
     restore_sigterm_broadcast,
-    set_global_step,
     share_logged_names,
     skips_backward,
     takes_dataloader_iter,
@@ -1050,68 +1040,3 @@ def test_a_module_takes_the_shapes_of_buffers_that_it_loads():
 def test_the_launcher_loads_rank_0_weights_where_shapes_differ():
     source = inspect.getsource(_MultiProcessingLauncher._recover_results_in_main_process)
     assert "lightning_module.load_state_dict(" in source
-
-
-@pytest.mark.parametrize("adds", [False, True])
-def test_whether_lightning_divides_data_is_known(adds):
-    assert adds_distributed_sampler(trainer(use_distributed_sampler=adds)) == adds
-
-
-def test_an_epoch_can_end_after_any_batch_with_another_global_step():
-    class Model(BoringModel):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            seen.append(self.trainer.global_step)
-
-        def on_validation_start(self):
-            validated.append(self.trainer.global_step)
-
-    def after() -> None:
-        if run.fit_loop.epoch_loop.batch_idx == 2:
-            set_global_step(run, 10)
-            end_epoch_after_batch(run)
-
-    seen, validated = [], []
-    run = trainer(max_epochs=2, num_sanity_val_steps=0, val_check_interval=3, limit_val_batches=1)
-    call_after_batches(run, after)
-    run.fit(Model())
-    assert seen == [1, 2, 3, 11, 12, 13]
-    assert validated == [10, 10]
-    assert run.global_step == 10
-    assert run.current_epoch == 2
-    call_nothing_after_batches(run)
-    assert "on_advance_end" not in vars(run.fit_loop.epoch_loop)
-
-
-def test_schedulers_of_steps_advance_when_told_to():
-    class Model(BoringModel):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            kinds = [("step", 1), ("step", 3), ("epoch", 1)]
-            made = [
-                {"scheduler": StepLR(optimizer, 100), "interval": interval, "frequency": frequency}
-                for interval, frequency in kinds
-            ]
-            return [optimizer], made
-
-    def positions() -> list[int]:
-        return [config.scheduler.last_epoch for config in run.lr_scheduler_configs]
-
-    run = trainer(max_epochs=2, limit_train_batches=3)
-    hold_schedulers(run)
-    run.fit(Model())
-    assert positions() == [0, 0, 2]
-    advance_schedulers(run, 0, 4)
-    advance_schedulers(run, 4, 7)
-    assert positions() == [7, 2, 2]
-    release_schedulers(run)
-    run.fit_loop.epoch_progress.current.reset()
-    run.fit(Model())
-    assert positions() == [6, 2, 2]
-
-
-def test_the_least_steps_keep_a_run_from_stopping():
-    run = trainer(min_steps=5)
-    assert not can_stop_early(run)
-    set_global_step(run, 5)
-    run.fit_loop.epoch_progress.current.processed = 1
-    assert can_stop_early(run)

@@ -47,7 +47,6 @@ _NO_MEASUREMENT = {
     "docs/howto/plan_a_cluster.md": {"5 %", "95 %"},
     "docs/howto/slurm.md": {"90 seconds"},
     "docs/howto/two_sites.md": {"40 ms"},
-    "docs/howto/unequal_machines.md": {"5 seconds"},
     "docs/reference/schemes/daso.md": {"3 %"},
 }
 _PREDICTED = {"docs/explanation/large_clusters.md"}  # all of its numbers come from a command that the page shows

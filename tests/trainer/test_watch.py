@@ -28,7 +28,7 @@ from lightning_hiercomm import (
     StepsDelay,
 )
 from lightning_hiercomm.control.plane import ControlPlane
-from lightning_hiercomm.trainer.watch import RunControl, StopsAtExchanges
+from lightning_hiercomm.trainer.watch import RunControl
 
 
 @pytest.fixture
@@ -296,18 +296,3 @@ def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
     settings = {"scheme": AllReduce(), "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     reports = fit(Evaluates(), settings, devices=2, forked=True)
     assert [len(report["report"]) for report in reports] == [4, 4]
-
-
-def test_ranks_with_unequal_batches_stop_after_the_same_exchange():
-    plane, exchanges = ControlPlane(1, 2, "rank 1 (node 1)"), 0
-    ranks = StopsAtExchanges(plane, lambda: exchanges)
-    plane._stop_at = plane._hold_at = 2  # noqa: SLF001
-    stops = []
-    for exchanges in (0, 0, 1, 1, 1, 2):  # noqa: B007  # before six batches; the lambda reads it
-        stops.append(ranks.should_stop())
-    assert stops == [False] * 5 + [True]
-
-
-def test_own_pace_needs_the_control_plane():
-    with pytest.raises(ValueError, match="EverySeconds: nodes could not stop together"):
-        RunControl().watch_exchanges(pl.Trainer(logger=False), lambda: 0)

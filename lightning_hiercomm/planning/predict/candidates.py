@@ -17,7 +17,6 @@ from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     DiLoCo,
-    EverySeconds,
     Gossip,
     PeriodicAveraging,
     Scheme,
@@ -26,9 +25,6 @@ from lightning_hiercomm.schemes import (
 
 DEFAULT_WIRES = (None, "bfloat16", "int8", "int4")
 """Default payload types between nodes; None: the parameters' own."""
-
-UNEQUAL = 1.2
-"""Ratio of the fastest node's speed to the slowest's from which on nodes may keep their own pace."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +50,6 @@ class Candidate:
     def name(self) -> str:
         """The name of the class."""
         return "DDPStrategy" if self.kind is None else self.kind.__name__
-
-    @property
-    def by_clock(self) -> bool:
-        """Whether nodes synchronize by the clock."""
-        return isinstance(self.arguments.get("sync_every"), EverySeconds)
 
     @property
     def title(self) -> str:
@@ -116,11 +107,9 @@ class Plan:
     reason: str
 
     def best_of_each(self) -> list[Row]:
-        """Return the row of each scheme that :func:`plan` would recommend, also of those that go by the clock."""
-        groups: dict[tuple[str, bool], list[Row]] = {}
-        for row in self.rows:
-            groups.setdefault((row.candidate.name, row.candidate.by_clock), []).append(row)
-        return [_best(rows, name, self.target) for (name, _), rows in groups.items()]
+        """Return the row of each scheme that :func:`plan` would recommend."""
+        names = dict.fromkeys(row.candidate.name for row in self.rows)
+        return [_best(self.rows, name, self.target) for name in names]
 
     def left_out(self) -> dict[str, str]:
         """Return the schemes without a row, with the reasons."""
@@ -134,7 +123,6 @@ def candidates(
     cluster: Cluster,
     workload: Workload,
     wires: Iterable[str | None] = DEFAULT_WIRES,
-    speeds: Sequence[float] = (1.0,),
 ) -> Iterator[Candidate]:
     """Generate settings in the range of papers and users; DDP first.
 
@@ -143,13 +131,12 @@ def candidates(
         workload: The training of a rank. ``StepsDelay`` needs an optimizer with no more state than momentum, because
             its local rule is made for SGD.
         wires: Payload types between nodes.
-        speeds: Of the nodes, as for :func:`plan`.
     """
     refused = {*((StepsDelay, wire) for wire in ("int8", "int4", "top4")), (Gossip, "top4")}
     yield Candidate(None)
     # a type that is no narrower than the parameters' equals their own
     for wire in dict.fromkeys(wire if Payload.named(wire, workload).narrows else None for wire in wires):
-        for kind, arguments in (*_settings(cluster, workload), *_by_clock(workload, speeds)):
+        for kind, arguments in _settings(cluster, workload):
             if (kind, wire) not in refused:
                 yield Candidate(kind, arguments, wire)
 
@@ -173,16 +160,6 @@ def _settings(cluster: Cluster, workload: Workload) -> Iterator[tuple[type[Schem
         yield DiLoCo, {"sync_every": sync_every}
         for staleness in (1, 4):
             yield DiLoCo, {"sync_every": sync_every, "fragments": 4, "staleness": staleness}
-
-
-def _by_clock(workload: Workload, speeds: Sequence[float]) -> Iterator[tuple[type[Scheme], dict[str, Any]]]:
-    """Generate schemes in which unequal nodes take as many steps as they can, by their steps on average."""
-    if max(speeds) < UNEQUAL * min(speeds):
-        return
-    step = workload.at_speed(fmean(speeds)).seconds
-    for kind, periods in ((PeriodicAveraging, (2, 4, 16, 64)), (DiLoCo, (64, 200))):
-        for period in periods:
-            yield kind, {"sync_every": EverySeconds(float(f"{period * step:.2g}"))}
 
 
 def _keeps_more(workload: Workload) -> bool:
@@ -218,7 +195,7 @@ def plan(
     """
     alone = predict(None, replace(cluster, nodes=1), workload, speeds=[fmean(speeds)]).seconds
     rows: list[Row] = []
-    for candidate in candidates(cluster, workload, wires, speeds):
+    for candidate in candidates(cluster, workload, wires):
         prediction = predict(candidate.scheme, cluster, workload, candidate.wire_dtype, speeds)
         rows.append(
             Row(
@@ -226,7 +203,7 @@ def plan(
                 prediction,
                 rows[0].prediction.seconds / prediction.seconds if rows else 1.0,
                 prediction.seconds / alone - 1,
-                drift(candidate.scheme, cluster.nodes, workload.at_speed(fmean(speeds)).seconds),
+                drift(candidate.scheme, cluster.nodes),
                 memory is None or prediction.memory_bytes <= memory,
                 accuracy(candidate.kind, candidate.arguments, candidate.wire_dtype, cluster.nodes),
             )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import dataclass
 from typing import Literal
 
 from lightning_hiercomm.planning.cluster import Cluster, Workload
-from lightning_hiercomm.planning.predict.cycles import by_steps, cycle, fragments_of
+from lightning_hiercomm.planning.predict.cycles import cycle
 from lightning_hiercomm.planning.predict.node import Node, Result
 from lightning_hiercomm.planning.predict.schemes import Payload, follow, own_bytes, state_bytes
-from lightning_hiercomm.schemes import EverySeconds, ParameterSync, Scheme
+from lightning_hiercomm.schemes import Scheme
 
 _LEAST_STEPS = 4
 _BUSY = 0.9
@@ -25,7 +24,7 @@ class Prediction:
     """The prediction for one optimizer step in the long run, of one node or rank.
 
     Attributes:
-        seconds: Its time. If nodes take unequal numbers of steps: the time in which they take one on average.
+        seconds: Its time.
         exposed_seconds: The part in which training waits for communication, inside the node or between nodes.
         inter_bytes: Bytes that a node sends to other nodes: the sum of its ranks' meters.
         memory_bytes: Memory of a rank: model, gradients, optimizer state and the scheme's own; no activations.
@@ -57,14 +56,11 @@ def predict(
         cluster: The cluster.
         workload: The training of a rank, and its step time without communication.
         wire_dtype: Payload type between nodes, as for the strategy.
-        speeds: Of the nodes, where a node of speed 1 takes the time of the workload. Nodes that take equal numbers of
-            steps all take as long as the slowest. By the clock, all wait half a step of the slowest at an exchange.
+        speeds: Of the nodes, where a node of speed 1 takes the time of the workload. All take as long as the slowest.
 
     Raises:
         ValueError: If the scheme's period is unknown before a run.
     """
-    if isinstance(scheme, ParameterSync) and scheme.by_clock and cluster.nodes > 1:
-        return _by_clock(scheme, cluster, workload, wire_dtype, speeds)
     workload = workload.at_speed(min(speeds))
     payload = Payload.named(wire_dtype, workload)
     period = cycle(scheme)
@@ -76,22 +72,6 @@ def predict(
     memory = 2 * workload.model_bytes + state_bytes(scheme, cluster, workload)
     memory += own_bytes(scheme, cluster, workload, payload)
     return Prediction(result.seconds, result.exposed_seconds, result.inter_bytes, memory, _limit(result))
-
-
-def _by_clock(
-    scheme: ParameterSync, cluster: Cluster, workload: Workload, wire_dtype: str | None, speeds: Sequence[float]
-) -> Prediction:
-    """Predict nodes that take as many steps as they can between exchanges: a node of the mean speed stands for all."""
-    assert isinstance(scheme.schedule, EverySeconds)
-    mean = workload.at_speed(fmean(speeds))
-    alone = predict(by_steps(scheme, 1), replace(cluster, nodes=1), mean).seconds
-    steps = max(1, round(scheme.schedule.seconds / alone))
-    predicted = predict(by_steps(scheme, steps), cluster, mean, wire_dtype)
-    waits = fragments_of(scheme) * workload.at_speed(min(speeds)).seconds / 2 / max(fragments_of(scheme), steps)
-    if len(set(speeds)) == 1:
-        waits = 0.0
-    seconds, exposed = predicted.seconds + waits, predicted.exposed_seconds + waits
-    return replace(predicted, seconds=seconds, exposed_seconds=exposed)
 
 
 def _limit(result: Result) -> Limit:

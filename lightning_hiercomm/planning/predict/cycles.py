@@ -10,7 +10,6 @@ from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     Every,
-    EverySeconds,
     Gossip,
     ParameterSync,
     PeriodicAveraging,
@@ -37,7 +36,7 @@ def cycle(scheme: Scheme | None) -> int:
 
 
 def by_steps(scheme: ParameterSync, period: int) -> ParameterSync:
-    """Return a scheme that does every ``period`` steps what another does by the clock."""
+    """Return a scheme that does every ``period`` steps what another does at its own period."""
     parts = fragments_of(scheme)
     schedule = Every(period) if parts == 1 else Staggered(max(parts, period))
     return ParameterSync(schedule, scheme.fragments, scheme.reducer, scheme.merging, gradients=_in_node(scheme))
@@ -56,18 +55,14 @@ def sent_after(scheme: ParameterSync, step: int) -> Sequence[int]:
     return scheme.schedule.due(due, due, fragments_of(scheme))
 
 
-def drift(scheme: Scheme | None, nodes: int, step: float = 0.0) -> float:
+def drift(scheme: Scheme | None, nodes: int) -> float:
     """Return the steps that nodes train apart, including the age of what they receive: a rough risk.
 
     Args:
         scheme: The scheme; None is Lightning's ``DDPStrategy``.
         nodes: Number of nodes.
-        step: Seconds of a step on average, for schemes that synchronize by the clock.
     """
     if isinstance(scheme, ParameterSync):
-        if isinstance(scheme.schedule, EverySeconds):
-            seconds = scheme.schedule.seconds
-            return math.inf if isinstance(seconds, str) or not step else max(1, round(seconds / step))
         return (scheme.period or math.inf) + scheme.staleness
     if isinstance(scheme, StepsDelay):
         return scheme.delay + 1

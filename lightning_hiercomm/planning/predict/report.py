@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_hiercomm.planning.predict.candidates import Plan, Row
 from lightning_hiercomm.planning.quantities import shown_bytes, shown_seconds
-from lightning_hiercomm.schemes import EverySeconds
 
 _COLUMNS = (
     *("configuration", "between nodes", "step", "exposed", "per node", "memory", "speed-up", "limit", "apart"),
@@ -73,7 +72,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
 def _row_to_dict(row: Row) -> dict[str, Any]:
     return {
         "scheme": row.candidate.name,
-        "arguments": {name: _for_json(value) for name, value in row.candidate.arguments.items()},
+        "arguments": dict(row.candidate.arguments),
         "wire_dtype": row.candidate.wire_dtype,
         **asdict(row.prediction),
         "speedup": row.speedup,
@@ -101,16 +100,5 @@ def yaml(plan: Plan) -> str:
     if candidate.arguments:
         lines.append("        init_args:")
         for name, value in candidate.arguments.items():
-            lines += [f"          {line}" for line in _argument(name, value)]
+            lines.append(f"          {name}: {str(value).lower() if isinstance(value, bool) else value}")
     return "\n".join(lines) + "\n"
-
-
-def _argument(name: str, value: object) -> list[str]:
-    if isinstance(value, EverySeconds):
-        class_path = f"  class_path: lightning_hiercomm.{EverySeconds.__name__}"
-        return [f"{name}:", class_path, "  init_args:", f"    seconds: {value.seconds}"]
-    return [f"{name}: {str(value).lower() if isinstance(value, bool) else value}"]
-
-
-def _for_json(value: object) -> object:
-    return repr(value) if isinstance(value, EverySeconds) else value

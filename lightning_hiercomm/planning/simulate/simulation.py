@@ -27,8 +27,7 @@ from lightning_hiercomm.planning.predict.cycles import by_steps, fragments_of, n
 from lightning_hiercomm.planning.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import AllReduce, ParameterSync, RunningParameterSync, RunningScheme, Scheme
-from lightning_hiercomm.schemes.samples import SampleWeights
+from lightning_hiercomm.schemes import AllReduce, ParameterSync, RunningScheme, Scheme
 
 _MOST_REPLICAS = 4096
 
@@ -123,11 +122,6 @@ class Experiment:
             raise PlanningError(
                 f"{self.scheme!r} is not simulated with speeds or stalls: use schemes without staleness"
             )
-
-    @property
-    def by_clock(self) -> bool:
-        """Whether nodes synchronize by the clock, after unequal numbers of steps."""
-        return isinstance(self.scheme, ParameterSync) and self.scheme.by_clock
 
     @property
     def is_uneven(self) -> bool:
@@ -349,15 +343,12 @@ class _Replica:
         experiment = self._experiment
         evaluated = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
         with self._started() as run:
-            if experiment.by_clock and not run.schemes[0].is_alone:
-                self._train_by_clock(run, clock, sorted(evaluated))
-            else:
-                self._train_equal_steps(run, clock, evaluated)
+            self._train(run, clock, evaluated)
             self.sent += self._meter.bytes["inter"]
             run.finish()
             self._evaluate(None, experiment.steps, self._time.now)
 
-    def _train_equal_steps(self, run: TrainingRun, clock: VirtualClock, evaluated: set[int]) -> None:
+    def _train(self, run: TrainingRun, clock: VirtualClock, evaluated: set[int]) -> None:
         experiment, per_epoch = self._experiment, self._experiment.steps_per_epoch
         for step in range(experiment.steps):
             if step % per_epoch == 0:
@@ -375,31 +366,6 @@ class _Replica:
                 self._meet(clock.seconds_of_exchange(run.schemes[0]))
             if step + 1 in evaluated and step + 1 < experiment.steps:
                 self._evaluate(run, step + 1, self._time.now)
-
-    def _train_by_clock(self, run: TrainingRun, clock: VirtualClock, evaluated: list[int]) -> None:
-        """Let each node take as many steps as it can, until all together have taken those of the run."""
-        (running,) = run.schemes
-        assert isinstance(running, RunningParameterSync)
-        pace, samples = running.pace, run.samples
-        assert pace is not None
-        assert samples is not None
-        pace.clock = lambda: self._time.now
-        run.begin_epoch(0, dict)
-        taken = exchanges = 0
-        while pace.mean_steps < self._experiment.steps:
-            self._time.step(clock.alone)
-            samples.count(self._experiment.sizes[self._topology.rank])
-            samples.count_step()
-            self._take_step(run, min(pace.mean_steps + taken, self._experiment.steps - 1), last=False)
-            taken += 1
-            if pace.exchanges > exchanges:
-                taken, exchanges = 0, pace.exchanges
-                self._meet(clock.seconds_of_exchange(running))
-                pace.begin_epoch()  # starts its clock
-                while evaluated and evaluated[0] <= pace.mean_steps < self._experiment.steps:
-                    evaluated.pop(0)
-                    self._evaluate(run, pace.mean_steps, self._time.now)
-        run.end_epoch()
 
     def _take_step(self, run: TrainingRun, step: int, last: bool) -> None:
         experiment, batch = self._experiment, self._batches.draw()
@@ -420,10 +386,7 @@ class _Replica:
         wire = Wire.named(experiment.wire_dtype)
         optimizers = [optimizer for _, optimizer in self._turns]
         replicas = Replicas(self.module, optimizers)
-        samples = SampleWeights(self._topology, replicas.device) if experiment.by_clock else None
-        run = TrainingRun(
-            experiment.scheme, replicas, self._topology, wire, experiment.average_optimizer_state, samples=samples
-        )
+        run = TrainingRun(experiment.scheme, replicas, self._topology, wire, experiment.average_optimizer_state)
         try:
             run.begin(-(-experiment.steps // experiment.steps_per_epoch), experiment.steps)
             yield run

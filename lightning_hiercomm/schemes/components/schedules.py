@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from typing_extensions import override
 
-from lightning_hiercomm.arguments import as_call, checked_fields
+from lightning_hiercomm.arguments import checked_fields
 
 
 class Schedule(ABC):
@@ -93,49 +93,3 @@ class Staggered(Schedule):
     @override
     def longest_staleness(self, fragments: int) -> int:
         return -(-self.period // fragments) - 1
-
-
-@checked_fields
-@dataclass(frozen=True)
-class EverySeconds(Schedule):
-    """Synchronize by the clock: each node takes as many optimizer steps as it can in between.
-
-    A node synchronizes after its first step that ends ``seconds`` or more after the last synchronization. With P
-    fragments, one fragment follows another in a fixed order, one every ``seconds / P``. All nodes leave an exchange at
-    nearly the same time, and each starts its clock again there. So nodes need no message to choose the next one, and
-    wait for at most one step of the slowest. The ranks of a node follow the clock of its first rank, which costs one
-    all-reduce of a number inside the node per step, and nothing on nodes of one rank. Before each exchange, one
-    all-reduce of 7 numbers per rank runs over all ranks.
-
-    It implies ``unequal_data=True``: nodes are weighted by their samples. A node without further batches waits in the
-    exchanges with weight 0. The exchange that finds no node with batches ends the epoch on all nodes. At each exchange
-    ``trainer.global_step``, and so ``max_steps``, becomes the mean of the nodes' steps: nodes would otherwise idle
-    until the slowest has taken ``max_steps``. Learning-rate schedulers of steps advance as much there, so that they
-    are equal on all nodes. ``trainer.estimated_stepping_batches`` is known only with ``max_steps``.
-
-    Example::
-
-        HierarchicalStrategy(DiLoCo(sync_every=EverySeconds(30), fragments=4))
-
-    Args:
-        seconds: Seconds between two synchronizations of the same fragment, shorter than the process group's timeout.
-
-    Raises:
-        ValueError: If the seconds are not positive.
-    """
-
-    seconds: float
-
-    __repr__ = as_call
-
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"EverySeconds: seconds={self.seconds} must be a positive number")
-
-    @override
-    def due(self, step: int, step_in_epoch: int, fragments: int) -> Sequence[int]:
-        return ()  # no number of steps decides, but `Pace`
-
-    @override
-    def longest_staleness(self, fragments: int) -> int:
-        return 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +10,7 @@ from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
 from lightning_hiercomm.planning.predict.candidates import Candidate, candidates, plan
 from lightning_hiercomm.planning.predict.cost import predict
 from lightning_hiercomm.planning.predict.cycles import drift
-from lightning_hiercomm.planning.predict.report import table, to_dict, yaml
+from lightning_hiercomm.planning.predict.report import table
 from lightning_hiercomm.planning.quantities import shown_seconds
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
@@ -223,18 +221,3 @@ def test_schemes_that_are_left_out_are_named_with_the_reason(workload, wires, le
 def test_a_wire_that_narrows_nothing_is_no_wire():
     workload = Workload.of_step(1e9, 0.4, dtype="bfloat16")
     assert list(candidates(on(1e9), workload, ("bfloat16",))) == list(candidates(on(1e9), workload, (None,)))
-
-
-def test_unequal_nodes_may_keep_their_own_pace():
-    nearly, unequal = (plan(on(1e9, 2, 1), MODEL, [None], speeds=speeds) for speeds in ((1.1, 1.0), (4.0, 1.0)))
-    assert not any(row.candidate.by_clock for row in nearly.rows)
-    shown = [row for row in unequal.best_of_each() if row.candidate.by_clock]
-    assert [row.candidate.name for row in shown] == ["PeriodicAveraging", "DiLoCo"]
-    assert str(shown[0].accuracy) == "not measured"
-    by_clock = replace(unequal, chosen=shown[0])
-    seconds = shown[0].candidate.arguments["sync_every"].seconds
-    assert (
-        f"class_path: lightning_hiercomm.EverySeconds\n            init_args:\n              seconds: {seconds}"
-        in yaml(by_clock)
-    )
-    json.dumps(to_dict(by_clock))

@@ -13,7 +13,6 @@ from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     DiLoCo,
-    EverySeconds,
     Full,
     Gossip,
     PeriodicAveraging,
@@ -183,13 +182,3 @@ def test_equal_steps_are_those_of_the_slowest_node(fast_cluster, gigabyte):
     cluster = fast_cluster(2)
     slow = predict(PeriodicAveraging(8), cluster, gigabyte.at_speed(0.5))
     assert predict(PeriodicAveraging(8), cluster, gigabyte, speeds=(4.0, 0.5)) == slow
-
-
-def test_by_the_clock_nodes_train_at_their_mean_speed(fast_cluster, gigabyte):
-    cluster, scheme = fast_cluster(2), PeriodicAveraging(EverySeconds(4 * gigabyte.seconds))
-    predicted = predict(scheme, cluster, gigabyte, speeds=(3.0, 1.0))
-    # 8 steps on average, an exchange of a second, and half a step of the slowest, for which the other waits
-    expected = gigabyte.seconds / 2 + (1.0 + gigabyte.seconds / 2) / 8
-    assert predicted.seconds == pytest.approx(expected)
-    equal = predict(scheme, cluster, gigabyte)
-    assert equal.seconds == pytest.approx(gigabyte.seconds + 1.0 / 4)
