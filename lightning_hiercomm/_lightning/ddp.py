@@ -292,10 +292,10 @@ def ignore_in_ddp(model: DistributedDataParallel, names: Collection[str]) -> Non
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:
     """Register ``reduce`` as communication hook. DDP compares the annotated types themselves, not their names."""
 
-    def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+    def hook(_: object, bucket: dist.GradBucket) -> Future[Tensor]:
         return reduce(bucket)
 
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
     DistributedDataParallel.register_comm_hook(model, None, hook)
 
 

@@ -24,7 +24,7 @@ from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from lightning_hiercomm._lightning.saves import taking_shapes

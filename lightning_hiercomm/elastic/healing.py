@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from lightning_hiercomm.elastic.quorum import NodeRefused, Request
 from lightning_hiercomm.elastic.rendezvous import Surroundings

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.elastic.late import ArrivalTimes

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Reduction
 from lightning_hiercomm.comm.meter import Meter
@@ -106,7 +106,7 @@ class GlooTransport:
             store.wait([f"here/{member}" for member in range(size)], self._set_up)
 
         def connect(whole: Store) -> Any:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options = cast(Any, dist.ProcessGroupGloo)._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self.address)]
             options._timeout = self._dead_after
             return dist.ProcessGroupGloo(PrefixStore(prefix, whole), index, size, options)

@@ -7,7 +7,7 @@ import logging
 import time
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store
 
 from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.rendezvous import Surroundings
