@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def run_with_torchrun(checkout: Path, *commands: str, **environment: str) -> str
     """Run shell commands that start torchrun, which forks here."""
     torchrun = (checkout / ".venv").readlink() / "bin" / "torchrun"
     (checkout / ".venv").unlink()
-    make_program(checkout / ".venv/bin/torchrun", f'exec {stand_in_for_python()} {torchrun} "$@"')
+    make_program(checkout / ".venv/bin/torchrun", f'exec {stand_in_for_python()} {shlex.quote(str(torchrun))} "$@"')
     return run(checkout, *commands, PYTHON_EXEC=stand_in_for_python(), **environment)
 
 

@@ -11,7 +11,7 @@ def test_short_run_trains_tests_and_reports(folder):
     assert folder.accuracy(out) > 50
     assert "Communication of 32 optimizer steps on 4 ranks" in out
     assert "synchronizations between nodes: 8" in out
-    last = out.splitlines()[-3:]
+    last = [line for line in out.splitlines() if not line.startswith("[W")][-3:]  # torch warns without a name server
     assert "times what was sent" in last[0]
     assert "cross entropy" in last[1]
     assert "in bytes" in last[2]
