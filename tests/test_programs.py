@@ -58,22 +58,6 @@ def _trouble(program: Program) -> AssertionError | None:
     return error
 
 
-WRITES_IN_SAVES = [
-    Program(layout, scheme, (Action("save", *save, ranks), Action("clamp", "on_save_checkpoint", 0, ranks)), *more)
-    for layout, scheme, save, ranks, *more in [
-        ("2x2", "daso", ("on_train_batch_end", 4), (0, 1, 2, 3), "automatic", "adam"),
-        ("2+1", "steps_delay, warm-up", ("on_before_optimizer_step", 0), (0, 1, 2), "manual"),
-    ]
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", WRITES_IN_SAVES, ids=lambda program: program.scheme)
-def test_schemes_keep_values_clamped_while_saving(program):
-    error = _trouble(program)
-    assert error is None, error
-
-
 UNEQUAL_RANKS = [
     Program("2x1", "daso", (Action("none", "training_step", 1, (1,)),), "manual"),
     Program("3x1", "diloco", (Action("none", "training_step", 2, (1,)),), "manual"),

@@ -475,7 +475,7 @@ def _judge_ended(program: Program, outcomes: list[Outcome]) -> None:
     if any(re.search(cause, output) for cause in causes):
         return
     hooks = [event.hook for event in first.events]
-    alone = Alone(program, keeps=True)
+    alone = Alone(program)
     alone.replay([(event.hook, event.is_last) for event in first.events])
     for rank, outcome in enumerate(outcomes):
         expected = {name: value for name, value in first.state.items() if name not in OWN}

@@ -20,15 +20,14 @@ class Alone:
 
     Args:
         program: The program.
-        keeps: Whether modules keep what hooks write while they hold the averaged model.
 
     Attributes:
         seen: All ranks' parameters at every hook, before its actions.
         saved: The model of the checkpoint that an action saved.
     """
 
-    def __init__(self, program: Program, keeps: bool) -> None:
-        self.program, self.keeps, self.scheme = program, keeps, program.scheme
+    def __init__(self, program: Program) -> None:
+        self.program, self.scheme = program, program.scheme
         self.toys = [Toy(program, rank) for rank in range(program.world)]
         self.optimizers = [toy.configure_optimizers() for toy in self.toys]
         self.trainers = [SimpleNamespace(optimizers=[o], save_checkpoint=lambda _: None) for o in self.optimizers]
@@ -120,9 +119,7 @@ class Alone:
     def _hide_mean(self) -> None:
         self.looks -= 1
         if self.looks == 0:
-            if self.keeps and not all(torch.equal(now, self.shown) for now in self.flat):
-                self._begin_from(self.flat[0])  # one more synchronization
-            else:
+            if not all(torch.equal(own, self.shown) for own in self.own):  # or nothing comes back
                 self._put(self.own)
 
     # ---- gradients -----------------------------------------------------------------------------------------------

@@ -181,7 +181,6 @@ class Checkpoints:
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.state.settle()
-        run.hook_writes.has_saved_own_values = True
         state = partial(
             sidecar_state,
             identity,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.dtensor import local
-from lightning_hiercomm.nodes.checksums import plain
+from lightning_hiercomm.nodes.checksums import print_of
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
@@ -29,36 +30,21 @@ class _Own:
     Attributes:
         values: This rank's own values.
         restore_version: Restores the tensor's autograd version counter.
-        averaged: The averaged values, for a buffer. A module may write to its buffers during a validation (the best
-            score so far), and then keeps what it wrote.
     """
 
     values: Tensor
     restore_version: Callable[[Tensor], None]
-    averaged: Tensor | None = None
 
     def put_back(self, tensor: Tensor) -> None:
-        values = self.now(tensor)
-        if values is not tensor:
-            tensor.copy_(values)
-            self.restore_version(tensor)
-
-    def now(self, tensor: Tensor) -> Tensor:
-        """Return this rank's own values, or the tensor itself if the module has written to it since."""
-        if self.averaged is None or torch.equal(_bits(tensor), _bits(self.averaged)):
-            return self.values
-        return tensor
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return plain(tensor).contiguous().view(-1).view(torch.uint8)
+        tensor.copy_(self.values)
+        self.restore_version(tensor)
 
 
 class AveragedModel:
     """Writes the averaged parameters to the module, and this rank's own ones back.
 
-    Evaluation does not change training: afterwards a rank continues from its own values, except for buffers that the
-    module has written to.
+    Evaluation does not change training: afterwards a rank continues from its own values. So what hooks have written
+    over the averaged ones is undone. Rank 0 warns once, unless a callback has put the averaged values back itself.
 
     A program may change parameters that no optimizer trains: a teacher follows its student (BYOL, DINO, MoCo). Schemes
     do not exchange these, nor buffers that were infinite when the run began. Where such tensors differ between ranks
@@ -80,6 +66,8 @@ class AveragedModel:
         self._own: list[list[_Own] | None] = []  # of each scheme's tensors, where the module holds averaged ones
         self._own_others: list[tuple[Tensor, _Own]] = []  # of tensors that no scheme exchanges
         self._nonfinite: list[tuple[Tensor, Tensor]] = []  # tensors of callbacks, and their values before
+        self._averaged: dict[str, int] = {}  # checksums of averaged values that replace this rank's own ones
+        self._has_warned = False
         self._depth = 0
         self.is_left_out = False
         self.barrier: Callable[[], None] = lambda: None
@@ -147,12 +135,10 @@ class AveragedModel:
             differing = self.means.differing_others(written=list(chain(*averaged)))
             self._own_others = [(t, _Own(t.detach().clone(), version_of(t))) for t in differing]
             self.means.average(differing)
-            for tensor, own in self._own_others:
-                if not isinstance(tensor, nn.Parameter):
-                    own.averaged = tensor.clone()
             if self.means.skips_nonfinite:  # a teacher that followed a non-finite student keeps the mean
                 self._own_others = [(tensor, own) for tensor, own in self._own_others if has_mean(own.values)]
             self._replicas.have_written()
+            self._averaged = self._checksums()
 
     def _enter_together(self) -> None:
         """Enter with elastic nodes: one synchronization for all schemes, if any node may differ.
@@ -165,6 +151,7 @@ class AveragedModel:
             # a node admitted by the last synchronization has no state to contribute yet, and is refused here
             self._topology.synchronize(self._synchronize, admits=all(map(_may_be_copied, self._schemes)))
         self._replicas.have_written()
+        self._averaged = self._checksums()
 
     def _remember_own(self) -> None:
         """Copy this rank's own values before any scheme synchronizes, because two may train one parameter."""
@@ -175,11 +162,8 @@ class AveragedModel:
             self._own.append(None if scheme.state.is_synchronized else [*map(_Own, replica.snapshot(), versions)])
 
     def _synchronize(self) -> None:
-        for scheme, owns in zip(self._schemes, self._own, strict=True):
+        for scheme in self._schemes:
             scheme.synchronize()
-            if owns is not None:
-                for buffer, own in zip(scheme.replica.buffers, owns[len(scheme.replica.parameters) :], strict=True):
-                    own.averaged = buffer.detach().clone()
 
     def _find_buffers(self) -> None:
         for scheme in self._schemes:
@@ -193,28 +177,50 @@ class AveragedModel:
         """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`."""
         self._nonfinite.extend(replaced)
 
-    def leave(self, kept: Collection[Tensor] = ()) -> None:
+    def leave(self) -> None:
         """Write this rank's own parameters back, at the end of the outermost :meth:`enter`."""
         self._depth = max(0, self._depth - 1)
         if self._depth == 0:
             self._find_buffers()
-            ids = {id(local(tensor)) for tensor in kept}
+            self._warn_of_writes()
             with torch.no_grad():
                 for tensor, own in self._all_own():
-                    if id(tensor) not in ids:
-                        own.put_back(tensor)
+                    own.put_back(tensor)
                 for tensor, values in self._nonfinite:
                     tensor.copy_(values)
             self._own, self._own_others, self._nonfinite = [], [], []
             self._replicas.have_written()
 
-    def drop_own(self) -> None:
-        """Let training continue from what the module holds now, inside of :meth:`enter`."""
-        self._own, self._own_others = [None for _ in self._schemes], []
+    @torch.no_grad()
+    def _checksums(self) -> dict[str, int]:
+        """Return checksums of the tensors whose own values are stored; none where no warning is due."""
+        if self._topology.rank != 0 or self._has_warned:
+            return {}
+        replaced = {id(tensor) for tensor, _ in self._all_own()}
+        module = self._replicas.module
+        named = [(name, local(tensor)) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
+        return {name: int(print_of(tensor)) for name, tensor in named if id(tensor) in replaced}
+
+    def _warn_of_writes(self) -> None:
+        """Warn once of averaged values that were written to, because this rank's own values replace them."""
+        if not self._averaged:
+            return
+        self._replicas.have_written()  # or the module's parameters may be gathered ones
+        now, before = self._checksums(), self._averaged
+        written = [name for name, checksum in now.items() if before.get(name, checksum) != checksum]
+        if written:
+            self._has_warned = True
+            more = f" and {len(written) - 5} more" if len(written) > 5 else ""
+            warnings.warn(
+                f"{', '.join(written[:5])}{more}: what was written to the averaged model, in a hook of a validation or"
+                " a save, is undone, because training continues from each node's own values. Write in a training hook,"
+                " such as on_train_batch_start; leave buffers out of average_buffers",
+                stacklevel=3,
+            )
 
     def forget(self) -> None:
         """End the run, perhaps inside of :meth:`enter`: the module keeps what it holds now."""
-        self._depth, self._own, self._own_others, self._nonfinite = 0, [], [], []
+        self._depth, self._own, self._own_others, self._nonfinite, self._averaged = 0, [], [], [], {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -237,7 +243,7 @@ class AveragedModel:
     def own_values(self) -> dict[int, Tensor]:
         """Return this rank's own values, by the tensor's ``id``, where the module holds averaged ones instead."""
         self._find_buffers()
-        return {id(tensor): own.now(tensor) for tensor, own in self._all_own()}
+        return {id(tensor): own.values for tensor, own in self._all_own()}
 
     def _all_own(self) -> Iterator[tuple[Tensor, _Own]]:
         for scheme, owns in zip(self._schemes, self._own, strict=False):

@@ -17,7 +17,6 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.averaged_model import AveragedModel
-from lightning_hiercomm.run.hook_writes import HookWrites
 from lightning_hiercomm.run.losses import EpochLoss
 from lightning_hiercomm.run.optimizer_steps import Collectives, OptimizerSteps
 from lightning_hiercomm.run.replicas import Replicas
@@ -54,7 +53,6 @@ class TrainingRun:
     Attributes:
         schemes: One per optimizer, in their order.
         averaged_model: Writes the averaged model to the module.
-        hook_writes: The same in a validation and a checkpoint, during which hooks may write to parameters.
         schedules: Saves and restores the schemes.
         loss: The mean loss of the epoch, which some schemes follow.
         optimizer_steps: Watches the optimizers' steps.
@@ -105,7 +103,6 @@ class TrainingRun:
         if isinstance(self.gradients, PhasedGradients):
             self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
         self.averaged_model = AveragedModel(self.schemes, replicas, topology)
-        self.hook_writes = HookWrites(self.averaged_model, self.schemes, replicas, topology, self._restart_from_module)
         self.schedules = Schedules(self.schemes, replicas)
         follows_loss = bool(self.schemes) and self.schemes[0].config.watches_loss
         self.loss = EpochLoss(follows_loss, topology, replicas.device)
@@ -170,12 +167,6 @@ class TrainingRun:
         check_equal_layouts(held, self.topology.world, self.replicas.device)
         for scheme, replica in zip(self.schemes, held, strict=True):
             scheme.follow(replica)
-
-    def _restart_from_module(self) -> None:
-        self.begin_from_module()
-        self.remember_values()
-        if self._uncounted is not None:
-            self._uncounted.begin(self._known)
 
     def go_on_from_module(self) -> None:
         """Continue from what the module holds, which the schemes have not seen and may differ between nodes."""
@@ -345,7 +336,6 @@ class TrainingRun:
     def close(self, timeout: float) -> None:
         """End background threads, also after an error. Not collective."""
         self.is_closed = True
-        self.hook_writes.forget()
         self.averaged_model.forget()
         self.optimizer_steps.close()
         if self._uncounted is not None:

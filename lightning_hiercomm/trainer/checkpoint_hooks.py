@@ -47,7 +47,7 @@ class CheckpointHooks(StrategyState):
             self._control.barrier()
         if model.is_asked_for or (run.has_finished and model.is_in_module):
             return dump()
-        with model() if run.has_finished else run.hook_writes.saving(self._broadcast_tensors):
+        with model():
             checkpoint = dump()
             if not model.holds_own_values:
                 return checkpoint

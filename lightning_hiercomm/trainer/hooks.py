@@ -280,14 +280,14 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         if self.batches is not None:
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
-            self._run.hook_writes.begin_validation()
+            self._run.averaged_model.enter()
             if self._settings.health.on_nonfinite == "skip":
                 # callbacks' averages may replace the parameters before this rank recovers
                 self._run.averaged_model.stand_in(heal_averages(self._module.trainer))
 
     def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights
-        if self._run_or_none is not None and self._run.hook_writes.is_validating:
-            self._run.hook_writes.end_validation(self._broadcast_tensors)
+        if self._run_or_none is not None and self._run.averaged_model.is_asked_for:
+            self._run.averaged_model.leave()
 
     # ---- the fit ends --------------------------------------------------------------------------------------------
 

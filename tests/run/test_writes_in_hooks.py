@@ -1,9 +1,9 @@
-"""Parameters that hooks write during a validation or a save are kept on all ranks, as DDP keeps them."""
+"""What hooks write over the averaged model, in a validation or a save, is undone, unless callbacks swap back."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,39 +13,31 @@ import pytest
 import torch
 from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from pairwise import requested
 from problems import one_trainer, warnings_with
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
-from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values
+from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync
-from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation
 
 SCHEMES = {
     "all_reduce": AllReduce,
-    "periodic": partial(PeriodicAveraging, 4),
-    "every step": partial(PeriodicAveraging, 1),
-    "daso": partial(DASO, 2, warmup_epochs=0, cooldown_epochs=0),
-    "eq1": partial(ParameterSync, schedule=4, staleness=2, merge="eq1"),
-    "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
+    "periodic": partial(PeriodicAveraging, 3),
+    "daso": partial(DASO, 3, warmup_epochs=0, cooldown_epochs=0),
+    "diloco": partial(DiLoCo, 3),
     "gossip": partial(Gossip, segments=2),
-    "overlapped gossip": partial(Gossip, segments=2, overlap=True),
-    "diloco": partial(DiLoCo, 4),
-    "streaming": partial(DiLoCo, 4, fragments=2, staleness=1, keep_local=0.5),
-    "noloco": partial(ParameterSync, schedule=4, reducer=RandomPermutation(), merge=OuterOptimizer()),
+    "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
 }
+WARNED = "what was written to the averaged model"
 
 
 class Written(pl.LightningModule):
     """Trains ``moves`` towards the rank; ``still`` is trained, too, but has a learning rate of zero.
 
     Args:
-        writes: What is written in the validation of each number.
+        writes: What is written in the validation, or the save, of each number.
     """
 
     def __init__(self, writes: dict[int, str]) -> None:
@@ -58,6 +50,7 @@ class Written(pl.LightningModule):
         self.validations = 0
         self.validated: dict[str, torch.Tensor] = {}
         self.before: dict[str, torch.Tensor] = {}
+        self.is_synchronized = False
         self.report: dict[int, Any] = {}
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -66,7 +59,7 @@ class Written(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.norm(batch + self.global_rank)
         if self.validated:
-            self.report[self.validations] = self.before, self.validated, self.after
+            self.report[self.validations] = self.is_synchronized, self.before, self.validated, self.after
             self.validated = {}
         return (self.moves - self.global_rank - 1).square().sum() + self.still.square().sum()
 
@@ -77,6 +70,7 @@ class Written(pl.LightningModule):
         with torch.no_grad():
             self.teacher.fill_(10.0 * self.global_rank)
         self.before = self.state()
+        self.is_synchronized = self.trainer.strategy.schemes[0].state.is_synchronized
 
     def write(self, hook: str) -> None:
         """Write what belongs to the present validation in this hook."""
@@ -88,14 +82,10 @@ class Written(pl.LightningModule):
             self.still.data = torch.full_like(self.still, value)
         elif (how, hook) == ("state", "on_validation_epoch_start"):
             self.load_state_dict({**self.state_dict(), "still": torch.full((3,), value)})
-        elif (how, hook) == ("rank 0 alone", "on_validation_end") and self.global_rank == 0:
-            self.still.data.fill_(value)
-        elif (how, hook) == ("by rank", "on_validation_end"):
-            self.still.data.fill_(value + self.global_rank)
         elif (how, hook) == ("statistics", "on_validation_end"):
             self.norm.running_mean.fill_(value)
         elif (how, hook) == ("teacher", "on_validation_end"):
-            self.teacher.fill_(value)
+            self.teacher.data.fill_(value)
 
     def on_validation_start(self) -> None:
         self.validations += not self.trainer.sanity_checking
@@ -124,127 +114,59 @@ class Written(pl.LightningModule):
         return DataLoader(torch.zeros(self.trainer.world_size, 1))
 
 
-class Restores(pl.Callback):
-    """A callback that puts weights back in its hooks."""
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: Written) -> None:
-        pl_module.write("a callback's on_validation_end")
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: Written) -> None:
-        if not trainer.sanity_checking:
-            pl_module.validations += 1
-            pl_module.write("a callback's on_validation_start")
-            pl_module.validations -= 1
-
-
 WRITES = {
     2: "on_validation_start",
-    3: "state",
-    4: "data",
-    5: "on_validation_end",
-    6: "a callback's on_validation_start",
-    7: "a callback's on_validation_end",
-    9: "rank 0 alone",
-    10: "by rank",
-    11: "statistics",
-    12: "teacher",
-    13: "on_validation_epoch_end",
+    3: "on_validation_end",
+    4: "state",
+    5: "data",
+    7: "on_validation_end",
+    8: "statistics",
+    10: "teacher",
 }
-ALIKE = [number for number, how in WRITES.items() if how not in ("rank 0 alone", "by rank", "statistics", "teacher")]
 
 
-def _program(ranks_per_node: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
+def _program(folder: Path) -> dict[str, Any]:
     said = {}
-    for name in names:
-        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=ranks_per_node)
+    for name, scheme in SCHEMES.items():
         module = Written(WRITES)
-        more = {"max_epochs": 1, "val_check_interval": 2, "callbacks": [Restores()], "num_sanity_val_steps": 1}
-        with warnings_with("in a validation hook") as warned:
-            one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
-        said[name] = {"report": module.report, "end": module.state(), "warned": warned}
+        strategy = HierarchicalStrategy(scheme(), ranks_per_node=1)
+        with warnings_with(WARNED) as warned:
+            one_trainer(folder, devices=2, strategy=strategy, max_epochs=1, val_check_interval=2).fit(module)
+        said[name] = {"report": module.report, "warned": warned}
     return said
 
 
 @pytest.fixture(scope="module")
-def ranks(borrow: Any, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return borrow(partial(_program, 1, _requested(request)), 2)
+def ranks(borrow: Any) -> list[dict[str, Any]]:
+    return borrow(_program, 2)
 
 
-def _requested(request: pytest.FixtureRequest) -> list[str]:
-    return [name for name in SCHEMES if (name,) in requested(request, "name")]
-
-
-VARIANTS = {"every step", "eq1", "overlapped gossip", "streaming"}
-
-
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIANTS)) for name in SCHEMES])
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-def test_equal_writes_in_a_validation_hook_are_kept(ranks, name):
+@pytest.mark.parametrize("name", SCHEMES)
+def test_training_continues_from_own_values_after_writes_in_a_validation(ranks, name):
     for rank in ranks:
-        for number in ALIKE:
-            _, _, after = rank[name]["report"][number]
-            assert after["still"].tolist() == [10.0 * number] * 3, WRITES[number]
-        assert rank[name]["end"]["still"].tolist() == [130.0] * 3
-
-
-def test_all_ranks_go_on_from_the_validated_model_after_a_write(ranks, name):
-    one, other = (rank[name]["report"] for rank in ranks)
-    for number in [*ALIKE, 9, 10]:
-        for _, validated, after in (one[number], other[number]):
-            assert torch.equal(after["moves"], validated["moves"])
-        assert torch.equal(one[number][2]["moves"], other[number][2]["moves"])
-
-
-def test_where_ranks_write_other_values_those_of_rank_0_are_kept(ranks, name):
-    for number in (9, 10):
-        for rank in ranks:
-            assert rank[name]["report"][number][2]["still"].tolist() == [10.0 * number] * 3
-    first, other = (rank[name]["warned"] for rank in ranks)
-    assert len(first) == 2
-    assert all("ranks wrote different values to parameters in a validation hook (still)" in text for text in first)
-    assert other == []
-
-
-def test_without_a_write_each_rank_goes_on_from_its_own(ranks, name):
-    for rank in ranks:
-        for number in (1, 8, 14):
-            before, _, after = rank[name]["report"][number]
+        undone = 0
+        for number, (is_synchronized, before, _, after) in rank[name]["report"].items():
             assert before.keys() == after.keys()
-            assert all(torch.equal(before[key], after[key]) for key in before)
+            undone += not is_synchronized and number in WRITES
+            for key in before:
+                if key != "still" or not is_synchronized:
+                    assert torch.equal(before[key], after[key]), (number, key)
+        assert undone >= 2
 
 
-def test_statistics_written_in_a_validation_hook_are_kept(ranks, name):
+@pytest.mark.parametrize("name", ["periodic", "diloco"])
+def test_a_write_right_after_a_synchronization_stays(ranks, name):
     for rank in ranks:
-        before, _, after = rank[name]["report"][11]
-        assert after["norm.running_mean"].tolist() == [110.0]
-        assert torch.equal(before["moves"], after["moves"])
+        is_synchronized, _, _, after = rank[name]["report"][3]
+        assert is_synchronized
+        assert after["still"].tolist() == [30.0] * 3
 
 
-def test_a_teacher_written_in_a_validation_hook_is_kept(ranks, name):
-    for rank in ranks:
-        before, _, after = rank[name]["report"][12]
-        assert after["teacher"].tolist() == [120.0] * 2
-        assert torch.equal(before["moves"], after["moves"])
-
-
-def test_all_ranks_of_a_node_keep_the_written_values(borrow):
-    for rank in borrow(partial(_of_nodes, {2: "on_validation_end", 3: "rank 0 alone"}), 4):
-        for said in rank.values():
-            for number in (2, 3):
-                assert said["report"][number][2]["still"].tolist() == [10.0 * number] * 3
-
-
-def _of_nodes(writes: dict[int, str], folder: Path) -> dict[str, Any]:
-    said = {}
-    for name in ("all_reduce", "periodic"):
-        module = Written(writes)
-        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=2)
-        one_trainer(folder, devices=4, strategy=strategy, max_steps=9, val_check_interval=2).fit(module)
-        said[name] = {"report": module.report}
-    return said
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rank_0_warns_once_of_undone_writes(ranks, name):
+    first, other = (rank[name]["warned"] for rank in ranks)
+    assert len(first) == 1
+    assert other == []
 
 
 class SwapsItself(Written):
@@ -271,7 +193,7 @@ def _swapped(folder: Path) -> list[tuple[Any, list[str]]]:
         strategy = HierarchicalStrategy(PeriodicAveraging(100, at_epoch_end=False), ranks_per_node=1)
         saves = ModelCheckpoint(folder / kind.__name__, every_n_train_steps=2, save_top_k=-1)
         more = {"max_steps": 9, "val_check_interval": 2, "callbacks": [saves, *averages], "enable_checkpointing": True}
-        with warnings_with("validation hook") as warned:
+        with warnings_with(WARNED) as warned:
             one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
         said.append((module.report, warned))
     return said
@@ -282,7 +204,7 @@ def test_weights_that_are_swapped_in_and_out_are_not_written(borrow):
         for report, warned in rank:
             assert warned == []
             assert len(report) == 4
-            for before, validated, after in report.values():
+            for _, before, validated, after in report.values():
                 assert torch.equal(before["moves"], after["moves"])
                 assert not torch.equal(validated["moves"], after["moves"])
 
@@ -312,185 +234,96 @@ def test_writes_in_a_sanity_check_or_outside_fit_are_kept(borrow):
         assert said == [[3.0] * 3, [4.0 + rank] * 3]
 
 
-def _saved_with_replicas(folder: Path) -> list[str]:
-    module = Written({2: "on_validation_start"})
-    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=1, checkpoint_replicas=True)
-    saves = ModelCheckpoint(folder, monitor="val_loss", mode="max", save_top_k=-1)
-    more = {"max_steps": 9, "val_check_interval": 2, "callbacks": [saves], "enable_checkpointing": True}
-    with warnings_with("in a validation hook") as warned:
-        one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
-    return warned
-
-
-def test_a_replica_checkpoint_older_than_a_write_warns(borrow):
-    first, other = borrow(_saved_with_replicas, 2)
-    assert len(first) == 1
-    assert "were written in a validation hook (still) during which a checkpoint was saved" in first[0]
-    assert other == []
-
-
 class WrittenInSaves(Written):
-    """Writes in ``on_save_checkpoint``, with the number of the checkpoint for that of the validation."""
+    """Writes in ``on_save_checkpoint``."""
+
+    def on_train_batch_start(self, *_: object) -> None:
+        super().on_train_batch_start()
+        if self.trainer.global_step in (2, 4):
+            self.validations += 1
+            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"{self.validations}.ckpt")
+            self.after = self.state()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.validated = self.state()
         self.write("on_save_checkpoint")
-        for hook in ("on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end"):
-            self.write(hook)
 
 
-class Saves(pl.Callback):
-    """Saves a checkpoint after every second batch, and writes in its own hook."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: Written, batch: torch.Tensor, batch_idx: int
-    ) -> None:
-        if batch_idx % 2 == 0 and batch_idx > 0:
-            pl_module.validations += 1
-            trainer.save_checkpoint(self.folder / f"{pl_module.validations}.ckpt")
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Written, checkpoint: dict[str, Any]) -> None:
-        pl_module.write("a callback's on_save_checkpoint")
+def _saving_program(folder: Path) -> dict[str, Any]:
+    module = WrittenInSaves({2: "on_save_checkpoint"})
+    strategy = HierarchicalStrategy(PeriodicAveraging(100), ranks_per_node=1)
+    with warnings_with(WARNED) as warned:
+        one_trainer(folder, devices=2, strategy=strategy, max_steps=6, limit_val_batches=0).fit(module)
+    saved = [torch.load(folder / f"{number}.ckpt", weights_only=True)["state_dict"] for number in (1, 2)]
+    return {"report": module.report, "warned": warned, "saved": saved}
 
 
-WRITES_IN_SAVES = {
-    2: "on_save_checkpoint",
-    3: "state",
-    4: "data",
-    5: "a callback's on_save_checkpoint",
-    7: "rank 0 alone",
-    8: "by rank",
-    9: "statistics",
-    10: "teacher",
-    12: "on_save_checkpoint",
-}
-
-
-def _saving_program(ranks_per_node: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
-    said = {}
-    for name in names:
-        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=ranks_per_node)
-        module, place = WrittenInSaves(WRITES_IN_SAVES), folder / name
-        more = {"devices": 2, "max_epochs": 1, "limit_val_batches": 0, "callbacks": [Saves(place)]}
-        with warnings_with("on_save_checkpoint") as warned:
-            one_trainer(folder, strategy=strategy, **more).fit(module)
-        files = {n: torch.load(place / f"{n}.ckpt", weights_only=True)["state_dict"] for n in (1, *WRITES_IN_SAVES)}
-        said[name] = {"report": module.report, "end": module.state(), "warned": warned, "files": files}
-    return said
-
-
-@pytest.fixture(scope="module")
-def saving_ranks(borrow: Any, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return borrow(partial(_saving_program, 1, _requested(request)), 2)
-
-
-def test_equal_writes_in_on_save_checkpoint_are_kept(saving_ranks, name):
-    for rank in saving_ranks:
-        for number in (2, 3, 4, 5, 12):
-            _, saved, after = rank[name]["report"][number]
-            assert after["still"].tolist() == [10.0 * number] * 3, WRITES_IN_SAVES[number]
-            assert torch.equal(after["moves"], saved["moves"])
-        assert rank[name]["end"]["still"].tolist() == [120.0] * 3
-
-
-def test_a_checkpoint_holds_the_values_that_rank_0_writes_while_saving(saving_ranks, name):
-    files = saving_ranks[0][name]["files"]
-    for number in (2, 3, 5, 7, 8, 12):  # torch saves what is written to the tensors that it has collected
-        assert files[number]["still"].tolist() == [10.0 * number] * 3, WRITES_IN_SAVES[number]
-    assert files[4]["still"].tolist() == [30.0] * 3
-    assert files[9]["norm.running_mean"].tolist() == [90.0]
-    assert files[10]["teacher"].tolist() == [100.0] * 2
-
-
-def test_where_ranks_write_other_values_in_a_save_rank_0_counts(saving_ranks, name):
-    one, other = (rank[name]["report"] for rank in saving_ranks)
-    for number in (7, 8):
-        assert one[number][2]["still"].tolist() == other[number][2]["still"].tolist() == [10.0 * number] * 3
-        assert torch.equal(one[number][2]["moves"], other[number][2]["moves"])
-    first, second = (rank[name]["warned"] for rank in saving_ranks)
-    assert len(first) == 2
-    assert all("ranks wrote different values to parameters in on_save_checkpoint (still)" in text for text in first)
-    assert second == []
-
-
-def test_a_save_without_a_write_changes_nothing(saving_ranks, name):
-    for rank in saving_ranks:
-        for number in (1, 6, 11, 13):
-            before, _, after = rank[name]["report"][number]
+def test_writes_in_on_save_checkpoint_reach_the_file_alone(borrow):
+    said = borrow(_saving_program, 2)
+    for rank in said:
+        assert rank["report"].keys() == {1, 2}
+        for _, before, saved, after in rank["report"].values():
             assert all(torch.equal(before[key], after[key]) for key in before)
+            assert not torch.equal(before["moves"], saved["moves"])
+    assert [state["still"].tolist() for state in said[0]["saved"]] == [[0.0] * 3, [20.0] * 3]
+    assert [len(rank["warned"]) for rank in said] == [1, 0]
 
 
-def test_buffers_and_teachers_written_in_a_save_are_kept(saving_ranks, name):
-    for rank in saving_ranks:
-        for number in (9, 10):
-            before, _, after = rank[name]["report"][number]
-            assert torch.equal(before["moves"], after["moves"])
-        assert rank[name]["report"][9][2]["norm.running_mean"].tolist() == [90.0]
-        assert rank[name]["report"][10][2]["teacher"].tolist() == [100.0] * 2
+def _validated(topology: Topology, scheme: Any, write: Callable[[nn.Module], None], **more: Any) -> list[Any]:
+    """Return what a module holds after a validation that writes to it, in its second step, and after twelve steps."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(module.weight)
+    module.register_buffer("best", torch.zeros(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    run = TrainingRun(scheme, Replicas(module, [optimizer], **more), topology)
+    try:
+        run.begin(1, 12)
+        run.begin_epoch(0, dict)
+        for step in range(12):
+
+            def train() -> None:
+                module.weight.grad = torch.full_like(module.weight, -1.0 - topology.rank)
+                optimizer.step()
+
+            run.step(optimizer, train)
+            if step == 1:
+                before = module.weight.item()
+                with torch.inference_mode(), run.averaged_model():  # in which Lightning validates with nccl
+                    write(module)
+                held = module.weight.item() - before, module.best.tolist()
+        run.finish()
+        return [*held, module.weight.item()]
+    finally:
+        run.close(timeout=5.0)
 
 
-def test_ranks_of_one_node_keep_values_written_while_saving(borrow):
-    for rank in borrow(partial(_saving_program, 2, ["all_reduce", "periodic"]), 2):
-        for said in rank.values():
-            for number in (2, 3, 4, 5, 7, 8, 12):
-                assert said["report"][number][2]["still"].tolist() == [10.0 * number] * 3
+@pytest.mark.parametrize("name", ["periodic", "diloco", "steps_delay"])
+def test_training_continues_after_a_write_in_inference_mode(name):
+    def work(topology: Topology) -> tuple[Any, Any]:
+        return [_validated(topology, SCHEMES[name](), write) for write in (_fill_weight, lambda module: None)]
+
+    with pytest.warns(UserWarning, match=f"weight: {WARNED}"):
+        ranks = on_ranks(work, [[0], [1]])
+    for written, as_it_is in ranks:
+        assert written == as_it_is
+        assert written[0] == 0.0
 
 
-@pytest.mark.parametrize("scheme", ["periodic", "diloco", "steps_delay"])
-def test_training_goes_on_after_a_write_in_inference_mode(scheme):
-    """In which Lightning validates with nccl."""
-
-    def work(topology: Topology) -> list[float]:
-        module = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(module.weight)
-        module.register_buffer("bank", torch.zeros(1))
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(SCHEMES[scheme](), Replicas(module, [optimizer]), topology)
-        try:
-            run.begin(1, 12)
-            run.begin_epoch(0, dict)
-            for step in range(12):
-
-                def train() -> None:
-                    module.weight.grad = torch.full_like(module.weight, -1.0 - topology.rank)
-                    optimizer.step()
-
-                run.step(optimizer, train)
-                if step == 5:
-                    with torch.inference_mode():
-                        run.hook_writes.begin_validation()
-                        module.weight.data.fill_(100.0)
-                        run.hook_writes.end_validation(lambda tensors: broadcast_values(tensors, topology.world))
-                    assert module.weight.item() == 100.0
-                    module.bank = torch.zeros(2 + topology.rank)
-            run.finish()
-            return module.weight.flatten().tolist()
-        finally:
-            run.close(timeout=5.0)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        one, other = on_ranks(work, [[0], [1]])
-    assert one == other
-    assert one[0] > 105.0
+def _fill_weight(module: nn.Module) -> None:
+    module.weight.data.fill_(100.0)
 
 
-def test_elastic_nodes_undo_writes_in_hooks_and_warn():
-    def work(own: Topology) -> float:
-        topology, module = ElasticTopology(own), nn.Linear(1, 1, bias=False)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(PeriodicAveraging(2), Replicas(module, [optimizer]), topology)
-        try:
-            before = module.weight.item()
-            run.hook_writes.begin_validation()
-            module.weight.data.fill_(100.0)
-            with pytest.warns(UserWarning, match=r"written to parameters in a validation hook \(weight\) is undone"):
-                run.hook_writes.end_validation(lambda tensors: None)
-            return module.weight.item() - before
-        finally:
-            run.close(timeout=5.0)
+@pytest.mark.parametrize("average_buffers", [True, False])
+def test_a_buffer_written_in_a_validation_stays_if_it_is_not_averaged(average_buffers):
+    def write(module: nn.Module) -> None:
+        module.best = module.best + torch.tensor([1.0, 2.0])
+        module.best.copy_(module.best.flip(0))
 
-    assert on_ranks(work, [[0]]) == [0.0]
+    def work(topology: Topology) -> list[Any]:
+        return _validated(topology, PeriodicAveraging(5), write, average_buffers=average_buffers)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ranks = on_ranks(work, [[0], [1]])
+    assert [best for _, best, _ in ranks] == [[0.0, 0.0] if average_buffers else [2.0, 1.0]] * 2
+    assert [str(each.message).partition(":")[0] for each in caught] == ["best"] * average_buffers
