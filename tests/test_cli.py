@@ -134,8 +134,8 @@ def strategy(tmp_path):
 
 def test_grouped_options_from_yaml_and_from_the_command_line(strategy):
     text = PERIODIC.replace("ranks_per_node: 1", "health:\n        hang_timeout: 60")
-    built = strategy(text, args=["--trainer.strategy.init_args.health.on_nonfinite=skip"])
-    assert built._settings.health == Health("skip", 60.0)  # noqa: SLF001
+    built = strategy(text, args=["--trainer.strategy.init_args.health.on_nonfinite=ignore"])
+    assert built._settings.health == Health("ignore", 60.0)  # noqa: SLF001
     assert strategy(PERIODIC)._settings.health == Health()  # noqa: SLF001
 
 

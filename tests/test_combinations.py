@@ -39,23 +39,6 @@ def test_an_exchange_in_flight_at_an_epochs_end_is_merged_before_the_next(merge,
     check(Combination("parameter_sync", _parameter_sync(3, 2, merge), wire=wire, resume=7, looks=(7,)))
 
 
-def test_repairing_a_node_does_not_mix_with_a_pending_exchange():
-    diloco = (("sync_every", 5), ("outer_optimizer", "adam"), ("fragments", 3), ("staleness", 1), ("gradients", "node"))
-    for _ in range(10):
-        check(
-            Combination(
-                "parameter_sync",
-                _parameter_sync(2, 2, "sgd"),
-                "2x2",
-                two=True,
-                policy="skip",
-                nonfinite=(3, 0),
-                steps=4,
-            )
-        )
-        check(Combination("diloco", diloco, "3+1", policy="skip", nonfinite=(0, 0), skip=(11, 0), epochs=3, steps=4))
-
-
 @pytest.mark.parametrize("resume", [None, 5])
 @pytest.mark.parametrize("nodes", ["1+1", "2x2", "3+1"])
 def test_a_server_counts_steps_per_parameter(nodes, resume):

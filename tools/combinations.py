@@ -2,9 +2,9 @@
 
 ``--random 5000 --seed 1`` draws combinations, each from its own number; ``--only 1234`` repeats one of them. Ranks are
 threads, so a combination takes milliseconds. Its parameters are compared with a calculation in float64, in one process
-without buckets and wires, which shares no code with the schemes. If numbers must differ from it (encoded payloads,
-non-finite nodes), the ranks of a node must still be equal at all times, and all ranks at the end. Reading the averaged
-model and resuming from a file must change no bit.
+without buckets and wires, which shares no code with the schemes. If numbers must differ from it (encoded payloads),
+the ranks of a node must still be equal at all times, and all ranks at the end. Reading the averaged model and resuming
+from a file must change no bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,6 @@ from lightning_hiercomm.schemes import (
     Staggered,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate
 
 Vectors = dict[int, Tensor]
@@ -129,7 +128,6 @@ class Combination:
         buffer: Float buffers: none, ``"statistics"`` or ``"mask"``, which holds -inf.
         state: Whether the optimizer's state is averaged.
         policy: ``on_nonfinite``.
-        nonfinite: Step and rank of a gradient that is NaN.
         unfreeze: Before which step a parameter that was frozen is trained.
         freeze: Before which step one is frozen.
         again: Before which step that one is trained again.
@@ -158,7 +156,6 @@ class Combination:
     buffer: str | None = None
     state: bool = False
     policy: str = "ignore"
-    nonfinite: tuple[int, int] | None = None
     unfreeze: int | None = None
     freeze: int | None = None
     again: int | None = None
@@ -322,9 +319,7 @@ def drawn(number: int) -> Combination:
             arguments["warmup_steps"] = arguments["delay"] * total
         combination = replace(combination, clamp=0.4, arguments=tuple(arguments.items()))
     if len(nodes) > 1 and kind != "all_reduce" and chance(0.3):
-        combination = replace(combination, policy=draw.choice(["skip", "raise"]))
-        if chance(0.5):
-            combination = replace(combination, nonfinite=(draw.randrange(total), draw.randrange(ranks)))
+        combination = replace(combination, policy="raise")
     if kind != "all_reduce" and chance(0.2):
         combination = replace(combination, skip=(draw.randrange(total), draw.randrange(len(nodes))))
     if kind in ("periodic", "diloco") and chance(0.4):
@@ -438,14 +433,8 @@ def goes_together(c: Combination) -> bool:
         return False
     if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
         return False  # refused after its warm-up
-    if c.nonfinite is not None and c.warmup and c.synchronous_steps >= c.total:
-        return False  # AllReduce checks every tenth step: such a short run ends as DDP's
-    if c.warmup and c.policy == "skip":
-        return False  # refused: a gradient that is not finite reaches all nodes
     if c.skip is not None and c.skip[0] < c.synchronous_steps:
         return False  # then all nodes skip
-    if c.nonfinite is not None and c.policy == "ignore":
-        return False  # then a NaN reaches everybody
     parts = c.argument("fragments")
     if isinstance(parts, int) and c.dtype in _DTYPES and c.argument("staleness"):
         most = parts + len(set(_DTYPES[c.dtype])) - 1  # one more for each further type
@@ -576,8 +565,6 @@ def _one_step(
 
         def gradient(x: Tensor, target: Tensor = target, half: Rank = half) -> Tensor:
             flat = x - target.to(x.dtype)
-            if x.numel() and (step, topology.rank) == c.nonfinite:
-                flat[-1] = math.nan
             if c.buffer == "statistics":
                 shares = half.scheme.config.gradients != "none"  # then DDP gives a node one value
                 half.module.get_buffer("buffer").mul_(0.9).add_(0.1 * (topology.node if shares else topology.rank))
@@ -1221,10 +1208,6 @@ def check(c: Combination) -> None:
     Raises:
         AssertionError: If it is not.
     """
-    if c.nonfinite is not None and c.policy == "raise":
-        with suppress(NonfiniteError):
-            _check_equalities(c, run(c, resumes=False))  # what arrived just then may have taken the NaN's place
-        return
     records = run(c, resumes=False)
     _check_equalities(c, records)
     if c.looks:
@@ -1239,8 +1222,6 @@ def check(c: Combination) -> None:
 
 def tolerance_of(c: Combination) -> float | None:
     """How far a run may be from its reference; None: they are not to be compared."""
-    if c.nonfinite is not None:
-        return None
     if c.dtype == "mixed and narrow":
         return None
     parts = next((value for name, value in c.arguments if name in ("fragments", "segments")), 1)
@@ -1274,7 +1255,7 @@ def _check_equalities(c: Combination, records: list[list[Record]]) -> None:
                 for step, (own, other) in enumerate(
                     zip(records[rank][half].trace, records[node[0]][half].trace, strict=True)
                 ):
-                    assert torch.equal(own, other) or own.isnan().any(), (
+                    assert torch.equal(own, other), (
                         f"after step {step} rank {rank} of a node holds {own.tolist()}, rank {node[0]} {other.tolist()}"
                     )
 
@@ -1285,8 +1266,7 @@ def _check_same(records: list[list[Record]], other: list[list[Record]], message:
             for step, (x, y) in enumerate(zip([*a.trace, a.end], [*b.trace, b.end], strict=True)):
                 assert x is not None
                 assert y is not None
-                same = torch.equal(x.nan_to_num(nan=123.0), y.nan_to_num(nan=123.0))
-                assert same, f"{message}: rank {rank} after step {step}: {x.tolist()} and {y.tolist()}"
+                assert torch.equal(x, y), f"{message}: rank {rank} after step {step}: {x.tolist()} and {y.tolist()}"
             if a.buffer is not None and b.buffer is not None:
                 assert torch.equal(a.buffer, b.buffer), f"{message}: rank {rank}'s buffer: {a.buffer} and {b.buffer}"
 

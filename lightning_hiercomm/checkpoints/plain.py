@@ -112,7 +112,7 @@ class Checkpoints:
         left_out = run.replicas.directions | run.replicas.per_rank
         numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
-        run.averaged_model.average_kept(numbers, ranks_are_equal)
+        run.averaged_model.means.average_kept(numbers, ranks_are_equal)
         checkpoint["state_dict"] = state_dict
 
     def check_places(self, places: Mapping[str, str], redrawn: str | None, topology: Topology) -> None:

@@ -37,11 +37,6 @@ class Feedback:
     sender: Tensor
     reducer: Tensor
 
-    def clear(self) -> None:
-        """Reset the residuals to zero."""
-        self.sender.zero_()
-        self.reducer.zero_()
-
     def multiply(self, factor: float) -> None:
         """Scale the residuals, because later values are scaled by the same factor."""
         streams.keep_here(self.sender, self.reducer)

@@ -18,7 +18,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.nodes.versions import version_of
 from lightning_hiercomm.run.means import RankMeans
-from lightning_hiercomm.run.replicas import Replicas, has_mean
+from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
@@ -53,8 +53,6 @@ class AveragedModel:
     Attributes:
         barrier: Called before ranks exchange anything for the averaged model. It keeps a rank that asks for the
             averaged model alone from exchanging data with ranks that train.
-        is_left_out: Whether averages that callbacks keep on this rank were non-finite at the end of the run. Then they
-            are excluded from the mean over ranks.
         has_found_unequal: Called with the names of tensors that stay each rank's own, when there are more of them.
     """
 
@@ -65,11 +63,9 @@ class AveragedModel:
         self.means = RankMeans(schemes, replicas, topology)
         self._own: list[list[_Own] | None] = []  # of each scheme's tensors, where the module holds averaged ones
         self._own_others: list[tuple[Tensor, _Own]] = []  # of tensors that no scheme exchanges
-        self._nonfinite: list[tuple[Tensor, Tensor]] = []  # tensors of callbacks, and their values before
         self._averaged: dict[str, int] = {}  # checksums of averaged values that replace this rank's own ones
         self._has_warned = False
         self._depth = 0
-        self.is_left_out = False
         self.barrier: Callable[[], None] = lambda: None
         self.has_found_unequal: Callable[[Collection[str]], None] = lambda names: None
 
@@ -135,8 +131,6 @@ class AveragedModel:
             differing = self.means.differing_others(written=list(chain(*averaged)))
             self._own_others = [(t, _Own(t.detach().clone(), version_of(t))) for t in differing]
             self.means.average(differing)
-            if self.means.skips_nonfinite:  # a teacher that followed a non-finite student keeps the mean
-                self._own_others = [(tensor, own) for tensor, own in self._own_others if has_mean(own.values)]
             self._replicas.have_written()
             self._averaged = self._checksums()
 
@@ -169,14 +163,6 @@ class AveragedModel:
         for scheme in self._schemes:
             scheme.replica.find_buffers()
 
-    def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
-        """Average what callbacks keep, without ranks whose own values are non-finite. Collective."""
-        self.means.average_without(tensors, equal_in_node, is_left_out=bool(self._nonfinite) or self.is_left_out)
-
-    def stand_in(self, replaced: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Register averages of callbacks whose non-finite values were replaced, to put them back in :meth:`leave`."""
-        self._nonfinite.extend(replaced)
-
     def leave(self) -> None:
         """Write this rank's own parameters back, at the end of the outermost :meth:`enter`."""
         self._depth = max(0, self._depth - 1)
@@ -186,9 +172,7 @@ class AveragedModel:
             with torch.no_grad():
                 for tensor, own in self._all_own():
                     own.put_back(tensor)
-                for tensor, values in self._nonfinite:
-                    tensor.copy_(values)
-            self._own, self._own_others, self._nonfinite = [], [], []
+            self._own, self._own_others = [], []
             self._replicas.have_written()
 
     @torch.no_grad()
@@ -220,7 +204,7 @@ class AveragedModel:
 
     def forget(self) -> None:
         """End the run, perhaps inside of :meth:`enter`: the module keeps what it holds now."""
-        self._depth, self._own, self._own_others, self._nonfinite, self._averaged = 0, [], [], [], {}
+        self._depth, self._own, self._own_others, self._averaged = 0, [], [], {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -268,7 +252,7 @@ class AveragedModel:
         whole = self._replicas.whole()
         if not whole.held.shares:
             # the mean of equal values may differ in the last bit
-            self.average_kept(self.means.differing(whole.tensors))
+            self.means.average_kept(self.means.differing(whole.tensors))
         else:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks with shards of a model differ inside their node, but not from the same ranks of other nodes

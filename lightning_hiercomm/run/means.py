@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.nodes.checksums import print_of
@@ -17,17 +17,12 @@ from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 
 class RankMeans:
-    """Averages tensors over all ranks, over finite ones only with ``on_nonfinite="skip"``."""
+    """Averages tensors over all ranks."""
 
     def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
         self._schemes = schemes
         self._replicas = replicas
         self._topology = topology
-
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether ranks with non-finite values are left out of a mean."""
-        return any(scheme.guard.policy.on_nonfinite == "skip" for scheme in self._schemes)
 
     @outside_autocast()
     def average_differing(self, tensors: Sequence[Tensor]) -> None:
@@ -61,46 +56,22 @@ class RankMeans:
             return []
         lack = torch.tensor([int(not has_mean(tensor)) for tensor in differing], device=self._replicas.device)
         self._topology.world.all_reduce(lack, op="max").wait()
-        left_out = [bool(lacks) for lacks in lack.tolist()]
-        if self.skips_nonfinite:  # the mean of parameters is that of the finite ones
-            left_out = [out and not isinstance(t, nn.Parameter) for out, t in zip(left_out, differing, strict=True)]
-        return [tensor for tensor, out in zip(differing, left_out, strict=True) if not out]
+        return [tensor for tensor, lacks in zip(differing, lack.tolist(), strict=True) if not lacks]
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors that are the same on all ranks; unit vectors get the first rank's values. Collective."""
         with_mean, directions = self._replicas.parted(tensors)
-        self.average_without(with_mean)
+        self.average_kept(with_mean)
         broadcast_values(directions, self._topology.world)
 
     @outside_autocast()
-    def average_without(
-        self, tensors: Sequence[Tensor], equal_in_node: bool = False, is_left_out: bool = False
-    ) -> None:
-        """Average tensors without the non-finite ranks. Collective.
+    def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
+        """Average tensors with a mean, such as those that callbacks keep. Collective.
 
         Args:
             tensors: The same on all ranks.
             equal_in_node: Whether the ranks of a node are known to hold equal values.
-            is_left_out: Whether to leave this rank out, even if its tensors are finite now.
         """
-        if not tensors:
-            return
-        weights = self._weights_of_finite(tensors, is_left_out)
-        replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
-        ShardedAllReduce(replica, self._topology, weights=None if weights is None else lambda _: weights)()
-
-    @torch.no_grad()
-    def _weights_of_finite(self, tensors: Sequence[Tensor], is_left_out: bool) -> list[float] | None:
-        """Return the weights of ranks, where some are non-finite: 0 for these, whose tensors are zeroed. Collective."""
-        topology = self._topology
-        if not self.skips_nonfinite:
-            return None
-        is_finite = not is_left_out and all(bool(tensor.isfinite().all()) for tensor in tensors)
-        finite = topology.world.all_gather_object(is_finite)
-        if all(finite) or not any(finite):
-            return None
-        if not is_finite:
-            for tensor in tensors:
-                tensor.zero_()
-        weights = [weight * is_one for weight, is_one in zip(topology.weights, finite, strict=True)]
-        return [weight / sum(weights) for weight in weights]
+        if tensors:
+            replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
+            ShardedAllReduce(replica, self._topology)()

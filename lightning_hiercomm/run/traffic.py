@@ -19,7 +19,6 @@ def communication(
     """Return a rank's counters and the schemes' present values, without communication."""
     values = meter.snapshot() if meter is not None else {}
     values["synchronizations"] = float(sum(scheme.state.synchronizations for scheme in schemes))
-    values["nonfinite"] = float(sum(scheme.state.nonfinite for scheme in schemes))
     values["steps"] = float(sum(scheme.state.steps for scheme in schemes))
     for scheme in reversed(schemes):
         values.update(scheme.scalars())

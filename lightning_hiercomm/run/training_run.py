@@ -57,8 +57,6 @@ class TrainingRun:
         loss: The mean loss of the epoch, which some schemes follow.
         optimizer_steps: Watches the optimizers' steps.
         gradient_check: Compares gradients of ranks that share them.
-        after_healing: Called when this rank has replaced parameters that may have been non-finite. Returns other
-            non-finite tensors that it replaced, each with its previous values.
         knows_batches: Whether :meth:`end_batch` is called where batches end, or before every forward pass.
         has_begun: Whether training has begun in this process.
         has_finished: Whether the last step has been taken.
@@ -106,7 +104,6 @@ class TrainingRun:
         self.schedules = Schedules(self.schemes, replicas)
         follows_loss = bool(self.schemes) and self.schemes[0].config.watches_loss
         self.loss = EpochLoss(follows_loss, topology, replicas.device)
-        self.after_healing: Callable[[], Sequence[tuple[Tensor, Tensor]]] = lambda: ()
         self.has_begun = False
         self.has_finished = False
         self.is_closed = False
@@ -260,7 +257,6 @@ class TrainingRun:
 
         with autocast.left(), self.optimizer_steps.excused():
             result = scheme.step(run_and_check, last=last)
-            self._report_healing()
         return result
 
     def backward(self) -> AbstractContextManager[None]:
@@ -295,7 +291,6 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
-        self.averaged_model.is_left_out = bool(self._report_healing())
         self.has_finished = True
         self.schedules.keep_last()
         self.replicas.have_written()
@@ -325,13 +320,6 @@ class TrainingRun:
             replica = self.replicas.of(optimizer)
             check_equal_layouts([replica], self.topology.world, self.replicas.device)
             scheme.follow(replica)
-
-    def _report_healing(self) -> Sequence[tuple[Tensor, Tensor]]:
-        if not any(scheme.guard.has_healed for scheme in self.schemes):
-            return ()
-        for scheme in self.schemes:
-            scheme.guard.has_healed = False
-        return self.after_healing()
 
     def close(self, timeout: float) -> None:
         """End background threads, also after an error. Not collective."""

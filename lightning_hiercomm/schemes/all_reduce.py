@@ -27,9 +27,9 @@ class AllReduce(Scheme):
 
     Float buffers (BatchNorm statistics) are averaged before a validation or a checkpoint and at the end of the run.
 
-    A non-finite gradient reaches all ranks at once, as with DDP, so no node can be excluded. ``on_nonfinite="raise"``
-    checks the parameters after every tenth step and at the end of each epoch; ``"skip"`` raises an error. A gradient
-    scaler, as in ``precision="16-mixed"``, skips steps whose gradients overflow.
+    A non-finite gradient reaches all ranks at once, as with DDP. ``on_nonfinite="raise"`` checks the parameters after
+    every tenth step and at the end of each epoch. A gradient scaler, as in ``precision="16-mixed"``, skips steps whose
+    gradients overflow.
     """
 
     gradients = "world"
@@ -56,5 +56,5 @@ class RunningAllReduce(RunningScheme[AllReduce]):
     def end_epoch(self, loss: Tensor | None) -> None:
         self._check_parameters()
 
-    def _write_mean(self) -> bool:
-        return self._write_mean_of_buffers()
+    def _write_mean(self) -> None:
+        self._write_mean_of_buffers()

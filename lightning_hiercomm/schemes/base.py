@@ -151,7 +151,7 @@ class RunningScheme(Generic[S]):
         wire: The encoding of parameters between nodes.
         samples: Weighs nodes with unequal data in synchronizations; None if all ranks keep their weights.
         is_alone: Whether there is no other replica: one node, of one rank or of ranks that share their gradients.
-        guard: Averages, and finds and repairs values that are non-finite or differ inside a node.
+        guard: Averages, and reports values that are non-finite or differ inside a node.
     """
 
     phase: str = "training"
@@ -168,12 +168,10 @@ class RunningScheme(Generic[S]):
         self.wire = context.wire
         self.samples = context.samples
         self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
-        can_skip = config.gradients != "world"
         self.state = self._new_state()
         self.guard = NonFiniteGuard(
-            self.replica, topology, context.optimizer, context.policy, self.state, can_skip, self.is_alone, self.wire
+            self.replica, topology, context.optimizer, context.policy, self.state, self.is_alone, self.wire
         )
-        self.guard.follow(self.replica)
         self.backgrounds: list[Background] = []
 
     # ---- a run ---------------------------------------------------------------------------------------------------
@@ -343,15 +341,12 @@ class RunningScheme(Generic[S]):
     def after_step(self, last: bool) -> None:
         """Launch, collect or merge exchanges by the schedule; called after the user's step is counted."""
 
-    def _write_mean(self) -> bool:
-        """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks.
-
-        Returns:
-            Whether this rank was non-finite and received the others' mean: see :meth:`NonFiniteGuard.repair`.
-        """
+    def _write_mean(self) -> None:
+        """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks."""
         if self._in_first_phase:
-            return self._write_mean_of_buffers()
-        return self.guard.average(self.replica.buckets)
+            self._write_mean_of_buffers()
+        else:
+            self.guard.average(self.replica.buckets)
 
     @property
     def _in_first_phase(self) -> bool:
@@ -366,8 +361,8 @@ class RunningScheme(Generic[S]):
         if self.state.steps % _CHECK_EVERY == 0:
             self._check_parameters()
 
-    def _write_mean_of_buffers(self) -> bool:
-        return self.guard.average(self.replica.buckets_of_buffers)
+    def _write_mean_of_buffers(self) -> None:
+        self.guard.average(self.replica.buckets_of_buffers)
 
     def _check_parameters(self) -> None:
         if not self.is_alone:

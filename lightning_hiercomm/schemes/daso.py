@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -280,14 +279,8 @@ class RunningDASO(RunningParameterSync[DASO]):
             self._log(logging.INFO, f"{watched} stopped falling: {self._cycle}")
 
     def _summed(self, loss: Tensor | None) -> tuple[float, float]:
-        """Return the weighted sum of all ranks' losses and the sum of the weights of ranks with a loss. Collective.
-
-        With ``on_nonfinite="skip"``, ranks whose loss is not finite are excluded.
-        """
-        value = None if loss is None else float(loss)
-        if value is not None and self.guard.policy.on_nonfinite == "skip" and not math.isfinite(value):
-            value = None
-        weight, value = (0.0, 0.0) if value is None else (self.topology.rank_weight, value)
+        """Return the weighted sum of all ranks' losses and the sum of the weights of ranks with a loss. Collective."""
+        weight, value = (0.0, 0.0) if loss is None else (self.topology.rank_weight, float(loss))
         sums = torch.tensor([weight * value, weight], device=self.replica.device)
         self.topology.world.all_reduce(sums).wait()
         weighted, total = sums.tolist()

@@ -1,9 +1,10 @@
-"""Exchanges of fragments: launch, collect, merge, and repeat without ranks that are non-finite."""
+"""Exchanges of fragments: launch, collect and merge."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,6 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
-from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange
@@ -119,7 +119,7 @@ class Exchanger:
                 turn=lambda: 1 + state.fragments_sent // max(1, len(self.fragments)),
                 average_in_node=guard.average_in_node,
                 update_reference=self._reference.update,
-                check=guard.check,
+                check=partial(guard.check, weight=1.0),
             )
         normalizing = self._normalizing
         return ALL_REDUCERS[config.reducer](
@@ -152,33 +152,26 @@ class Exchanger:
 
     def average_buffers(self) -> None:
         """Replace float buffers by their mean over all ranks; blocks."""
-        if self._replica.buffers and self._guard.average(self._replica.buckets_of_buffers):
-            self._guard.reset_optimizer_state()
+        if self._replica.buffers:
+            self._guard.average(self._replica.buckets_of_buffers)
 
     # ---- waited for ----------------------------------------------------------------------------------------------
 
-    def run(self, fragments: Sequence[int]) -> bool:
-        """Exchange fragments, and float buffers if these are all fragments; wait for them and merge them.
-
-        Returns:
-            Whether this rank was excluded, because it was non-finite, and received the others' mean.
-        """
+    def run(self, fragments: Sequence[int]) -> None:
+        """Exchange fragments, and float buffers if these are all fragments; wait for them and merge them."""
         state, is_all = self._state, len(fragments) == len(self.fragments)
         if is_all:
             state.pending.drop()
         indexes = range(len(self.reducer.buckets)) if is_all else self._buckets_of(fragments)
-        verdict = self.reducer(state.steps, self._next_turn(), indexes, self._take)
+        self.reducer(state.steps, self._next_turn(), indexes, self._take)
         state.fragments_sent += len(fragments)
         if is_all and not self._buffers_with_parameters:
             self.average_buffers()
-        # after the buffers, because it sets the ranks over which the optimizer's state is averaged
-        was_excluded = self._recover(self.reducer, verdict, indexes)
         self._end_round(fragments)
         state.synchronizations += 1
         if is_all and self._reference.merge.makes_equal and self._config.averages_all_nodes:
             state.unsynchronized_steps = 0
             self._guard.average_optimizer_state()
-        return was_excluded
 
     def _take(self, bucket: Bucket, mean: Tensor) -> None:
         if any(bucket is of_buffers for of_buffers in self._replica.buckets_of_buffers):
@@ -200,12 +193,9 @@ class Exchanger:
             staleness: Steps until the next exchange is due.
         """
         state = self._state
-        if due is not None and due.verdict.is_nonfinite:  # repaired values are sent, so they are merged first
-            self._merge_up_to(None, due)
         sent = self._begin(outgoing, staleness) if outgoing else None
-        indexes = [] if due is None else [each.index for each in due.buckets]
         if due is not None:
-            due.verdict.wait()
+            self._overlapped.check(due.verdict, state.steps)
             self._end_round(due.fragments, due)  # before the next exchange updates the reference parameters
         waiting: deque[int] = deque()
         for index in self._buckets_of(outgoing):
@@ -218,8 +208,6 @@ class Exchanger:
             self._merge_up_to(None, due)
             state.synchronizations += 1
         self._send(waiting, sent)
-        if due is not None:
-            self._recover(self._overlapped, due.verdict, indexes)
 
     def overlap_elastic(
         self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int, admits: bool
@@ -270,10 +258,7 @@ class Exchanger:
             pending.arrived.wait()
             self._inbound.hands_out(pending.flat)
             bucket = self.reducer.buckets[pending.index]
-            if due.verdict.is_nonfinite:
-                bucket.unpack(pending.flat)
-            elif not due.verdict.is_flagged():
-                self._reference.merge(bucket, pending, due.staleness, pending.nodes)
+            self._reference.merge(bucket, pending, due.staleness, pending.nodes)
             if pending.index == last:
                 return
 
@@ -286,23 +271,6 @@ class Exchanger:
         pending.drop()
 
     # ---- for both ------------------------------------------------------------------------------------------------
-
-    def _recover(self, reducer: Reducer, verdict: Verdict, indexes: Sequence[int]) -> bool:
-        """Repeat an exchange that was flagged, with current values and without the ranks that cannot send; blocks.
-
-        Returns:
-            Whether this rank was excluded, because it was non-finite, and received the others' mean.
-        """
-        pending, reference = self._state.pending, self._reference
-        was_excluded = verdict.is_nonfinite  # its neighbors have sent their values already
-        if verdict.is_flagged():
-            pending.settle()  # the repair uses the communicators of pending exchanges
-            if not reference.merge.keeps_reference:
-                pending.drop()  # their values are about to be replaced
-            was_excluded = self._guard.repair(reducer, indexes, self._take, reference.update)
-        if was_excluded:
-            self._guard.reset_optimizer_state()
-        return was_excluded
 
     def _end_round(self, fragments: Sequence[int], arriving: PendingExchange | None = None) -> None:
         """Step the outer scheduler when all fragments have been received again."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.reducers.graphs import (
     DirectedExponential,
@@ -208,7 +207,7 @@ class RunningGossip(RunningScheme[Gossip]):
         if not self.config.overlap:
             self._merge()
 
-    def _write_mean(self) -> bool:
+    def _write_mean(self) -> None:
         """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
 
         A pending exchange (``overlap``) does not change the sum, and is merged when training continues.
@@ -221,7 +220,7 @@ class RunningGossip(RunningScheme[Gossip]):
         ]
         weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
         buckets = [bucket for bucket, _ in weighted]
-        return self.guard.average(buckets, lambda index: weighted[index][1])
+        self.guard.average(buckets, lambda index: weighted[index][1])
 
     def finish(self) -> None:
         super().finish()
@@ -232,8 +231,8 @@ class RunningGossip(RunningScheme[Gossip]):
 
     def _mix_and_step(self, optimizer_step: Callable[..., object] | None) -> None:
         """Merge the pending exchange, then step x with the gradients computed at z."""
-        was_nonfinite = self._merge()
-        if optimizer_step is None or was_nonfinite:  # a repaired node's gradients are stale
+        self._merge()
+        if optimizer_step is None:
             return
         weights, share = self.own_weights, self._share_of_updates
         z = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
@@ -262,21 +261,15 @@ class RunningGossip(RunningScheme[Gossip]):
 
     def _send(self) -> None:
         """Start to exchange all segments, one by one, so that packing, sending and broadcasting overlap."""
-        is_nonfinite = self.guard.check(self._segments)
-        verdict = Verdict(is_nonfinite=bool(is_nonfinite))
-        exchange = self.state.pending.start(
-            self.state.steps, self.state.steps + int(self.config.overlap), verdict=verdict
-        )
+        self.guard.check(self._segments, weight=max(self.own_weights, default=1.0))
+        exchange = self.state.pending.start(self.state.steps, self.state.steps + int(self.config.overlap))
         for index, weights in enumerate(self.state.weights):
-            exchange.buckets.append(
-                self._peers.start(index, self.state.steps, weights, self._background, is_nonfinite=is_nonfinite)
-            )
+            exchange.buckets.append(self._peers.start(index, self.state.steps, weights, self._background))
 
     @torch.no_grad()
-    def _merge(self) -> bool:
-        """Merge the last exchange segment by segment; return whether this node was non-finite and is repaired."""
+    def _merge(self) -> None:
+        """Merge the last exchange segment by segment."""
         node = self.topology.node
-        was_nonfinite = False
         for exchange in self.state.pending.take_all():
             while exchange.buckets:
                 pending = exchange.buckets.popleft()
@@ -285,8 +278,6 @@ class RunningGossip(RunningScheme[Gossip]):
                 weights = self.state.weights[pending.index]
                 after = self._peers.weights_after(exchange.started, pending.index, weights)
                 bucket = self._segments[pending.index]
-                if exchange.verdict.is_nonfinite:
-                    bucket.unpack(bucket.empty().zero_())
                 if weights[node] == after[node] == 1.0:
                     bucket.add(pending.flat)
                 else:
@@ -294,10 +285,6 @@ class RunningGossip(RunningScheme[Gossip]):
                 self._peers.give_back(pending)
                 self.state.weights[pending.index] = after
             self.state.synchronizations += 1
-            was_nonfinite |= exchange.verdict.is_nonfinite
-        if was_nonfinite:
-            self.guard.reset_optimizer_state()
-        return was_nonfinite
 
     # ---- state and logged values ---------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, among
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 _LARGEST_DECREASE = 0.5
 """The largest relative decrease of a root in one average: Adam divides by it, and it may round to zero."""
@@ -35,7 +35,7 @@ class OptimizerStateMean:
 
     It averages every floating-point tensor of the optimizer's state with the shape of its parameter. A tensor that some
     rank does not have is not averaged: the rank's gradient scaler may have skipped all steps so far, or a parameter had
-    no gradient. Neither is anything averaged while a rank's state is non-finite, unless the policy is to ignore that.
+    no gradient.
 
     With a lossy codec C, ranks send differences from the last averaged state, with error feedback. The first average of
     a tensor is sent unencoded. Second moments are sent as their square roots, and one average at most halves a root.
@@ -73,19 +73,22 @@ class OptimizerStateMean:
         self._signed, self._loaded = set(), None
 
     @torch.no_grad()
-    def __call__(self, replica: Replica, finite: Collection[int] | None = None) -> None:
+    def __call__(self, replica: Replica, step: int = 0) -> None:
         """Average the state; blocks. Collective.
 
         Args:
             replica: The parameters that the optimizer trains.
-            finite: The ranks to average. The others, whose state was reset, also receive their step counts. None: all.
+            step: The optimizer steps that all ranks have taken.
+
+        Raises:
+            NonfiniteError: On all ranks, if a rank's state is non-finite, and that is the policy.
         """
         held = self._held(replica)
         narrowed = [] if self._topology.is_one_node else [k for k, t in held.items() if self._wire.compresses(t.dtype)]
         held, narrowed, negative = self._common(held, narrowed)
-        if not narrowed or finite is not None:
+        if not narrowed:
             self.forget()
-            self._average_unencoded(replica, held, finite)
+            self._average_unencoded(replica, held, step)
             return
         loaded = self._loaded
         if loaded is not None:
@@ -103,18 +106,19 @@ class OptimizerStateMean:
             self._load_means(means)
         self._loaded = None
         if layout != (self._keys, self._roots):
-            if self._average_unencoded(replica, held):
-                self.forget()
-            else:
-                self._start(replica, tensors, *layout)
+            self._average_unencoded(replica, held, step)
+            self._start(replica, tensors, *layout)
             return
         rest = {key: tensor for key, tensor in held.items() if key not in narrowed}
-        is_flagged = bool(rest) and self._average_unencoded(replica, rest)
-        for mean, are_roots in zip(self._means, (False, True), strict=True):
-            if mean.buckets:
-                is_flagged |= self._average_differences(mean, are_roots)
-        if is_flagged:
-            self.forget()
+        if rest:
+            self._average_unencoded(replica, rest, step)
+        mean, mean_of_roots = self._means
+        if mean.buckets:
+            mean(step)
+        if mean_of_roots.buckets:
+            self._to_roots()
+            mean_of_roots(step)
+            self._to_squares()
 
     def _held(self, replica: Replica) -> dict[_Key, Tensor]:
         return {
@@ -139,41 +143,14 @@ class OptimizerStateMean:
             held = {key: tensor for key, tensor in held.items() if key in everywhere}
         return held, [key for key in narrowed if key in held], {name for _, names in everyone for name in names}
 
-    def _average_unencoded(
-        self, replica: Replica, held: Mapping[_Key, Tensor], finite: Collection[int] | None = None
-    ) -> bool:
-        """Average tensors in their own type; return whether a rank holds non-finite values."""
-        topology = self._topology
-        weights = None if finite is None else among(finite, topology.weights)
-        verdict = ShardedAllReduce(
-            self._replica_of(replica, list(held.values())),
-            topology,
-            on_nonfinite=self._on_nonfinite,
-            weights=None if weights is None else lambda _: weights,
-        )()
-        if finite is None:
-            return verdict.is_flagged()
-        states = [self._optimizer.state.get(parameter, {}) for parameter in replica.parameters]
-        taken = topology.world.all_gather_object([float(state.get("step", 0)) for state in states])[min(finite)]
-        for state, steps in zip(states, taken, strict=True):
-            if topology.rank not in finite and "step" in state:
-                is_tensor = isinstance(state["step"], Tensor)
-                state["step"] = torch.full_like(state["step"], steps) if is_tensor else int(steps)
-        return verdict.is_flagged()
-
-    def _average_differences(self, mean: ShardedAllReduce, are_roots: bool) -> bool:
-        """Average encoded tensors; return whether a rank holds values that it cannot send."""
-        if are_roots:
-            self._to_roots()
-        verdict = mean()
-        if are_roots:
-            self._to_squares()
-        return verdict.is_flagged()
+    def _average_unencoded(self, replica: Replica, held: Mapping[_Key, Tensor], step: int) -> None:
+        """Average tensors in their own type."""
+        ShardedAllReduce(self._replica_of(replica, held), self._topology, on_nonfinite=self._on_nonfinite)(step)
 
     def _start(self, replica: Replica, tensors: list[Tensor], keys: Sequence[_Key], roots: Collection[_Key]) -> None:
         """Use the current state, which is equal on all ranks, as the last averaged one."""
         self._tensors, self._keys, self._roots = tensors, [*keys], [*roots]
-        others = [tensor for key, tensor in zip(keys, tensors, strict=True) if key not in roots]
+        others = {key: tensor for key, tensor in zip(keys, tensors, strict=True) if key not in roots}
         self._to_roots()
         self._means = [
             ShardedAllReduce(
@@ -188,20 +165,24 @@ class OptimizerStateMean:
         self._to_squares()
 
     @property
-    def _root_tensors(self) -> list[Tensor]:
+    def _root_tensors(self) -> dict[_Key, Tensor]:
         roots = set(self._roots)
-        return [tensor for key, tensor in zip(self._keys, self._tensors, strict=True) if key in roots]
+        return {key: tensor for key, tensor in zip(self._keys, self._tensors, strict=True) if key in roots}
 
     def _to_roots(self) -> None:
-        for tensor in self._root_tensors:
+        for tensor in self._root_tensors.values():
             tensor.sqrt_()
 
     def _to_squares(self) -> None:
-        for tensor in self._root_tensors:
+        for tensor in self._root_tensors.values():
             tensor.square_()
 
-    def _replica_of(self, replica: Replica, tensors: list[Tensor]) -> Replica:
-        return Replica(tensors, bucket_bytes=replica.bucket_bytes, equal_in_node=replica.equal_in_node)
+    def _replica_of(self, replica: Replica, tensors: Mapping[_Key, Tensor]) -> Replica:
+        names = [replica.names.get(id(parameter), f"number {n}") for n, parameter in enumerate(replica.parameters)]
+        named = [(f"{names[index]} in the optimizer's {name}", tensor) for (index, name), tensor in tensors.items()]
+        return Replica(
+            tensors.values(), bucket_bytes=replica.bucket_bytes, named=named, equal_in_node=replica.equal_in_node
+        )
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -398,34 +399,23 @@ class RunningParameterSync(RunningScheme[A]):
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
-    def average(self) -> bool:
-        """Synchronize all fragments and wait for them; pending exchanges are dropped.
-
-        Returns:
-            Whether this rank was non-finite, so that it was excluded and received the others' mean.
-        """
+    def average(self) -> None:
+        """Synchronize all fragments and wait for them; pending exchanges are dropped."""
         if not self.is_alone:
-            return self._synchronize_now(self.exchanger.all_fragments)
+            self._synchronize_now(self.exchanger.all_fragments)
+            return
         self.guard.average_optimizer_state()
         self.state.unsynchronized_steps = 0
         self.state.synchronizations += 1
-        return False
 
-    def _synchronize_now(self, fragments: Sequence[int]) -> bool:
-        """Synchronize fragments, and float buffers if these are all fragments; return as :meth:`average` does."""
+    def _synchronize_now(self, fragments: Sequence[int]) -> None:
+        """Synchronize fragments, and float buffers if these are all fragments."""
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
-        was_excluded = False
-
-        def exchange() -> None:
-            nonlocal was_excluded
-            was_excluded = self.exchanger.run(fragments)
-
         if self.samples is not None:
             self.samples.weigh(fragments)
-        self.topology.synchronize(exchange, admits)
+        self.topology.synchronize(partial(self.exchanger.run, fragments), admits)
         if self.samples is not None:
             self.samples.end(fragments)
-        return was_excluded
 
     def _overlap(self, due: PendingExchange | None, outgoing: Sequence[int]) -> None:
         """Merge an exchange that is due, and start the next, which overlaps with training."""

@@ -140,8 +140,8 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
         return self._average_and_step if is_due else None
 
     def _average_and_step(self, optimizer_step: Callable[[], object] | None) -> None:
-        was_excluded = self.average()
-        if optimizer_step is not None and not was_excluded:  # an excluded rank's gradients belong to other parameters
+        self.average()
+        if optimizer_step is not None:
             optimizer_step()
 
     def after_step(self, last: bool) -> None:

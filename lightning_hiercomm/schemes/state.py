@@ -43,7 +43,6 @@ class SchemeState:
         epoch: The number of the epoch, from 0.
         synchronizations: How often the nodes have synchronized.
         unsynchronized_steps: Steps since the nodes last held the same parameters.
-        nonfinite: The number of synchronizations or steps from which a rank was excluded, in this process.
     """
 
     steps: int = 0
@@ -51,7 +50,6 @@ class SchemeState:
     epoch: int = 0
     synchronizations: int = 0
     unsynchronized_steps: int = field(default=0, metadata=LOCAL)
-    nonfinite: int = field(default=0, metadata=TRANSIENT)
 
     @property
     def is_synchronized(self) -> bool:

@@ -38,10 +38,6 @@ _ARGUMENTS: dict[str, Check] = {
         lambda value: value == "replica",
         "each node would save and stop by its own model's metrics: leave evaluate out",
     ),
-    "on_nonfinite": (
-        lambda value: value == "skip",
-        "a non-finite node does not recover: use on_nonfinite='raise' or 'ignore'",
-    ),
 }
 """By the strategy's argument, its value being checked."""
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hiercomm._lightning.averages import heal_averages
 from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
 from lightning_hiercomm._lightning.places import begin_stateful_loader
 from lightning_hiercomm._lightning.saves import dump_within, restore_dump
@@ -137,7 +136,6 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
         super().setup(trainer)
         self._run_or_none = self._new_run()
-        self._run.after_healing = lambda: heal_averages(trainer)
         self._run.averaged_model.barrier = self._control.barrier
         self._epoch_clock = EpochClock(self._run, self.batches, self._control, self.begin_validation)
         if self._settings.elastic is not None:
@@ -281,9 +279,6 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             self.batches.pause()
         if self._settings.evaluate == "consensus" and self._may_communicate:
             self._run.averaged_model.enter()
-            if self._settings.health.on_nonfinite == "skip":
-                # callbacks' averages may replace the parameters before this rank recovers
-                self._run.averaged_model.stand_in(heal_averages(self._module.trainer))
 
     def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights
         if self._run_or_none is not None and self._run.averaged_model.is_asked_for:

@@ -46,8 +46,6 @@ class CommunicationMonitor(Callback):
       ``hiercomm/batch_size``: present values, if the scheme has them.
     - ``hiercomm/disagreement``: the distance of rank zero's node from the mean of the nodes in the last
       synchronization, relative to the mean; estimated from a few elements.
-    - ``hiercomm/nonfinite``: synchronizations so far that excluded a node with non-finite values
-      (``on_nonfinite="skip"``); with ``Gossip`` and ``StepsDelay`` those that excluded rank zero's node.
     - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, ``hiercomm/lost_batches``, with ``elastic``:
       the nodes in the last synchronization; the nodes that recovered so far; the seconds that this node waited for
       nodes that had left; and the batches (of one rank each) that are lost to the averaged model.

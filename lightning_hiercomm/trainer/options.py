@@ -16,13 +16,12 @@ class Health:
 
     Example::
 
-        HierarchicalStrategy("periodic", health=Health(on_nonfinite="skip", hang_timeout=60))
+        HierarchicalStrategy("periodic", health=Health(hang_timeout=60))
 
     Args:
         on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
             to be sent to other nodes. ``"raise"``: all ranks end, and the error names the rank and the parameter.
-            ``"skip"``: the node is excluded from that synchronization and gets the mean of the others. ``"ignore"``:
-            nothing is checked, and all nodes get them.
+            ``"ignore"``: nothing is checked, and all nodes get them.
         hang_timeout: Seconds without a message on the control plane after which a rank counts as frozen (stopped, on a
             lost machine, holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
             step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
@@ -37,7 +36,7 @@ class Health:
         TypeError: If an argument has a wrong type.
     """
 
-    on_nonfinite: Literal["raise", "skip", "ignore"] = "raise"
+    on_nonfinite: Literal["raise", "ignore"] = "raise"
     hang_timeout: float | None = 300.0
     control_port: int | None = None
 

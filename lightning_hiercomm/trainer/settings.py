@@ -68,12 +68,6 @@ class Settings:
             load_mpi()  # Lightning's own attempt fails without naming what is missing
         if sizes is not None and min([sizes] if isinstance(sizes, int) else sizes, default=0) < 1:
             raise ValueError(f"ranks_per_node={sizes} must be a positive number, or a list of one per node")
-        if self.health.on_nonfinite == "skip" and "world" in (scheme.gradients, scheme.first_gradients):
-            averaging = type(scheme).__name__ if scheme.first_gradients is None else f"{scheme!r} first"
-            raise ValueError(
-                f"on_nonfinite='skip' excludes a node from a synchronization, but {averaging} averages every gradient"
-                " over all nodes: use 'raise' or 'ignore'; precision='16-mixed' skips steps that overflow"
-            )
         if self.transport.wire_raw and self.wire_dtype is None:
             raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
         if self.transport.wire_raw and codec_named(self.wire_dtype).needs_feedback:
@@ -96,7 +90,6 @@ class Settings:
                 inter_node=self.transport.inter_node,
                 average_optimizer_state=self.average_optimizer_state,
                 checkpoint_replicas=self.checkpoint_replicas,
-                on_nonfinite=self.health.on_nonfinite,
                 evaluate=self.evaluate,
             )
 
@@ -118,8 +111,6 @@ class Settings:
                 f"unequal_data: {type(self.scheme).__name__} averages gradients at every step, so nodes take equally"
                 " many steps: use mean='weighted'"
             )
-        if unequal.mean == "normalized" and self.health.on_nonfinite == "skip":
-            raise ValueError("unequal_data: mean='normalized' cannot exclude a node: use on_nonfinite='raise'")
 
     @property
     def wire(self) -> Wire:

@@ -13,7 +13,6 @@ from lightning_hiercomm import (
     DiLoCo,
     Elastic,
     Gossip,
-    Health,
     HeterogeneousBatches,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -101,7 +100,6 @@ def test_schemes_that_cannot_lose_a_node_are_refused_with_a_remedy(make, said):
         ({"average_optimizer_state": True}, "leave average_optimizer_state out"),
         ({"checkpoint_replicas": True}, "leave checkpoint_replicas out"),
         ({"evaluate": "replica"}, "leave evaluate out"),
-        ({"health": Health(on_nonfinite="skip")}, "use on_nonfinite='raise'"),
     ],
 )
 def test_settings_that_need_nodes_that_stay_are_refused(settings, said):

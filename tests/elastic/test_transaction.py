@@ -108,7 +108,6 @@ def test_rollback_restores_all_that_a_synchronization_changes(name, sizes, wire)
             "values": own.rank.values,
             "scheme": {key: value for key, value in scheme.state_dict().items() if key != "outer"},
             "outer": scheme.state_dict(shared=True).get("outer"),
-            "nonfinite": scheme.state.nonfinite,
         }
 
     def work(own: ElasticRank):

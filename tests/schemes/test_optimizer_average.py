@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import harness
@@ -156,20 +155,6 @@ def test_a_first_moment_without_negative_elements_is_averaged_itself(name):
 
     # the mean of the roots would be 2, and its square 4
     assert on_ranks(work, TWO) == [[5.0, 4.0], [5.0, 4.0]]
-
-
-def test_state_that_is_not_finite_stays_its_ranks_own_until_it_is_again():
-    def work(topology):
-        own = Own(topology, "int4")
-        own.averaged(exp_avg_sq=[1.0, 1.0])
-        bad = own.averaged(exp_avg_sq=[2.0, math.inf if own.rank else 4.0])
-        well = own.averaged(exp_avg_sq=[1.0 + 2 * own.rank, 4.0])
-        return bad["exp_avg_sq"], well["exp_avg_sq"]
-
-    (of_first, well), (of_second, also_well) = on_ranks(work, TWO)
-    assert of_first == pytest.approx([2.0, 4.0])
-    assert of_second == pytest.approx([2.0, math.inf])
-    assert well == also_well == pytest.approx([2.0, 4.0])  # as it is
 
 
 @pytest.mark.parametrize("wire", LOSSY)

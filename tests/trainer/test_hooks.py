@@ -73,7 +73,7 @@ def test_the_limit_on_open_files_is_raised_for_a_mesh(fit, monkeypatch):
 
 def test_before_a_run_reports_are_empty():
     strategy = pickle.loads(pickle.dumps(HierarchicalStrategy()))
-    assert strategy.communication() == {"synchronizations": 0.0, "nonfinite": 0.0, "steps": 0.0}
+    assert strategy.communication() == {"synchronizations": 0.0, "steps": 0.0}
     assert (strategy.phase, strategy.schemes, strategy.topology, strategy.meter) == ("not training", [], None, None)
     with strategy.averaged_model():
         pass
@@ -107,7 +107,7 @@ def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
         pass
 
     strategy = Sharded()
-    assert strategy.communication() == {"synchronizations": 0.0, "nonfinite": 0.0, "steps": 0.0}
+    assert strategy.communication() == {"synchronizations": 0.0, "steps": 0.0}
     order = [cls.__name__ for cls in Sharded.__mro__]
     assert order.index("HierarchicalArguments") + 1 == order.index("ModelParallelStrategy")
 

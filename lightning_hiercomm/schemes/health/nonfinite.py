@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.dtensor import local
+from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.nodes.bucket import Bucket
-from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 
-OnNonfinite = Literal["raise", "skip", "ignore"]
+OnNonfinite = Literal["raise", "ignore"]
+
+Unfit = tuple[str | None, str | None]
+"""The first tensor of a rank that is non-finite, and the first that is too large for the wire, if there are any."""
+
+_ADVICE = "Lower the learning rate, clip gradients, or look for the batch with Trainer(detect_anomaly=True)."
+_WIDER = "Use a wider wire_dtype, such as 'bfloat16', or leave wire_dtype out."
 
 
 class NonfiniteError(RuntimeError):
-    """Parameters or gradients are NaN or infinite."""
+    """Parameters or gradients are NaN, infinite, or too large to be sent."""
+
+    @classmethod
+    def of(cls, found: Mapping[int, Unfit], topology: Topology, step: int, codec: Codec) -> NonfiniteError:
+        """Return the error that names ranks and tensors.
+
+        Args:
+            found: The unfit tensors, by rank.
+            topology: All ranks.
+            step: Optimizer steps so far.
+            codec: Encodes the tensors between nodes.
+        """
+        node_of = {rank: node for node, ranks in enumerate(topology.nodes) for rank in ranks}
+
+        def listed(which: int) -> str:
+            of_ranks = {rank: unfit[which] for rank, unfit in found.items() if unfit[which]}
+            return "; ".join([f"rank {rank} (node {node_of[rank]}): {what}" for rank, what in of_ranks.items()][:8])
+
+        when = f"after {step} optimizer steps"
+        if nonfinite := listed(0):
+            return cls(f"{when} these are NaN or infinite: {nonfinite}. {_ADVICE}")
+        if too_large := listed(1):
+            return cls(f"{when} these are too large for {codec}: {too_large}. {_WIDER}")
+        return cls(f"{when} some values were NaN, infinite or too large for {codec} when they were sent. {_ADVICE}")
 
 
 @torch.no_grad()
@@ -47,29 +75,27 @@ def values_of(buckets: Iterable[Bucket]) -> Iterator[Tensor]:
             yield tensor if piece.covers_tensor() else tensor.view(-1)[piece.start :][: piece.length]
 
 
-def describe(replica: Replica, gradients: bool = False) -> str | None:
-    """Describe the first tensor (or gradient) of a replica that is non-finite; return None if all are finite."""
+def find_unfit(replica: Replica, largest: Mapping[int, float], gradients: bool = False) -> Unfit:
+    """Describe a replica's first non-finite tensor (or gradient), and the first that is too large.
+
+    Args:
+        replica: The tensors.
+        largest: The largest absolute values that can be sent, by the tensor's ``id``; no limit for others.
+        gradients: Whether to check the tensors' gradients.
+    """
+    return _describe(replica, {}, gradients), _describe(replica, largest, gradients)
+
+
+def _describe(replica: Replica, largest: Mapping[int, float], gradients: bool) -> str | None:
     for index, tensor in enumerate(replica.tensors):
         checked = tensor.grad if gradients else tensor.detach()
         if checked is None:
             continue
-        bad = int(checked.numel() - checked.isfinite().sum().item())
+        fits = checked.isfinite() & (checked.abs() <= largest.get(id(tensor), math.inf))
+        bad = int(checked.numel() - fits.sum().item())
         if bad:
             kind = "parameter" if index < len(replica.parameters) else "buffer"
             name = replica.names.get(id(tensor), f"number {index} of shape {tuple(tensor.shape)}")
             whose = "the gradient of " if gradients else ""
             return f"{whose}{kind} {name} ({bad} of {checked.numel()} elements)"
     return None
-
-
-@torch.no_grad()
-def reset_nonfinite_state(optimizer: Optimizer) -> None:
-    """Set an optimizer's state to zero, as at the beginning, for every parameter whose state is non-finite."""
-    for state in optimizer.state.values():
-        held = {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}
-        tensors = [value for value in held.values() if is_of_numbers(value)]
-        if any(not bool(value.isfinite().all()) for value in tensors):
-            for value in tensors:  # also the number of steps: Adam's next updates would be too large otherwise
-                value.zero_()
-            if isinstance(state.get("step"), int):
-                state["step"] = 0

@@ -15,13 +15,11 @@ class Verdict(Handle):
     """The known result of a preflight.
 
     Args:
-        is_flagged: Whether a rank cannot send, so that all ranks drop the exchange.
-        is_nonfinite: Whether this node's values are non-finite, and were not sent to its neighbors.
+        is_flagged: Whether a rank cannot send, so that the run ends.
     """
 
-    def __init__(self, is_flagged: bool = False, is_nonfinite: bool = False) -> None:
+    def __init__(self, is_flagged: bool = False) -> None:
         self._is_flagged = is_flagged
-        self.is_nonfinite = is_nonfinite
 
     def wait(self) -> None:
         """Return when the result is known.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Holders, Topology
-from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite, is_unfit, values_of
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, find_unfit, is_unfit, values_of
 from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
@@ -71,9 +71,9 @@ class ShardedAllReduce(Reducer):
         buckets: The buckets of the replica to average. Default: all.
         update_reference: Updates the reference parameters by the nodes' mean, and returns the values that every rank
             gets. Default: the mean.
-        on_nonfinite: Unless ``"ignore"``, the exchange is flagged, and nothing is sent, if a rank holds values that are
-            non-finite or too large for the wire.
-        checks_buffers: Whether it is also flagged if a rank's module has replaced a buffer by another shape.
+        on_nonfinite: Unless ``"ignore"``, all ranks raise an error, and nothing is sent, if a rank holds values that
+            are non-finite or too large for the wire.
+        checks_buffers: Whether to exclude buffers that a rank's module has replaced by another shape.
         weights: Returns the ranks' weights for a bucket at its launch; they sum to 1. Default: the topology's.
 
     Attributes:
@@ -94,6 +94,7 @@ class ShardedAllReduce(Reducer):
         checks_buffers: bool = False,
         weights: Callable[[int], Sequence[float]] | None = None,
     ) -> None:
+        self._replica = replica
         self._on_nonfinite = on_nonfinite
         self._checks_buffers = checks_buffers
         self._preflight: Preflight | None = None  # of the last exchange, if it is checked
@@ -104,15 +105,11 @@ class ShardedAllReduce(Reducer):
         self.wire = wire or Wire()
         self.turn = 0
         self._is_alone = topology.is_one_node and replica.equal_in_node
-        self._device = replica.device
         self._update_reference = update_reference
         self._sum = InterNodeSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
         self._feedback: list[Feedback] = []
         self.disagreement = Disagreement()
         self.set_references()
-
-    def weights(self, index: int) -> Sequence[float]:
-        return self._weights(index)
 
     def set_references(self) -> None:
         differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
@@ -123,38 +120,50 @@ class ShardedAllReduce(Reducer):
             feedback = [self._sum.feedback(reference) for reference in self.references]
             self._feedback = [each for each in feedback if each is not None]
 
-    def restart(self, indexes: Sequence[int]) -> None:
-        for index in indexes:
-            if self.buckets[index].keeps_equal:
-                continue
-            if self.references and self._update_reference is None:
-                self.references[index].copy_(self._present(index))
-            if self._feedback:
-                self._feedback[index].clear()
-
     def _present(self, index: int) -> Tensor:
         return self.remembered(self.buckets[index].pack(multiple_of=self.parts_of(index)), index).clone()
 
     def _is_unfit(self, indexes: Sequence[int]) -> Tensor:
         """Return an int64 scalar on the device: 1 if this rank cannot send some buckets, otherwise 0."""
         leaving = [self.buckets[index] for index in indexes]
-        found = torch.zeros((), dtype=torch.int64, device=self._device)
+        found = torch.zeros((), dtype=torch.int64, device=self._replica.device)
         if self._checks_buffers and any(bucket.keeps_equal and bucket.is_outdated for bucket in leaving):
             return found.fill_(1)
         if self._on_nonfinite == "ignore":
             return found
         limits: dict[float, list[Bucket]] = {}
         for bucket in leaving:
-            if not self._is_narrowed(bucket):
-                largest = math.inf
-            else:
-                # reference parameters are means of checked values, so half of the limit leaves room for the difference
-                most = min(self.wire.codec.largest, torch.finfo(bucket.dtype).max)
-                largest = most / 2 if self.references else most
-            limits.setdefault(largest, []).append(bucket)
+            limits.setdefault(self._largest(bucket), []).append(bucket)
         for largest, buckets in limits.items():
-            found += is_unfit(values_of(buckets), largest).to(self._device)
+            found += is_unfit(values_of(buckets), largest).to(self._replica.device)
         return found.clamp_(max=1)
+
+    def _largest(self, bucket: Bucket) -> float:
+        """Return the largest absolute value of a bucket that can be sent."""
+        if not self._is_narrowed(bucket):
+            return math.inf
+        # reference parameters are means of checked values, so half of the limit leaves room for the difference
+        most = min(self.wire.codec.largest, torch.finfo(bucket.dtype).max)
+        return most / 2 if self.references else most
+
+    def check(self, verdict: Verdict, step: int) -> None:
+        if verdict.is_flagged():
+            self._give_up_buffers(step)
+
+    def _give_up_buffers(self, step: int) -> None:
+        """Exclude buffers that a rank's module has replaced by another shape. Collective.
+
+        Raises:
+            NonfiniteError: On all ranks, if one holds values that cannot be sent, or there are no such buffers.
+        """
+        largest = {id(piece.tensor): self._largest(bucket) for bucket in self.buckets for piece in bucket.slices}
+        unfit = (None, None) if self._on_nonfinite == "ignore" else find_unfit(self._replica, largest)
+        found = self.topology.world.all_gather_object((unfit, self._replica.replaced_buffers))
+        replaced = {place for _, places in found for place in places}
+        if not replaced or any(any(unfit) for unfit, _ in found):
+            unfit_by_rank = {rank: unfit for rank, (unfit, _) in enumerate(found)}
+            raise NonfiniteError.of(unfit_by_rank, self.topology, step, self.wire.codec)
+        self._replica.give_up_buffers(replaced)
 
     # ---- synchronous ---------------------------------------------------------------------------------------------
 
@@ -165,14 +174,13 @@ class ShardedAllReduce(Reducer):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> Verdict:
+    ) -> None:
         indexes = range(len(self.buckets)) if only is None else only
         if self._is_alone:
-            return Verdict()
+            return
         self.turn = turn
-        preflight = Preflight(self.topology, step, self._is_unfit(indexes), self.through)
-        if preflight.is_flagged():
-            return preflight
+        while Preflight(self.topology, step, self._is_unfit(indexes), self.through).is_flagged():
+            self._give_up_buffers(step)
         in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
 
         def finish() -> None:
@@ -189,7 +197,6 @@ class ShardedAllReduce(Reducer):
                 finish()
         while in_flight:
             finish()
-        return preflight
 
     # ---- asynchronous --------------------------------------------------------------------------------------------
 
@@ -234,7 +241,7 @@ class ShardedAllReduce(Reducer):
     def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
         """Update the reference parameters, unless the exchange is flagged; write the result to ``part``."""
         assert self._update_reference is not None
-        if preflight is not None and self._on_nonfinite == "raise" and streams.has(part.device):
+        if preflight is not None and streams.has(part.device):
             # the host does not wait for the flag; if it is set, the run ends, with finite values until then
             part.copy_(torch.where(preflight.flag > 0, 0.0, part))
         elif preflight is not None and preflight.is_flagged():
@@ -245,7 +252,7 @@ class ShardedAllReduce(Reducer):
 
     def _route(self, index: int) -> _Route:
         """Return the route of a bucket that is launched now; called by the training thread."""
-        holders, topology, weights = self._holders(index), self.topology, self.weights(index)
+        holders, topology, weights = self._holders(index), self.topology, self._weights(index)
 
         def shards(flat: Tensor) -> list[Tensor]:
             return [holders.shard(flat, local_rank) for local_rank in range(topology.ranks_on_node)]
@@ -355,7 +362,7 @@ class LeaderAllReduce(ShardedAllReduce):
     """
 
     def _route(self, index: int) -> _Route:
-        topology, leader, weights = self.topology, self.turn % self.topology.num_shards, self.weights(index)
+        topology, leader, weights = self.topology, self.turn % self.topology.num_shards, self._weights(index)
 
         def shards(flat: Tensor) -> list[Tensor]:
             return [flat if local_rank == leader else flat[:0] for local_rank in range(topology.ranks_on_node)]
@@ -371,23 +378,10 @@ class LeaderAllReduce(ShardedAllReduce):
 
 
 @torch.no_grad()
-def average_in_node(buckets: Sequence[Bucket], topology: Topology, healthy: Collection[int] | None = None) -> None:
-    """Replace values by their weighted mean over the ranks of this node; blocks.
-
-    Args:
-        buckets: The values.
-        topology: The ranks.
-        healthy: The ranks whose values are averaged. None: all.
-    """
-    weights = topology.weights if healthy is None else among(healthy, topology.weights)
+def average_in_node(buckets: Sequence[Bucket], topology: Topology) -> None:
+    """Replace values by their weighted mean over the ranks of this node; blocks."""
     mean = InterNodeSum(AsIs(), topology.intra)
     for bucket in buckets:
-        flat = bucket.pack() if healthy is None or topology.rank in healthy else bucket.empty().zero_()
-        mean.launch(flat, weights=topology.in_node(weights))()
+        flat = bucket.pack()
+        mean.launch(flat, weights=topology.in_node(topology.weights))()
         bucket.unpack(flat)
-
-
-def among(ranks: Collection[int], weights: Sequence[float]) -> list[float]:
-    """Return the weights of some ranks, normalized to sum 1, and zero for all others."""
-    total = sum(weights[rank] for rank in ranks)
-    return [weight / total if rank in ranks else 0.0 for rank, weight in enumerate(weights)]

@@ -33,7 +33,6 @@ class Reducer(ABC):
         topology: The nodes and their weights.
         through: The duplicate of it whose communicators are used.
         wire: The encoding between nodes.
-        turn: The number of exchanges before the last one.
         references: This rank's reference parameters for every bucket, 1-D, if differences from them are sent.
         disagreement: The distance of this node from the received values.
     """
@@ -42,13 +41,8 @@ class Reducer(ABC):
     topology: Topology
     through: Topology
     wire: Wire
-    turn: int = 0
     references: Sequence[Tensor] = ()
     disagreement: Disagreement
-
-    def weights(self, index: int) -> Sequence[float]:
-        """Return the ranks' weights in the average of a bucket; they sum to 1."""
-        return self.topology.weights
 
     @abstractmethod
     def parts_of(self, index: int) -> int:
@@ -91,7 +85,7 @@ class Reducer(ABC):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> Verdict:
+    ) -> None:
         """Average buckets; blocks.
 
         Args:
@@ -100,12 +94,22 @@ class Reducer(ABC):
             only: The indexes of the buckets. Default: all.
             take: Called with every bucket and its packed mean. Default: replaces the bucket's values.
 
-        Returns:
-            The result of the preflight. If it is flagged, nothing was sent.
-
         Raises:
             CommunicationError: If a rank took another number of steps, or died.
+            NonfiniteError: If a rank cannot send.
         """
+
+    def check(self, verdict: Verdict, step: int) -> None:
+        """Wait for the result of a preflight.
+
+        Args:
+            verdict: As :meth:`begin` has returned it.
+            step: The optimizer steps that all ranks have taken.
+
+        Raises:
+            NonfiniteError: On all ranks, if one could not send.
+        """
+        verdict.wait()
 
     @abstractmethod
     def sent_part(self, flat: Tensor, index: int) -> Tensor:
@@ -118,9 +122,6 @@ class Reducer(ABC):
     @abstractmethod
     def set_references(self) -> None:
         """Set the reference values to the replica's current values, which are equal on all ranks."""
-
-    def restart(self, indexes: Sequence[int]) -> None:
-        """Continue from the replica's current values of some buckets, which were averaged elsewhere."""
 
     @torch.no_grad()
     def whole(self, index: int, part: Tensor) -> Tensor:

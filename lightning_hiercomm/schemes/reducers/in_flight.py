@@ -43,7 +43,7 @@ class PendingExchange:
         started: The optimizer step after which it was sent.
         due: The optimizer step after which it is merged.
         fragments: The fragments of the model that it holds.
-        verdict: The result of its preflight. If it is flagged, the received values are dropped.
+        verdict: The result of its preflight.
         buckets: Its buckets, in order of arrival.
         undo: Restores values that were changed asynchronously since it was sent; for elastic training.
         is_lost: Whether a change of nodes has canceled it, so that nodes synchronize again when it is due.
@@ -171,7 +171,6 @@ class PendingExchanges:
                 "buckets": [bucket.index for bucket in exchange.buckets],
                 "arrived": [bucket.flat.clone() for bucket in exchange.buckets],
                 "sent": [bucket.sent.clone() for bucket in exchange.buckets if bucket.sent is not bucket.flat],
-                "is_nonfinite": exchange.verdict.is_nonfinite,
                 "is_flagged": exchange.verdict.is_done() and exchange.verdict.is_flagged(),
                 "nodes": [bucket.nodes for bucket in exchange.buckets],
             }
@@ -182,8 +181,7 @@ class PendingExchanges:
         """Restore :meth:`state_dict` (of a run with the same topology and buckets) on :attr:`device`."""
         self.drop()
         for saved in state:
-            verdict = Verdict(saved["is_flagged"], saved["is_nonfinite"])
-            exchange = self.start(saved["started"], saved["due"], saved["fragments"], verdict)
+            exchange = self.start(saved["started"], saved["due"], saved["fragments"], Verdict(saved["is_flagged"]))
             arrived = [tensor.to(self.device, copy=True) for tensor in saved["arrived"]]
             sent = [tensor.to(self.device, copy=True) for tensor in saved["sent"]] or arrived
             for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.nodes.topology import Holders, Topology
-from lightning_hiercomm.schemes.health.nonfinite import is_unfit
 from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
@@ -101,7 +98,6 @@ class Peers:
         weights: Sequence[float],
         background: Background,
         then: Callable[[Tensor], None] | None = None,
-        is_nonfinite: bool | None = None,
     ) -> PendingBucket:
         """Start to exchange a segment.
 
@@ -112,20 +108,15 @@ class Peers:
             background: Completes the exchange, in the order of the starts.
             then: Called with the change before its broadcast; on a rank that does not exchange the segment, with an
                 empty tensor.
-            is_nonfinite: Whether this node's values are non-finite; None: they are not checked. If they are checked,
-                non-finite values of a peer are replaced by this node's own, and a non-finite node continues with the
-                mean of its finite peers' values.
 
         Returns:
-            A pending bucket with the change to add to the segment's x, or to zero if this node is non-finite.
+            A pending bucket with the change to add to the segment's x.
         """
         bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
         if not self.sends(index) or inter is None or self._topology.num_nodes == 1:
             return self._receive(index, background, then)
         round_ = self.round(step, index)
         share = bucket.pack(bucket.empty(spares=self._spares), weight=self._part(round_, weights, node))
-        if is_nonfinite and share.numel():
-            share[0] = math.nan
         payload = self._codec.encode(share)
         received = [
             self._spares.take(payload.numel(), payload.dtype, payload.device) for _ in round_.receive_from[node]
@@ -137,13 +128,11 @@ class Peers:
         flat = received[0] if payload is share else bucket.empty(spares=self._spares)
         for tensor in (share, payload, flat, *received):
             background.uses(tensor)
-        mixing = _Mixing(self, index, step, weights, round_, share, payload, received, is_nonfinite)
+        mixing = _Mixing(self, index, weights, round_, share, payload, received)
 
         def collect() -> None:
             arrived.wait()
-            change = mixing.mean_of_finite() if is_nonfinite else mixing.change(flat)
-            if change is not flat:
-                flat.copy_(change)
+            mixing.change(flat)
             for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
                 self._spares.give_back(used_up)
             if then is not None:
@@ -186,98 +175,41 @@ class _Mixing:
         share: This rank's message before encoding.
         payload: The same, encoded; the same tensor if it is sent unencoded.
         received: The payloads of all peers, in the order of the round.
-        is_nonfinite: Whether this node's values are non-finite; None: values are not checked.
     """
 
     peers: Peers
     index: int
-    step: int
     weights: Sequence[float]
     round: Round
     share: Tensor
     payload: Tensor
     received: Sequence[Tensor]
-    is_nonfinite: bool | None
 
-    @property
-    def node(self) -> int:
-        return self.peers._topology.node
-
-    @property
-    def is_unencoded(self) -> bool:
-        return self.payload is self.share
-
-    def change(self, out: Tensor) -> Tensor:
+    def change(self, out: Tensor) -> None:
         """Write the change of the segment's x to ``out``, which may be the first of :attr:`received`."""
-        own = self._own()
-        change = self._theirs(0, out, own)
+        own = self._decoded(self.payload, self.share)  # as the peers decode it
+        change = self._decoded(self.received[0], out)
         self._compare(own, change)
         _subtract(change, own)  # in pairs, so that equal replicas change by exactly zero
         for place in range(1, len(self.received)):
-            change.add_(_subtract(self._theirs(place, torch.empty_like(own), own), own))
-        surplus = len(self.received) - len(self.round.send_to[self.node])
+            change.add_(_subtract(self._decoded(self.received[place], torch.empty_like(own)), own))
+        surplus = len(self.received) - len(self.round.send_to[self.peers._topology.node])
         if not self.peers._push_sum:
             change.div_(len(self.received) + 1)
         elif surplus:
             change.add_(own, alpha=surplus)
-        return change
-
-    def mean_of_finite(self) -> Tensor:
-        """Return the mean of finite peers' values, which repairs a non-finite node; NaN if there are none."""
-        total, count = torch.zeros_like(self.share), torch.zeros((), device=self.share.device)
-        for payload, peer in zip(self.received, self.round.receive_from[self.node], strict=True):
-            values = self._decoded(payload, torch.empty_like(total))
-            is_finite = self._is_finite(values)
-            total += torch.where(is_finite, values / self._part_of(peer), 0.0)
-            count += is_finite
-        after = self.peers.weights_after(self.step, self.index, self.weights)[self.node]
-        return total.mul_(after if self.peers._push_sum else 1.0).div_(count)
-
-    def _own(self) -> Tensor:
-        """Return this node's message, as its peers decode it."""
-        if self.is_nonfinite is None or self.is_unencoded:
-            return self._decoded(self.payload, self.share)
-        # values too large for the wire are excluded
-        sent = self._decoded(self.payload, torch.empty_like(self.share))
-        return _choose(self._is_finite(sent), sent, lambda: self.share)
-
-    def _theirs(self, place: int, out: Tensor, own: Tensor) -> Tensor:
-        """Return a peer's values, or this node's own values if the peer's are non-finite."""
-        values = self._decoded(self.received[place], out)
-        can_read = self.is_unencoded and not streams.has(values.device)
-        if self.is_nonfinite is None or (can_read and not _is_flagged(values)):
-            return values
-        peer = self.round.receive_from[self.node][place]
-        as_own = self._part_of(peer) / self._part_of(self.node)
-        return _choose(self._is_finite(values), values, lambda: own * as_own)
 
     def _part_of(self, node: int) -> float:
         return self.peers._part(self.round, self.weights, node)
 
     def _decoded(self, payload: Tensor, out: Tensor) -> Tensor:
-        return payload if self.is_unencoded else self.peers._codec.decode(payload, out)
-
-    def _is_finite(self, values: Tensor) -> Tensor:
-        if self.is_unencoded:  # a non-finite sender flags its first element; a shard may be empty
-            return ~values[:1].isnan().any()
-        return is_unfit([values]).to(values.device) == 0
+        return payload if self.payload is self.share else self.peers._codec.decode(payload, out)
 
     def _compare(self, own: Tensor, theirs: Tensor) -> None:
-        peer = self.round.receive_from[self.node][0]
-        samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(self.node))
+        node = self.peers._topology.node
+        peer = self.round.receive_from[node][0]
+        samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(node))
         self.peers.disagreement.compare(self.index, *samples, own.numel())
-
-
-def _is_flagged(flat: Tensor) -> bool:
-    """Whether unencoded values come from a non-finite node; waits for them, on CUDA too."""
-    return bool(flat[:1].isnan().any())
-
-
-def _choose(condition: Tensor, value: Tensor, otherwise: Callable[[], Tensor]) -> Tensor:
-    """Return ``value`` if a scalar is true, otherwise the other one; on CUDA without a wait for the scalar."""
-    if streams.has(condition.device):
-        return torch.where(condition, value, otherwise())
-    return value if bool(condition) else otherwise()
 
 
 def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
@@ -302,8 +234,7 @@ class NeighborExchange(Reducer):
         turn: Returns the number of the next exchange, from 1.
         average_in_node: Writes the node's mean to buckets that differ among its ranks.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
-        check: Returns whether buckets are non-finite, as
-            :meth:`~lightning_hiercomm.schemes.guard.NonFiniteGuard.check` does.
+        check: Raises an error if buckets cannot be sent.
     """
 
     def __init__(
@@ -317,7 +248,7 @@ class NeighborExchange(Reducer):
         turn: Callable[[], int],
         average_in_node: Callable[[Sequence[Bucket]], object],
         update_reference: UpdateReference | None = None,
-        check: Callable[[Sequence[Bucket]], bool | None] = lambda _: None,
+        check: Callable[[Sequence[Bucket]], None] = lambda _: None,
     ) -> None:
         self.buckets = buckets
         self.topology = topology
@@ -327,9 +258,8 @@ class NeighborExchange(Reducer):
         self._background = background
         self._update_reference = update_reference
         self._average_in_node = average_in_node
-        self._finds_nonfinite = check
+        self._check_values = check
         self._next_turn = turn
-        self._is_nonfinite: bool | None = None
         self.disagreement = self._peers.disagreement
         self._turn = 0
         self.set_references()
@@ -347,9 +277,9 @@ class NeighborExchange(Reducer):
         leaving = [self.buckets[index] for index in only]
         # ranks that train alone average inside the node first, because the graph connects nodes
         self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
-        self._is_nonfinite = self._finds_nonfinite(leaving)
+        self._check_values(leaving)
         # no check for equal steps: ranks with other counts have other peers
-        return Verdict(is_nonfinite=bool(self._is_nonfinite))
+        return Verdict()
 
     def start(
         self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
@@ -360,19 +290,15 @@ class NeighborExchange(Reducer):
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         for tensor in (own, *self.references[index : index + 1]):
             background.uses(tensor)
-        is_nonfinite = bool(self._is_nonfinite)  # of this exchange; a later one may begin before its end
-        if is_nonfinite:
-            own.zero_()
 
         def update_reference(change: Tensor) -> None:
             mean = change.add_(self.sent_part(own, index))
-            # a non-finite node without a finite peer keeps its reference parameters
-            if self._update_reference is not None and not (is_nonfinite and _is_flagged(mean)):
+            if self._update_reference is not None:
                 reference = self.references[index]
                 mean.copy_(self._update_reference(index, reference, mean.sub(reference)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        pending = self._peers.start(index, self._turn, equal_weights, background, update_reference, self._is_nonfinite)
+        pending = self._peers.start(index, self._turn, equal_weights, background, update_reference)
         pending.nodes = 1 + len(self._peers.round(self._turn, index).receive_from[self.topology.node])
         return replace(pending, sent=own) if keep_sent else pending
 
@@ -382,15 +308,14 @@ class NeighborExchange(Reducer):
         turn: int = 0,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> Verdict:
+    ) -> None:
         indexes = range(len(self.buckets)) if only is None else only
-        verdict = self.begin(step, turn, indexes, self._background)
+        self.begin(step, turn, indexes, self._background)
         started = [self.start(index, self._background) for index in indexes]
         for pending in started:
             pending.arrived.wait()
             self._background.hands_out(pending.flat)
-            (Bucket.unpack if verdict.is_nonfinite else take)(self.buckets[pending.index], pending.flat)
-        return verdict
+            take(self.buckets[pending.index], pending.flat)
 
     def parts_of(self, index: int) -> int:
         return 1

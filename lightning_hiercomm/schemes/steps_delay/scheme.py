@@ -58,9 +58,8 @@ class StepsDelay(Scheme):
     learning rate out of the momentum buffer (unlike MXNet, which the paper uses), so after a change of the learning
     rate old gradients count with the new one.
 
-    **Clipping and fp16** act on the node's mean gradient before it is sent. A node whose gradient scaler skips a step,
-    or whose mean gradient is non-finite (``on_nonfinite="skip"``), sends zeros and keeps its weights. A shard whose
-    gradients are too large for the wire skips that step. A parameter without gradient has gradient zero.
+    **Clipping and fp16** act on the node's mean gradient before it is sent. A node whose gradient scaler skips a step
+    sends zeros and keeps its weights. A parameter without gradient has gradient zero.
 
     **Writes to weights** outside of the optimizer's step (clamping, masks, a new head) reach the server in the warm-up,
     if every rank writes the same after the step. After the warm-up they raise an error at the next pull, validation,
@@ -249,7 +248,6 @@ class ServedStepsDelay(RunningStepsDelay):
             self._background,
             self.wire,
             self.replica.bucket_bytes,
-            lambda mean: self.guard.may_step(mean, self.wire),
         )
         server.take_optimizer_state(state)
         self.state.exchange = PulledWeights(server)
@@ -277,7 +275,8 @@ class ServedStepsDelay(RunningStepsDelay):
             self._make_dense()
             with _without_gradients(self.replica.parameters):
                 optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
-        has_gradient = optimizer_step is not None and self.guard.has_finite_gradients()
+            self.guard.check_gradients()
+        has_gradient = optimizer_step is not None
         with torch.no_grad():
             if self.phase == "warm-up":
                 self._step_synchronously(has_gradient)

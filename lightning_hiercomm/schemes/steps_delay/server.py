@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, starmap
 from typing import Any, TypeVar
 
@@ -49,7 +49,6 @@ class ShardedServer:
         wire: Payload type between nodes. Gradients are cast. Weights are sent as differences from those pulled last,
             unless the wire is raw.
         bucket_bytes: Upper bound of a bucket's size. A small model has smaller ones.
-        may_step: Whether a shard may step with a mean gradient; it may replace the values. Default: always.
 
     Attributes:
         buckets: The parameters.
@@ -65,7 +64,6 @@ class ShardedServer:
         background: Background,
         wire: Wire,
         bucket_bytes: int = BUCKET_BYTES,
-        may_step: Callable[[Tensor], bool] = lambda mean: True,
     ) -> None:
         self.optimizer = optimizer
         self.wire = wire
@@ -73,7 +71,6 @@ class ShardedServer:
         self._topology = topology
         self._pull_group = pull_group
         self._background = background
-        self._may_step = may_step
         self._owners = [
             topology.nodes[node][local] for local in range(topology.num_shards) for node in range(topology.num_nodes)
         ]
@@ -135,8 +132,7 @@ class ShardedServer:
 
         def step() -> None:
             summed.wait()
-            if self._may_step(shard.mean):
-                shard.step(hyperparameters)
+            shard.step(hyperparameters)
             if pull:
                 shard.start_pull(pull_group)
 
