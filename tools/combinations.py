@@ -432,7 +432,7 @@ def goes_together(c: Combination) -> bool:
     if c.argument("adapt") and len(c.losses) != c.epochs:
         return False
     if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
-        return False  # refused after its warm-up
+        return False  # pulls overwrite it after the warm-up
     if c.skip is not None and c.skip[0] < c.synchronous_steps:
         return False  # then all nodes skip
     parts = c.argument("fragments")

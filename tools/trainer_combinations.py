@@ -239,7 +239,7 @@ def goes_together(fit: Fit) -> bool:
         return False
     writes = any(kind in fit.module for kind in ("clamp", "reborn"))
     if fit.scheme == "steps_delay" and writes:
-        return False  # refused: servers hold the weights
+        return False  # pulls overwrite what is written
     if fit.skip is not None and fit.precision != "scaled":
         return False
     if fit.precision == "bf16-true" and fit.dtype != "bfloat16":

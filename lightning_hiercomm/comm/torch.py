@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,9 +36,6 @@ _TWO_ROUNDS = 2**19
 
 # The tag of exchanges, whose messages must not mix with those of other collectives. Second rounds count from here.
 _EXCHANGE = 1
-
-_groups: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Process groups that :func:`connect_torch` has created."""
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -432,14 +428,7 @@ def _own_group(
     if own is None and group is not None:
         dist.destroy_process_group(group)
         return None
-    if group is not None:
-        _groups.add(group)
     return group
-
-
-def is_of_communicator(group: dist.ProcessGroup) -> bool:
-    """Whether a process group was created for a communicator; the default group was not."""
-    return group in _groups
 
 
 def group_names_are_equal() -> bool:

@@ -14,19 +14,14 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def words_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all bits of a tensor in their order, as words (int64) and the remaining bytes (uint8)."""
+def print_of(tensor: Tensor) -> Tensor:
+    """Return a 64-bit checksum of all values of a tensor and of their positions, as an int64 scalar on its device."""
     flat = plain(tensor).contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()
     octets = flat.view(torch.uint8)
     whole = octets.numel() // 8 * 8
-    return octets[:whole].view(torch.int64), octets[whole:]
-
-
-def print_of(tensor: Tensor) -> Tensor:
-    """Return a 64-bit checksum of all values of a tensor and of their positions, as an int64 scalar on its device."""
-    words, rest = words_of(tensor)
+    words, rest = octets[:whole].view(torch.int64), octets[whole:]
     in_rows = words.numel() // _ROW * _ROW
     sums = [_sum_of_rows(words[:in_rows].view(-1, _ROW))] if in_rows else []
     return _scrambled(torch.cat([*sums, words[in_rows:], rest])).sum()

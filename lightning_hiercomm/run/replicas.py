@@ -16,9 +16,8 @@ from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, names_of_directions
-from lightning_hiercomm.nodes.checksums import plain
+from lightning_hiercomm.nodes.checksums import plain, print_of
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.run.checksums import Checksums
 from lightning_hiercomm.run.shapes import unequal_tensors, warning_of_unequal
 from lightning_hiercomm.run.shards import own_shard, reshard, shard_specs
 
@@ -213,10 +212,11 @@ class Replicas:
         known = set(map(id, replica.parameters))
         return [] if self._node else [p for p in trained_by(optimizer) if id(p) not in known and is_of_numbers(p)]
 
-    def checksums(self) -> Checksums:
-        """Return checksums of what this rank holds of the module's parameters."""
+    @torch.no_grad()
+    def checksums(self) -> dict[str, int]:
+        """Return by name a checksum of what this rank holds of each of the module's parameters."""
         self.have_written()  # or the module's parameters may be gathered ones
-        return Checksums(dict(self.module.named_parameters()))
+        return {name: int(print_of(local(parameter))) for name, parameter in self.module.named_parameters()}
 
     def have_written(self) -> None:
         """Make a sharded module gather its parameters again, after a write outside of a training step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -18,12 +17,10 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.losses import EpochLoss
-from lightning_hiercomm.run.optimizer_steps import Collectives, OptimizerSteps
+from lightning_hiercomm.run.misuse import Misuse
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.schedules import Schedules
 from lightning_hiercomm.run.shapes import are_equal
-from lightning_hiercomm.run.uncounted import UncountedChanges
-from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
@@ -47,7 +44,7 @@ class TrainingRun:
         average_optimizer_state: Whether synchronizations also average the optimizers' state.
         gradients: Averages the module's gradients. Default: as the scheme asks for.
         on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
-        collectives: The program's own collectives between nodes that differ. None if there cannot be any.
+        collectives: Returns how many collectives this rank has begun in the default process group.
         samples: Weighs nodes with unequal data in synchronizations. None: all ranks keep their weights.
 
     Attributes:
@@ -55,9 +52,7 @@ class TrainingRun:
         averaged_model: Writes the averaged model to the module.
         schedules: Saves and restores the schemes.
         loss: The mean loss of the epoch, which some schemes follow.
-        optimizer_steps: Watches the optimizers' steps.
-        gradient_check: Compares gradients of ranks that share them.
-        knows_batches: Whether :meth:`end_batch` is called where batches end, or before every forward pass.
+        misuse: Checks the first steps.
         has_begun: Whether training has begun in this process.
         has_finished: Whether the last step has been taken.
         is_closed: Whether the run is over, and nothing of it may communicate.
@@ -72,7 +67,7 @@ class TrainingRun:
         average_optimizer_state: bool = False,
         gradients: GradientPath | None = None,
         on_nonfinite: OnNonfinite = "raise",
-        collectives: Collectives | None = None,
+        collectives: Callable[[], int] = lambda: 0,
         samples: SampleWeights | None = None,
     ) -> None:
         self.replicas = replicas
@@ -107,13 +102,8 @@ class TrainingRun:
         self.has_begun = False
         self.has_finished = False
         self.is_closed = False
-        self.knows_batches = True
-        self.gradient_check: GradientCheck | None = None
-        self.optimizer_steps = OptimizerSteps(self.schemes, self.optimizers, self.step, collectives)
-        self.optimizer_steps.before_inner_step = lambda: self.has_begun
+        self.misuse = Misuse(self.schemes, replicas, collectives)
         self._knows_means = topology.may_grow  # a joining node would decide alone
-        differs = any(not running.is_alone and running.config.gradients != "world" for running in self.schemes)
-        self._uncounted = UncountedChanges(self.schemes, replicas) if differs else None
         self.remember_values()
 
     @property
@@ -152,8 +142,9 @@ class TrainingRun:
         Args:
             of_trained: Whether to compare only parameters that the schemes train at the moment.
         """
-        names = set(self.schedules.trained()) if of_trained else None
-        differs = bool(self.replicas.checksums().changed_since(self._known, names))
+        now = self.replicas.checksums()
+        names = self.schedules.trained() if of_trained else [*now, *self._known]
+        differs = any(now.get(name) != self._known.get(name) for name in names)
         changed = torch.tensor(int(differs), device=self.replicas.device)
         self.topology.world.all_reduce(changed.view(1), op="max").wait()
         return bool(changed)
@@ -168,8 +159,7 @@ class TrainingRun:
     def go_on_from_module(self) -> None:
         """Continue from what the module holds, which the schemes have not seen and may differ between nodes."""
         self.remember_values()
-        if self._uncounted is not None:
-            self._uncounted.begin(self._known)
+        self.misuse.begin()
 
     def exclude(self, without_mean: Collection[str] | None, per_rank: Collection[str] = ()) -> None:
         """Restore from a checkpoint, after loading its tensors, which of them are not exchanged.
@@ -210,8 +200,7 @@ class TrainingRun:
             self._find_means()
         for scheme in self.schemes:
             scheme.begin_run(epochs, steps)
-        if self._uncounted is not None:
-            self._uncounted.begin(self._known)
+        self.misuse.begin()
 
     def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         """Start an epoch.
@@ -223,8 +212,6 @@ class TrainingRun:
         self.loss.take_mean()
         for scheme in self.schemes:
             scheme.begin_epoch(epoch, logged)
-        if self.gradient_check is not None:
-            self.gradient_check.begin_epoch()
 
     def note_loss_scale(self, precision: object) -> None:
         """Store the loss scale of the precision's gradient scaler, if it has one, before a backward pass."""
@@ -247,30 +234,14 @@ class TrainingRun:
         autocast = Autocast()
 
         def run_and_check() -> T:
-            with self.optimizer_steps.stepping():
-                with autocast.entered():
-                    result = run()
-                if self.gradient_check is not None:
-                    self.gradient_check.after_step(optimizer)
+            with self.misuse.stepping(optimizer), autocast.entered():
+                result = run()
             scheme.replica.find_buffers()
             return result
 
-        with autocast.left(), self.optimizer_steps.excused():
+        with autocast.left():
             result = scheme.step(run_and_check, last=last)
         return result
-
-    def backward(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._uncounted is None else self._uncounted.backward()
-
-    def note_reduction(self) -> None:
-        """Note that a backward pass has averaged the present gradients."""
-        if self.gradient_check is not None:
-            self.gradient_check.note_reduction()
-
-    def end_batch(self) -> None:
-        """End a batch in which a step was expected."""
-        if self._uncounted is not None and not self.optimizer_steps.is_stepping:  # in a closure of LBFGS, for instance
-            self._uncounted.after_batch(self.knows_batches)
 
     @outside_autocast()
     def end_epoch(self) -> None:
@@ -279,15 +250,11 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.end_epoch(loss)
-        if self._uncounted is not None:
-            self._uncounted.end_epoch()
 
     @outside_autocast()
     def finish(self) -> None:
         """End the run: every rank holds the averaged parameters, and saving no longer needs other ranks."""
         self.averaged_model.compare_shapes()
-        if self._uncounted is not None:
-            self._uncounted.end_epoch()
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
@@ -325,9 +292,6 @@ class TrainingRun:
         """End background threads, also after an error. Not collective."""
         self.is_closed = True
         self.averaged_model.forget()
-        self.optimizer_steps.close()
-        if self._uncounted is not None:
-            self._uncounted.close()
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)

@@ -48,18 +48,6 @@ def wraps_another(optimizer: Optimizer) -> bool:
     return "param_groups" not in held or any(isinstance(value, Optimizer) for value in held.values())
 
 
-def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers of the same parameters that another one holds, as SAM does."""
-    parameters = _parameters_of(optimizer)
-    held = getattr(optimizer, "__dict__", {}).values()
-    others = (value for value in held if isinstance(value, Optimizer) and value is not optimizer)
-    return [other for other in others if parameters and _parameters_of(other) == parameters]
-
-
-def _parameters_of(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
 def releases_gradients(optimizer: Optimizer) -> bool:
     """Return whether an optimizer steps each parameter in the backward pass (torch-optimi's ``gradient_release``)."""
     return bool(getattr(optimizer, "defaults", {}).get("gradient_release"))

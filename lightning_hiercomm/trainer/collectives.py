@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import TBroadcast
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import is_between_batches
-from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.trainer.fabric_loop import FabricLoop
 from lightning_hiercomm.trainer.state import StrategyState
 
 
@@ -34,16 +29,14 @@ class TrainerCollectives(StrategyState):
             operation = getattr(reduce_op, "op", reduce_op)  # the text of a ReduceOp differs between ranks
             what = f" ({operation} of {str(tensor.dtype).removeprefix('torch.')})"
             self._control.barrier("reduce", what)  # a value that only some ranks log must not mix with others
-        with self._excused():
-            return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._ranks_are_together:
             return
         try:
-            with self._excused():
-                super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
         except RuntimeError as error:
             if self._control.plane is not None:  # which explains it
                 raise
@@ -56,52 +49,4 @@ class TrainerCollectives(StrategyState):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         if not self._ranks_are_together:
             return obj
-        with self._excused():
-            return super().broadcast(obj, src)  # type: ignore[safe-super]
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with nullcontext() if tensor.requires_grad else self._excused():
-            return super().all_gather(tensor, group, sync_grads)
-
-    def _excused(self) -> AbstractContextManager[None]:
-        """Inside, collectives do not count as the program's own."""
-        return nullcontext() if self._run_or_none is None else self._run_or_none.optimizer_steps.excused()
-
-
-class FabricCollectives(FabricDDPStrategy):
-    """Collectives of Fabric, which do not count as the program's own."""
-
-    _loop: FabricLoop
-
-    @property
-    def runs(self) -> list[TrainingRun]:
-        """The runs of the modules that have an optimizer."""
-        return self._loop.runs
-
-    @override
-    def all_reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
-        with self._excused():
-            return super().all_reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with nullcontext() if tensor.requires_grad else self._excused():
-            return super().all_gather(tensor, group, sync_grads)
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._excused():
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        with self._excused():
-            return super().broadcast(obj, src)
-
-    @contextmanager
-    def _excused(self) -> Iterator[None]:
-        with ExitStack() as excused:
-            for run in self.runs:
-                excused.enter_context(run.optimizer_steps.excused())
-            yield
+        return super().broadcast(obj, src)  # type: ignore[safe-super]

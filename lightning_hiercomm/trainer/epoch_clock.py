@@ -58,7 +58,7 @@ class EpochClock(pl.Callback):
         if self._batches is not None:
             self._batches.end_step()
         if not accumulates(trainer):
-            self._run.end_batch()
+            self._run.misuse.end_batch()
         if trainer.is_last_batch:
             self._end_epoch()
 

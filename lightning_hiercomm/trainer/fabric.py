@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -17,10 +18,10 @@ from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.losses import common_loss
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
-from lightning_hiercomm.trainer.collectives import FabricCollectives
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop
 from lightning_hiercomm.trainer.fabric_module import FabricModule
 from lightning_hiercomm.trainer.gradients import GradientReduction
@@ -28,7 +29,7 @@ from lightning_hiercomm.trainer.options import Health
 from lightning_hiercomm.trainer.settings import DDPArguments, HierarchicalArguments
 
 
-class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricCollectives):
+class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrategy):
     """Train by a loop of your own, on ``lightning.fabric.Fabric``, as ``HierarchicalStrategy`` does with a ``Trainer``.
 
     Example::
@@ -145,6 +146,11 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
         return traffic.communication(None if self.topology is None else self.topology.meter, self.schemes, None)
 
     @property
+    def runs(self) -> list[TrainingRun]:
+        """The runs of the modules that have an optimizer."""
+        return self._loop.runs
+
+    @property
     def schemes(self) -> list[RunningScheme[Scheme]]:
         """One per optimizer, in the order of ``fabric.setup``."""
         return [scheme for run in self.runs for scheme in run.schemes]
@@ -214,14 +220,11 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, FabricColl
     @is_not_insisted_on
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         self._loop.keep_loss(tensor)
-        with ExitStack() as backward:
-            for run in self.runs:
-                run.note_loss_scale(self.precision)
-                run.optimizer_steps.end_forward()
-                backward.enter_context(run.backward())
-            super().backward(tensor, module, *args, **kwargs)
+        for run in self.runs:
+            run.note_loss_scale(self.precision)
+        super().backward(tensor, module, *args, **kwargs)
         self._loop.has_gone_backward = True
-        self._reduction.end_backward(self.runs, self._topology, self.root_device)
+        self._reduction.end_backward(self._topology, self.root_device)
         for own in self._loop.modules:
             own.reduce_late()
             own.check_unused(type(self))

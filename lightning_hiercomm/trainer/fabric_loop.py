@@ -75,7 +75,7 @@ class FabricLoop:
                     " module, which was set up apart: put both into one nn.ModuleList or nn.ModuleDict, and give"
                     " fabric.setup that and the optimizer"
                 )
-        run = module.start_run(optimizers, self.begin_if_needed)
+        run = module.start_run(optimizers)
         self.modules.remove(module)
         self.modules.append(module)
         if self._has_begun:
@@ -120,8 +120,8 @@ class FabricLoop:
             self._end_epoch()
         self.finish()
 
-    def begin_if_needed(self) -> bool:
-        """Begin a run of one epoch if a program steps without :meth:`run`; return True, as its steps count."""
+    def begin_if_needed(self) -> None:
+        """Begin a run of one epoch if a program steps without :meth:`run`."""
         if not self._has_begun:
             resumed = self._begin(None, None)
             if resumed.epoch_is_open:
@@ -129,7 +129,6 @@ class FabricLoop:
                 self._load_losses(resumed)
             else:
                 self._begin_epoch(0)
-        return True
 
     def finish(self) -> None:
         """End the run, with the averaged parameters on every rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,11 +34,8 @@ from lightning_hiercomm.run.replicas import (
     trained_by,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.settings import Settings
-
-_REMEDY = "Call the module that fabric.setup returned, not the one that was given to it."
 
 
 class FabricModule:
@@ -92,14 +89,10 @@ class FabricModule:
         model.has_found_unequal = self._leave_to_ranks
         return model
 
-    def start_run(self, optimizers: Sequence[Optimizer], before_inner_step: Callable[[], bool]) -> TrainingRun:
+    def start_run(self, optimizers: Sequence[Optimizer]) -> TrainingRun:
         """Build the schemes of the module's optimizers. Collective."""
         self.run = run = self._settings.new_run(self._replicas(optimizers), self._topology)
         run.averaged_model.has_found_unequal = self._leave_to_ranks
-        run.knows_batches = False
-        run.optimizer_steps.before_inner_step = before_inner_step
-        if self.group is not None and self.group.size > 1:
-            run.gradient_check = GradientCheck(self.module, self.group, _REMEDY)
         self.module.register_forward_pre_hook(_BeforeForward(run))
         return run
 
@@ -218,12 +211,9 @@ class _BeforeForward:
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
         if torch.is_grad_enabled():
-            is_plain = not torch.compiler.is_compiling()
-            if is_plain:
-                self._run.end_batch()
+            if not torch.compiler.is_compiling():
+                self._run.misuse.end_batch()
             self._run.follow_unfrozen()
-            if is_plain:
-                self._run.optimizer_steps.begin_forward()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (_nothing,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from lightning_hiercomm._lightning.ddp import unused_parameters, warning_of_unus
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradients import GradientPath
 
@@ -40,12 +38,10 @@ class GradientReduction:
             self._last = gradients.level, topology.meter.mark(bucket.buffer().device)
         return future
 
-    def end_backward(self, runs: Iterable[TrainingRun], topology: Topology, device: torch.device) -> None:
+    def end_backward(self, topology: Topology, device: torch.device) -> None:
         """Record the wait since the last bucket's hook, if this backward pass averaged gradients."""
         if self._last is None:
             return
-        for run in runs:
-            run.note_reduction()
         (level, start), self._last = self._last, None
         topology.meter.add_wait(level, start, topology.meter.mark(device))
 

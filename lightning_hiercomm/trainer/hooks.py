@@ -54,8 +54,6 @@ from lightning_hiercomm.trainer.elastic_refusals import check_first_values, chec
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
 from lightning_hiercomm.trainer.reports import Reports
 
-REMEDY_IN_MANUAL_OPTIMIZATION = "In manual optimization, call self.manual_backward(loss) instead of loss.backward()."
-
 
 class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     """Adds the synchronization of nodes to one of Lightning's strategies, which trains inside a node.
@@ -260,16 +258,14 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._run.optimizer_steps.forward():
-            output = super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
         self._run.loss.add(output)
         return output
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._run.note_loss_scale(self.precision_plugin)
-        with self._run.backward():
-            return super().backward(closure_loss, *args, **kwargs)
+        return super().backward(closure_loss, *args, **kwargs)
 
     # ---- a validation --------------------------------------------------------------------------------------------
 

@@ -28,11 +28,10 @@ from lightning_hiercomm.run.replicas import broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes import DASO, SCHEMES, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath, InterNodeMean, LocalGradients
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder
-from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION, HierarchicalHooks
+from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
@@ -255,7 +254,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         run = super()._new_run(self.mesh_sizes, gradients)
         group = topology.inter if isinstance(gradients, InterNodeMean) else None
         if group is not None and not self._module.automatic_optimization:
-            run.gradient_check = GradientCheck(self._module, group, REMEDY_IN_MANUAL_OPTIMIZATION)
+            run.misuse.gradient_group = group
         return run
 
     # ---- gradients between nodes ---------------------------------------------------------------------------------
@@ -291,7 +290,6 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         if not accumulates(self._module.trainer):
             # gradients that were averaged before, and accumulated since, do not change when they are averaged again
             self._gradients_of(p for optimizer in self._run.optimizers for p in trained_by(optimizer)).average()
-            self._run.note_reduction()
 
     def _gradients_of(self, parameters: Iterable[Tensor]) -> ShardedGradients:
         """Return the object that averages these parameters' gradients; a new one if the parameters have changed."""

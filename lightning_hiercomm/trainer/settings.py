@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hiercomm._lightning.collectives import CollectiveCounter
+from lightning_hiercomm._lightning.collectives import collectives_of_default_group
 from lightning_hiercomm.arguments import check_types, checked_fields, unknown_argument
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
@@ -146,7 +146,8 @@ class Settings:
             self.average_optimizer_state,
             gradients,
             on_nonfinite=self.health.on_nonfinite,
-            collectives=self._collectives(topology),
+            # each elastic node has a default process group of its own
+            collectives=(lambda: 0) if topology.may_grow else collectives_of_default_group,
             samples=self._samples(topology, replicas.device),
         )
 
@@ -167,15 +168,6 @@ class Settings:
                 " must not share its parameters or gradients: use gradients='node'"
             )
         return process_group(topology.intra)
-
-    def _collectives(self, topology: Topology) -> CollectiveCounter | None:
-        """Return a counter of collectives between ranks with different parameters; None if there are none."""
-        if self.scheme.gradients == "world" or not dist.is_initialized():
-            return None
-        if topology.may_grow:  # each node has a default process group of its own
-            return None
-        sharing = topology.nodes[topology.node] if self.scheme.gradients == "node" else (topology.rank,)
-        return None if len(sharing) == topology.world_size else CollectiveCounter(sharing)
 
 
 class HierarchicalArguments:

@@ -33,10 +33,8 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.shapes import unequal_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.run.unreduced import GradientCheck
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
-from lightning_hiercomm.trainer.hooks import REMEDY_IN_MANUAL_OPTIMIZATION
 from lightning_hiercomm.trainer.settings import DDPArguments
 from lightning_hiercomm.trainer.unequal_data import UnequalDataHooks
 
@@ -172,14 +170,12 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
     def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
         run = super()._new_run(mesh, gradients)
         run.averaged_model.has_found_unequal = self._leave_to_ranks
-        run.gradient_check = self._new_gradient_check()
+        run.misuse.gradient_group = self._group_of_manual_gradients
         return run
 
-    def _new_gradient_check(self) -> GradientCheck | None:
-        group = self._group_of_gradients
-        if group is None or group.size == 1 or self._module.automatic_optimization:
-            return None
-        return GradientCheck(self._module, group, REMEDY_IN_MANUAL_OPTIMIZATION)
+    @property
+    def _group_of_manual_gradients(self) -> Communicator | None:
+        return None if self._module.automatic_optimization else self._group_of_gradients
 
     def _leave_to_ranks(self, names: Collection[str]) -> None:
         """Exchange no more tensors whose shapes differ between ranks."""
@@ -192,7 +188,7 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
         has_new_phase = self._gradients_over != self._run.gradients_over
         if has_new_phase:
             self._gradients_over = self._run.gradients_over
-            self._run.gradient_check = self._new_gradient_check()
+            self._run.misuse.gradient_group = self._group_of_manual_gradients
         # DDP ignores parameters that were frozen, or did not exist, when it was made
         if has_new_phase or any(p.requires_grad for p in self._frozen) or self._trains_new_parameters():
             self._compare_in_node()
@@ -256,7 +252,7 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
 
     @override
     def _end_backward(self) -> None:
-        self._reduction.end_backward([self._run], self._topology, self.root_device)
+        self._reduction.end_backward(self._topology, self.root_device)
 
 
 @contextmanager

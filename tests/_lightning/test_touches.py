@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities import imports
@@ -36,7 +37,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning import collectives
-from lightning_hiercomm._lightning.collectives import collectives_begun, collectives_of_default_group, gpu_is_busy
+from lightning_hiercomm._lightning.collectives import (
+    collectives_begun,
+    collectives_of_default_group,
+    counting_backends,
+    gpu_is_busy,
+)
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     PassThroughDDP,
@@ -876,6 +882,42 @@ def test_torch_counts_the_collectives_of_the_default_group_apart(process_group):
     dist.barrier(other)
     assert collectives_of_default_group() == before + 1
     dist.destroy_process_group(other)
+
+
+ONE = torch.ones(1)
+COLLECTIVES = {
+    "all_reduce": lambda: dist.all_reduce(ONE.clone()),
+    "broadcast": lambda: dist.broadcast(ONE.clone(), 0),
+    "all_gather": lambda: dist.all_gather([ONE.clone()], ONE),
+    "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(ONE.clone(), ONE),
+    "all_gather_object": lambda: dist.all_gather_object([None], 1),
+    "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(ONE.clone(), ONE),
+    "all_to_all_single": lambda: dist.all_to_all_single(ONE.clone(), ONE),
+    "functional all_reduce": lambda: functional.all_reduce(ONE.clone(), "sum", dist.group.WORLD) + 0,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_torch_counts_every_collective_of_the_default_group(process_group, name):
+    before = collectives_of_default_group()
+    COLLECTIVES[name]()
+    assert collectives_of_default_group() > before
+
+
+def test_a_backend_without_sequence_numbers_counts_nothing(process_group):
+    class Backend:
+        def _get_sequence_number_for_group(self):
+            raise RuntimeError("does not yet support sequence numbers")
+
+    class Group:
+        _device_types = ("cpu", "cuda")
+
+        def _get_backend(self, device):
+            return Backend()
+
+    assert counting_backends(Group()) == []
+    (world,) = collectives.process_groups()
+    assert len(counting_backends(world)) == 1
 
 
 def test_a_group_that_is_destroyed_meanwhile_ends_no_count(process_group, monkeypatch):

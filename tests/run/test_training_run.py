@@ -549,40 +549,6 @@ def test_averaged_model_has_buffers_changed_after_a_sync(scheme):
     assert on_ranks(body, [[0], [1]]) == [[0.5, 0.0], [0.5, 1.0]]
 
 
-def test_uncounted_optimizer_step_is_refused_during_the_run():
-    def body(topology: Topology) -> bool:
-        module = nn.Linear(1, 1).to(place.device)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        with begun(TrainingRun(PeriodicAveraging(5), Replicas(module, [optimizer]), topology)) as run:
-            add(run, 0, 1.0)
-            if topology.num_nodes > 1:
-                with pytest.raises(RuntimeError, match=r"SGD.step\(\) was called on the optimizer itself"):
-                    optimizer.step()
-                optimizer.param_groups[0]["lr"] = 0.0  # as torch.distributed.checkpoint does, for the state to be there
-                optimizer.step()
-            else:
-                optimizer.step()
-        optimizer.step()
-        return True
-
-    assert on_ranks(body, [[0], [1]]) == [True, True]
-    assert on_ranks(body, [[0, 1]]) == [True, True]
-
-
-def test_gradient_schemes_need_no_hook_on_the_optimizers_step():
-    def body(topology: Topology) -> float:
-        module = nn.Linear(1, 1, bias=False).to(place.device)
-        nn.init.zeros_(module.weight)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-        run = TrainingRun(AllReduce(), Replicas(module, [optimizer]), topology)
-        module.weight.grad = torch.full_like(module.weight, -1.0)
-        optimizer.step()
-        run.close(timeout=5.0)
-        return module.weight.item()
-
-    assert on_ranks(body, [[0], [1]]) == [1.0, 1.0]
-
-
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(4), Gossip()])
 def test_averaged_model_has_buffers_registered_in_training(scheme):
     def body(topology: Topology) -> list[list[float]]:

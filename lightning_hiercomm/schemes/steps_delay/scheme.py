@@ -30,7 +30,6 @@ from lightning_hiercomm.schemes.steps_delay.rules import (
     sgd,
 )
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
-from lightning_hiercomm.schemes.steps_delay.writes import WriteDetector
 
 
 class StepsDelay(Scheme):
@@ -62,9 +61,7 @@ class StepsDelay(Scheme):
     sends zeros and keeps its weights. A parameter without gradient has gradient zero.
 
     **Writes to weights** outside of the optimizer's step (clamping, masks, a new head) reach the server in the warm-up,
-    if every rank writes the same after the step. After the warm-up they raise an error at the next pull, validation,
-    checkpoint or end of the run. (Single writes through ``parameter.data`` may be missed in large models: an eighth of
-    the parameters is compared at each step.)
+    if every rank writes the same after the step. After the warm-up the next pull overwrites them.
 
     **The averaged model** is the server's weights, gathered for validation, checkpoints and at the end. Checkpoints
     hold the optimizer's state of whole parameters, so they resume under plain DDP or on any number of ranks. The
@@ -87,7 +84,6 @@ class StepsDelay(Scheme):
 
     Raises:
         ValueError: For arguments out of range; and, when it is built, for optimizers that the scheme cannot serve.
-        RuntimeError: After the warm-up, at the next use of the server's weights after a program wrote to parameters.
     """
 
     def __init__(
@@ -216,7 +212,6 @@ class ServedStepsDelay(RunningStepsDelay):
         self._pull_topology = self.topology.duplicate()
         self._background = self._new_background()
         self._disagreement = Disagreement()
-        self._writes: WriteDetector | None = None  # since the first delayed step
         self._has_warned_of_sparse = False
         self._serve({})
 
@@ -251,7 +246,6 @@ class ServedStepsDelay(RunningStepsDelay):
         )
         server.take_optimizer_state(state)
         self.state.exchange = PulledWeights(server)
-        self._writes = None
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
@@ -264,8 +258,7 @@ class ServedStepsDelay(RunningStepsDelay):
         return self._run_iteration
 
     def _run_iteration(self, optimizer_step: Callable[[], object] | None) -> None:
-        if self.state.holds_final_weights:
-            self._writes, self.state.holds_final_weights = None, False
+        self.state.holds_final_weights = False
         if optimizer_step is not None:
             if hasattr(self.optimizer, "found_inf"):
                 raise ValueError(
@@ -315,7 +308,7 @@ class ServedStepsDelay(RunningStepsDelay):
         """Step in the warm-up; without a gradient if it overflowed."""
         exchange, server = self.exchange, self.server
         hyperparameters = server.hyperparameters()
-        self._handle_writes(verify=True)
+        self._take_writes()
         for index in range(len(server.buckets)):
             server.push(index, hyperparameters, has_gradient, pull=True)
         server.wait_for_pulls()
@@ -329,7 +322,7 @@ class ServedStepsDelay(RunningStepsDelay):
         exchange, server = self.exchange, self.server
         pulls = exchange.delayed_steps % self.config.delay == self.config.delay - 1
         hyperparameters = server.hyperparameters()
-        self._handle_writes(verify=pulls)
+        self._take_writes()
         has_arrived = exchange.has_pulled
         pulled: Iterator[Tensor | None] = server.pulled(exchange.pulled) if has_arrived else repeat(None)
         for index, bucket in enumerate(server.buckets):
@@ -342,40 +335,15 @@ class ServedStepsDelay(RunningStepsDelay):
             server.wait_for_pulls()
         exchange.has_pulled = pulls
         exchange.delayed_steps += 1
-        if self._writes is None:
-            self._writes = WriteDetector(self.replica.parameters)
-        else:
-            self._writes.remember()
         if has_arrived:
             self.state.unsynchronized_steps = 0
             self.state.synchronizations += 1
 
-    def _handle_writes(self, verify: bool) -> None:
-        """In the warm-up, let the server take what a program wrote to the weights; later, refuse it.
-
-        After the warm-up the weights are not the server's. Taken as they are, they would undo the other nodes' steps;
-        taken as a difference, a new head would not hold what was written, nor a clamped weight stay within its bounds.
-
-        Args:
-            verify: Whether the weights are about to be replaced: then they must not have been written to.
-
-        Raises:
-            RuntimeError: If a program wrote to the weights after the warm-up.
-        """
-        exchange, writes = self.exchange, self._writes
-        if writes is None and not exchange.delayed_steps and not exchange.has_pulled:
+    def _take_writes(self) -> None:
+        """Let the server take what a program wrote to the weights in the warm-up; later these are not the server's."""
+        exchange = self.exchange
+        if not exchange.delayed_steps and not exchange.has_pulled:
             self.server.take_writes(exchange.pulled)
-        if writes is not None:
-            writes.compare(all_parameters=verify)
-        if not verify:
-            return
-        if writes is not None and writes.has_found_any:
-            raise RuntimeError(
-                "parameters were changed outside of the optimizer's step (clamping, a mask, a new head). StepsDelay"
-                " supports that only during warm-up, because later the server's weights replace those of a node. Set"
-                f" StepsDelay(warmup_steps=...) to more steps than {self.config.warmup_steps}, or use another scheme,"
-                " such as strategy='diloco'"
-            )
 
     def _update_locally(self, index: int, bucket: ShardedBucket, has_gradient: bool, arrived: Tensor | None) -> None:
         """Move a bucket's weights by the local rule, starting from the pulled ones if a pull has arrived."""
@@ -439,12 +407,10 @@ class ServedStepsDelay(RunningStepsDelay):
         self.state.settle()
         if self.state.holds_final_weights:
             return
-        self._handle_writes(verify=self._writes is not None)
+        self._take_writes()
         for bucket, weights in zip(self.server.buckets, self.server.weights(), strict=True):
             bucket.bucket.unpack(weights)
         self.guard.average(self.replica.buckets_of_buffers)
-        if self._writes is not None:
-            self._writes.remember_shown()
 
     # ---- state and scalars ---------------------------------------------------------------------------------------
 
@@ -463,7 +429,6 @@ class ServedStepsDelay(RunningStepsDelay):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.exchange.restart()
-        self._writes = None
         super().load_state_dict(state)
 
     def _whole_optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:

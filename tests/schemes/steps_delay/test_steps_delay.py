@@ -14,7 +14,6 @@ import torch
 from harness import (
     Rank,
     needs_a_background_thread,
-    on_nodes,
     on_ranks,
     place,
     run_to_end,
@@ -625,64 +624,6 @@ def test_training_continues_from_weights_written_in_warm_up(nodes, through_data)
     for run in runs:
         assert run.trace[2][0] > 0.5  # there was something to clamp
         assert run.values.tolist() == pytest.approx(plain[0].tolist(), abs=1e-12)
-
-
-@pytest.mark.parametrize("through_data", [True, False])
-@pytest.mark.parametrize("warmup", [0, 2])
-def test_weights_written_after_warm_up_are_refused_at_the_next_pull(warmup, through_data):
-    def work(rank: Rank) -> int:
-        for _ in range(warmup + 1):
-            rank.train()
-        rank.averaged()  # which puts back what it found
-        rank.train()
-        with torch.no_grad():
-            parameter = rank.parameters[0]
-            (parameter.data if through_data else parameter).fill_(0.25)
-        rank.train()
-        with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
-            rank.train()
-        return rank.scheme.state.steps
-
-    assert on_nodes(work, StepsDelay(2, warmup_steps=warmup), targets=(1.0, 7.0)) == [warmup + 3] * 2
-
-
-@pytest.mark.parametrize("shape", [(1024,), (32, 32), (33,), (7, 3)])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda values: values.mul_(0.5),
-        lambda values: values.neg_(),
-        lambda values: values.copy_(values.flip(0)),
-        lambda values: values.copy_(values.roll(1, 0)),
-    ],
-    ids=["halved", "negated", "turned round", "rolled"],
-)
-def test_weight_writes_that_keep_the_sum_of_bits_are_refused(write, shape):
-    def work(rank: Rank) -> None:
-        rank.train(lambda x: -torch.arange(1.0, x.numel() + 1))
-        with torch.no_grad():
-            write(rank.parameters[0].data)
-        with pytest.raises(RuntimeError, match=r"outside of the optimizer's step"):
-            rank.averaged()
-
-    on_nodes(work, StepsDelay(2, warmup_steps=0), shapes={"a": shape})
-
-
-@pytest.mark.parametrize("asks", ["look", "unfreeze", "finish"])
-@pytest.mark.parametrize("steps", [3, 4])  # of a period of two, after one of warm-up
-def test_weights_written_after_the_last_step_are_refused_at_the_end(asks, steps):
-    def work(rank: Rank) -> None:
-        for _ in range(steps):
-            rank.train(1.0 + rank.rank)
-        rank.averaged()  # no program has written yet, and reading the averaged model writes nothing
-        with torch.no_grad():
-            rank.parameters[0].fill_(0.25)
-        if asks == "unfreeze":
-            rank.parameters[1].requires_grad_(True)
-        with pytest.raises(RuntimeError, match=r"outside of the optimizer's step.*warmup_steps=\.\.\."):
-            {"look": rank.averaged, "unfreeze": rank.scheme.synchronize, "finish": rank.scheme.finish}[asks]()
-
-    on_nodes(work, StepsDelay(2, warmup_steps=2), shapes={"a": 2, "b": 3}, frozen=["b"])
 
 
 def test_dampening_has_no_effect_without_momentum(on_nodes):
