@@ -1,8 +1,6 @@
 """A PyTorch Lightning strategy for nodes joined by a network much slower than the links inside them."""
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
-
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.nodes.topology import Topology
@@ -55,6 +53,6 @@ __all__ = [
     "UnequalData",
 ]
 
-HierarchicalStrategy.register_strategies(StrategyRegistry)
-HierarchicalModelParallelStrategy.register_strategies(StrategyRegistry)
-HierarchicalFabricStrategy.register_strategies(STRATEGY_REGISTRY)
+HierarchicalStrategy.register_strategies(pl.strategies.StrategyRegistry)
+HierarchicalModelParallelStrategy.register_strategies(pl.strategies.StrategyRegistry)
+HierarchicalFabricStrategy.register_strategies(fabric.strategies.STRATEGY_REGISTRY)

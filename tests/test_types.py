@@ -1,4 +1,4 @@
-"""The package's types, and those of the second tree."""
+"""The package's types."""
 
 from __future__ import annotations
 

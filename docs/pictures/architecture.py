@@ -33,7 +33,6 @@ CAPTIONS = {
     "elastic": "nodes that leave and join: quorum, transaction, healing",
     "nodes": "topology, process groups, replicas, buckets",
     "planning": "doctor, probe, plan and simulate",
-    "pytorch_lightning": "the public names for programs that import pytorch_lightning",
     "run": "one fit without a Trainer: gradients, the averaged model, traffic",
     "schemes": "when and how replicas synchronize",
     "trainer": "strategies, their hooks and settings, the monitor",

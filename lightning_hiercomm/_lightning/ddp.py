@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.strategy import Strategy as FabricStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
@@ -20,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.ddp_buffers import BufferBroadcast
+from lightning_hiercomm._lightning.tree import fabric
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP's constructor looks for names
 
@@ -34,7 +33,7 @@ def is_not_insisted_on(backward: Backward) -> Backward:
 
     Otherwise it also refuses ``torch.autograd.grad`` of a model's outputs, for forces or gradient penalties.
     """
-    return functools.wraps(FabricStrategy.backward)(backward)  # type: ignore[return-value]
+    return functools.wraps(fabric.strategies.strategy.Strategy.backward)(backward)  # type: ignore[return-value]
 
 
 def unused_parameters(module: nn.Module | None) -> list[str]:
@@ -299,7 +298,7 @@ def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any],
     DistributedDataParallel.register_comm_hook(model, None, hook)
 
 
-class FabricSyncControl(_BackwardSyncControl):
+class FabricSyncControl(fabric.strategies.strategy._BackwardSyncControl):
     """``Fabric.no_backward_sync``, also for a module without DDP on a node of one rank."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.places import drop_places, is_stateful, restores_module, set_epoch
 from lightning_hiercomm._lightning.saves import model_checkpoints, taking_shapes, with_plain_numbers
+from lightning_hiercomm._lightning.tree import fabric, pl
 
 _FIT = "fit_loop"
 _EPOCH = "epoch_loop"
@@ -105,7 +102,7 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
     return checkpoint
 
 
-def _savers(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+def _savers(trainer: pl.Trainer) -> list[pl.callbacks.ModelCheckpoint]:
     for each in (found := model_checkpoints(trainer)):
         for name in _OF_SAVES:
             require_attribute(each, name)
@@ -155,7 +152,7 @@ def end_training(trainer: pl.Trainer) -> None:
 
 
 def note_stage_of_dataloaders(
-    trainer: pl.Trainer, stage: list[RunningStage | None], batches_done: Callable[[], int]
+    trainer: pl.Trainer, stage: list[pl.trainer.states.RunningStage | None], batches_done: Callable[[], int]
 ) -> None:
     """Set ``stage[0]`` to the stage for which Lightning makes a sampler, which it does not pass to strategies.
 
@@ -168,13 +165,13 @@ def note_stage_of_dataloaders(
     require_attribute(connector, "_prepare_dataloader")
     original = type(connector)._prepare_dataloader
 
-    def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+    def prepare(dataloader: object, shuffle: bool, mode: pl.trainer.states.RunningStage) -> object:
         stage[0] = mode
         try:
             prepared = original(connector, dataloader, shuffle, mode)
         finally:
             stage[0] = None
-        if mode == RunningStage.TRAINING and (done := batches_done()):
+        if mode == pl.trainer.states.RunningStage.TRAINING and (done := batches_done()):
             epochs: Any = trainer.fit_loop.epoch_progress.current
             has_begun = _begin_later(prepared, done, epochs.processed)
             if not has_begun and is_stateful(prepared):
@@ -292,7 +289,7 @@ def _begin_later(dataloader: Any, done: int, epoch: int) -> bool:
     of indices, or with an ``IterableDataset``, resumes by itself.
     """
     batches = getattr(dataloader, "batch_sampler", None)
-    length = sized_len(batches)
+    length = fabric.utilities.data.sized_len(batches)
     if not length:
         return False
     set_epoch(dataloader, epoch)

@@ -14,25 +14,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.mpi import MPIEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.fabric.utilities import imports
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch.distributed import Store
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from lightning_hiercomm._lightning.saves import taking_shapes
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.nodes.hosts import Place
 
+environments = fabric.plugins.environments
 
-class WatchfulLauncher(_MultiProcessingLauncher):
+
+class WatchfulLauncher(pl.strategies.launchers._MultiProcessingLauncher):
     """Lightning's launcher of forked and spawned ranks, with four corrections.
 
     Lightning runs ``Strategy.on_exception`` and ``teardown`` in the launching process only, which does not know the
@@ -42,7 +36,7 @@ class WatchfulLauncher(_MultiProcessingLauncher):
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        assert isinstance(self._strategy, DDPStrategy)
+        assert isinstance(self._strategy, pl.strategies.DDPStrategy)
         # shared with the ranks, also when they are spawned
         self._has_finished = multiprocessing.get_context(self._start_method).RawArray("b", self._strategy.num_processes)
         self._watcher: tuple[threading.Thread, threading.Event] | None = None
@@ -146,28 +140,28 @@ def _exit_code(process: Any) -> int | None:
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
-def place_of(environment: ClusterEnvironment, node: int, local_rank: int, starts_ranks: bool) -> Place:
+def place_of(environment: fabric.plugins.ClusterEnvironment, node: int, local_rank: int, starts_ranks: bool) -> Place:
     """Return where this rank is, as its cluster environment reports it.
 
     torchrun's agents and Lightning's launcher run once per node, so several of them on one host are deliberate. MPI's
     nodes are found by host name. Kubeflow makes every process a separate node, and variables that are set by hand or by
     a scheduler may do so by mistake.
     """
-    names_nodes = isinstance(environment, (TorchElasticEnvironment, MPIEnvironment)) or (
-        isinstance(environment, LightningEnvironment) and starts_ranks
-    )
+    names_nodes = isinstance(
+        environment, (environments.torchelastic.TorchElasticEnvironment, environments.mpi.MPIEnvironment)
+    ) or (isinstance(environment, environments.lightning.LightningEnvironment) and starts_ranks)
     return Place(node, local_rank, type(environment).__name__, names_nodes)
 
 
-def check_ranks_of_node(environment: ClusterEnvironment) -> None:
+def check_ranks_of_node(environment: fabric.plugins.ClusterEnvironment) -> None:
     """Compare ``Trainer(devices=...)`` with the ranks that torchrun or mpiexec started on this node.
 
     ``TorchElasticEnvironment`` insists on ``devices * num_nodes`` ranks, but nodes may be unequal; ``MPIEnvironment``
     checks nothing, and ranks without a device fail one by one.
     """
-    if isinstance(environment, TorchElasticEnvironment):
+    if isinstance(environment, environments.torchelastic.TorchElasticEnvironment):
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
-    elif isinstance(environment, MPIEnvironment):
+    elif isinstance(environment, environments.mpi.MPIEnvironment):
         node = environment.node_rank()
         ranks = load_mpi().COMM_WORLD.allgather(node).count(node)
     else:
@@ -189,8 +183,8 @@ def check_program_can_run_again() -> None:
 
     Lightning does too, but its remedy is its own ``ddp_notebook``.
     """
-    if imports._IS_INTERACTIVE:
-        raise MisconfigurationException(
+    if fabric.utilities.imports._IS_INTERACTIVE:
+        raise fabric.utilities.exceptions.MisconfigurationException(
             "start_method='popen' starts ranks by running the script again, but an interactive session has none. Use"
             " HierarchicalStrategy(..., start_method='fork'), or a name that ends in _notebook, such as"
             " Trainer(strategy='hierarchical_periodic_notebook')."

@@ -7,14 +7,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.fabric.utilities.types import _Stateful
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm._lightning.tree import fabric, pl
 
 _LOADERS = "a train dataloader"
 _MODULE = "the data module"
@@ -32,7 +28,9 @@ def places_in_data(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[s
         loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         places[_LOADERS] = _digest(loops.get("combined_loader"))
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if datamodule is not None and is_overridden("state_dict", datamodule, pl.LightningDataModule):
+    if datamodule is not None and pl.utilities.model_helpers.is_overridden(
+        "state_dict", datamodule, pl.LightningDataModule
+    ):
         places[_MODULE] = _digest(checkpoint.get(type(datamodule).__qualname__))
     return places
 
@@ -45,7 +43,7 @@ def draws_another_order(trainer: pl.Trainer) -> str | None:
     """
     for loader in _train_loaders(trainer):
         for sampler in _samplers(loader):
-            if is_stateful(loader) and isinstance(sampler, DistributedSamplerWrapper):
+            if is_stateful(loader) and isinstance(sampler, fabric.utilities.distributed.DistributedSamplerWrapper):
                 require_attribute(sampler.dataset, "_sampler")
                 wrapped = sampler.dataset._sampler  # type: ignore[attr-defined]
                 if "Random" in type(wrapped).__name__:
@@ -76,7 +74,7 @@ def drop_places(checkpoint: Mapping[str, Any]) -> None:
 
 def is_stateful(dataloader: object) -> bool:
     """Return whether Lightning saves and restores the state of a dataloader."""
-    return isinstance(dataloader, _Stateful)
+    return isinstance(dataloader, fabric.utilities.types._Stateful)
 
 
 def restores_module(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> bool:
@@ -88,7 +86,7 @@ def restores_module(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> bool:
 def _train_loaders(trainer: pl.Trainer) -> list[Any]:
     loop = trainer.fit_loop
     require_attribute(loop, "_combined_loader")
-    combined: CombinedLoader | None = loop._combined_loader
+    combined: pl.utilities.combined_loader.CombinedLoader | None = loop._combined_loader
     return [] if combined is None else combined.flattened
 
 

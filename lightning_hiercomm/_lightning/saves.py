@@ -8,17 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm._lightning.tree import fabric, pl, wrapper
 
 __all__ = [
     "METADATA_FILENAME",
@@ -38,6 +33,7 @@ __all__ = [
     "with_plain_numbers",
 ]
 
+METADATA_FILENAME = fabric.utilities.load._METADATA_FILENAME
 T = TypeVar("T")
 
 _OF_ALL_RANKS = {"epoch", "global_step", "pytorch-lightning_version", "optimizer_states"}
@@ -107,7 +103,7 @@ def number_names_by_own_files(trainer: pl.Trainer) -> None:
     for callback in model_checkpoints(trainer):
         require_attribute(callback, "file_exists")
 
-        def file_exists(filepath: Any, trainer: pl.Trainer, callback: ModelCheckpoint = callback) -> bool:
+        def file_exists(filepath: Any, trainer: pl.Trainer, callback: pl.callbacks.ModelCheckpoint = callback) -> bool:
             return filepath in (*callback.best_k_models, callback.best_model_path, callback.last_model_path)
 
         callback.file_exists = file_exists  # type: ignore[method-assign]
@@ -119,9 +115,9 @@ def restore_numbering(trainer: pl.Trainer) -> None:
         vars(callback).pop("file_exists", None)
 
 
-def model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+def model_checkpoints(trainer: pl.Trainer) -> list[pl.callbacks.ModelCheckpoint]:
     """Return the ``ModelCheckpoint`` callbacks."""
-    return [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]  # type: ignore[attr-defined]
+    return [each for each in trainer.callbacks if isinstance(each, pl.callbacks.ModelCheckpoint)]  # type: ignore[attr-defined]
 
 
 def with_plain_numbers(value: Any) -> Any:
@@ -176,16 +172,18 @@ def taking_shapes(module: nn.Module, names: Collection[str] | None = None) -> It
         handle.remove()
 
 
-def with_base_io(io: CheckpointIO | None, base: CheckpointIO) -> CheckpointIO:
+def with_base_io(
+    io: fabric.plugins.CheckpointIO | None, base: fabric.plugins.CheckpointIO
+) -> fabric.plugins.CheckpointIO:
     """Return the user's plugin, or ``base``; a plugin that wraps nothing wraps ``base``."""
     if io is None:
         return base
-    if isinstance(io, _WrappingCheckpointIO):
+    if isinstance(io, wrapper._WrappingCheckpointIO):
         io.checkpoint_io = base  # which has no effect if there is one
     return io
 
 
-def wait_for_saves(io: CheckpointIO) -> None:
+def wait_for_saves(io: fabric.plugins.CheckpointIO) -> None:
     """Wait for the asynchronous saves of a plugin. ``AsyncCheckpointIO`` has no method for this except its teardown.
 
     Raises:
@@ -198,7 +196,7 @@ def wait_for_saves(io: CheckpointIO) -> None:
             raise saves._error
 
 
-def after_saves(io: CheckpointIO, action: Callable[[], None]) -> None:
+def after_saves(io: fabric.plugins.CheckpointIO, action: Callable[[], None]) -> None:
     """Call ``action`` after the pending saves of a plugin, unless one fails; asynchronously, if the plugin is.
 
     ``AsyncCheckpointIO`` saves later but removes at once, so it would remove the old checkpoint before the new one is
@@ -219,9 +217,9 @@ def after_saves(io: CheckpointIO, action: Callable[[], None]) -> None:
     saves._executor.submit(act)
 
 
-def _asynchronous_saves(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
-    while isinstance(io, _WrappingCheckpointIO):
-        if isinstance(io, AsyncCheckpointIO):
+def _asynchronous_saves(io: fabric.plugins.CheckpointIO | None) -> pl.plugins.AsyncCheckpointIO | None:
+    while isinstance(io, wrapper._WrappingCheckpointIO):
+        if isinstance(io, pl.plugins.AsyncCheckpointIO):
             return io
         io = io.checkpoint_io
     return None

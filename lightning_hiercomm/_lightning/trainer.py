@@ -12,40 +12,12 @@ from itertools import chain, islice
 from traceback import walk_tb
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from lightning.pytorch.tuner.lr_finder import _lr_find
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_hiercomm._lightning import require_attribute
-
-_OURS = {"lightning.pytorch": "lightning_hiercomm", "pytorch_lightning": "lightning_hiercomm.pytorch_lightning"}
-
-
-def name_tree(name: str) -> str:
-    """Return the name of this package's Lightning, and of the other one, for programs that mix both.
-
-    ``lightning.pytorch`` and ``pytorch_lightning`` are one code base, but two trees of classes; the Trainer of one
-    refuses objects of the other.
-    """
-    (other,) = _OURS.keys() - {pl.__name__}
-    return f"`{pl.__name__}`; with `{other}`, use `{_OURS[other]}.{name}`"
-
-
-def shown_with_tree(name: str, call: str) -> str:
-    """Return the text of a constructor's call, with a note about Lightning's other package if that is imported.
-
-    A Trainer of the other package rejects the object and prints only this text.
-    """
-    if pl.__name__ != "lightning.pytorch":
-        return f"{_OURS[pl.__name__]}.{call}"
-    return f"{call}  # of {name_tree(name)}" if "pytorch_lightning" in sys.modules else call
+from lightning_hiercomm._lightning.tree import lr_finder, pl
 
 
 class TogetherAtBatches(Protocol):
@@ -109,10 +81,10 @@ def replace_sigterm_broadcast(
                 ranks.go_on()
                 return
         connector.received_sigterm = True
-        raise SIGTERMException
+        raise pl.utilities.exceptions.SIGTERMException
 
     def requeue(signum: Any, frame: Any) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             save_and_requeue(signum, frame)
             return
         received.append(signum)
@@ -141,15 +113,15 @@ def mark_sigterm_received(trainer: pl.Trainer) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
-def raw_optimizer(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+def raw_optimizer(optimizer: Optimizer | pl.core.optimizer.LightningOptimizer) -> Optimizer:
     """Return the user's optimizer without Lightning's wrapper (``LightningOptimizer.optimizer`` is a property)."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, pl.core.optimizer.LightningOptimizer) else optimizer
 
 
 def is_interrupted(trainer: pl.Trainer | None) -> bool:
     """Return whether an exception is being handled, when other ranks may not take part in a collective."""
     return trainer is not None and (
-        trainer.state.status == TrainerStatus.INTERRUPTED or exception_of_tuner() is not None
+        trainer.state.status == pl.trainer.states.TrainerStatus.INTERRUPTED or exception_of_tuner() is not None
     )
 
 
@@ -160,7 +132,7 @@ def exception_of_tuner() -> BaseException | None:
     """
     exception = sys.exc_info()[1]
     frames = walk_tb(exception.__traceback__) if exception is not None else ()
-    return exception if any(frame.f_code is _lr_find.__code__ for frame, _ in frames) else None
+    return exception if any(frame.f_code is lr_finder._lr_find.__code__ for frame, _ in frames) else None
 
 
 def is_of_tuner(filepath: Any) -> bool:
@@ -223,8 +195,12 @@ def leave_train_dataloaders_alone(trainer: pl.Trainer) -> None:
     require_attribute(connector, "_prepare_dataloader")
     original = type(connector)._prepare_dataloader
 
-    def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
-        return dataloader if mode == RunningStage.TRAINING else original(connector, dataloader, shuffle, mode)
+    def prepare(dataloader: object, shuffle: bool, mode: pl.trainer.states.RunningStage) -> object:
+        return (
+            dataloader
+            if mode == pl.trainer.states.RunningStage.TRAINING
+            else original(connector, dataloader, shuffle, mode)
+        )
 
     connector._prepare_dataloader = prepare  # type: ignore[method-assign]
 
@@ -258,7 +234,9 @@ def unmark_means_of_a_step(trainer: pl.Trainer) -> None:
 
 def takes_dataloader_iter(module: pl.LightningModule) -> bool:
     """Return whether the training step fetches its batches itself."""
-    return is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
+    return pl.utilities.signature_utils.is_param_in_hook_signature(
+        module.training_step, "dataloader_iter", explicit=True
+    )
 
 
 def draw_first_indices(trainer: pl.Trainer) -> None:
@@ -300,7 +278,11 @@ def batches_begun(trainer: pl.Trainer) -> int:
 
 def parts_of_loader(loader: Any) -> tuple[Any, Any]:
     """Return the loaders in a ``CombinedLoader`` and its mode, which has no public name; else Lightning's default."""
-    return (loader.iterables, loader._mode) if isinstance(loader, CombinedLoader) else (loader, "max_size_cycle")
+    return (
+        (loader.iterables, loader._mode)
+        if isinstance(loader, pl.utilities.CombinedLoader)
+        else (loader, "max_size_cycle")
+    )
 
 
 _NOTHING = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf}

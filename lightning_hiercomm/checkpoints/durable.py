@@ -10,14 +10,13 @@ from typing import IO, Any
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
+from lightning_hiercomm._lightning.tree import fabric
 
 
-class DurableCheckpointIO(TorchCheckpointIO):
+class DurableCheckpointIO(fabric.plugins.TorchCheckpointIO):
     """Writes a checkpoint to a temporary file in its folder, syncs it to the disk, and renames it.
 
     Lightning's plugin holds the file in memory, and moves it from the system's temporary folder. On another file system
@@ -26,7 +25,9 @@ class DurableCheckpointIO(TorchCheckpointIO):
     """
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: fabric.utilities.types._PATH, storage_options: Any | None = None
+    ) -> None:
         file_system, name = url_to_fs(str(path))
         if storage_options is not None or not isinstance(file_system, LocalFileSystem):
             super().save_checkpoint(checkpoint, path, storage_options)

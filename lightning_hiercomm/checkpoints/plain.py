@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from fsspec.core import url_to_fs
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.plugins import Precision
 from torch import Tensor
 
 from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weights, take_entries, wait_for_saves
 from lightning_hiercomm._lightning.trainer import is_of_tuner
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.checkpoints.sidecar import (
@@ -152,7 +151,7 @@ class Checkpoints:
         run: TrainingRun,
         mid_epoch: bool,
         share: Callable[[tuple[str, str]], tuple[str, str]],
-        io: CheckpointIO,
+        io: fabric.plugins.CheckpointIO,
         filepath: Any,
         storage_options: Any | None = None,
         precision: Mapping[str, Any] | None = None,
@@ -216,7 +215,7 @@ class Checkpoints:
     def _write_together(
         self,
         topology: Topology,
-        io: CheckpointIO,
+        io: fabric.plugins.CheckpointIO,
         state: Callable[[], dict[str, Any]],
         path: str,
         storage_options: Any | None,
@@ -235,14 +234,14 @@ class Checkpoints:
                     f" {failure}. Solve that, or set checkpoint_replicas=False."
                 ) from own
 
-    def settle(self, topology: Topology, io: CheckpointIO) -> None:
+    def settle(self, topology: Topology, io: fabric.plugins.CheckpointIO) -> None:
         """Delete replaced sidecars after all pending writes; collective."""
         if self.with_replicas and self._written:
             wait_for_saves(io)
             topology.world.barrier()
             self._remove_replaced(io, topology.rank)
 
-    def _remove_replaced(self, io: CheckpointIO, rank: int, new: str | None = None) -> None:
+    def _remove_replaced(self, io: fabric.plugins.CheckpointIO, rank: int, new: str | None = None) -> None:
         """Delete this rank's replaced sidecars, if rank 0 does not share its disk, except those with identity ``new``.
 
         No writes are pending on any rank.
@@ -252,14 +251,16 @@ class Checkpoints:
             for filepath, own in written.items():
                 _delete(io, [path for identity, path in _sidecars(filepath, rank) if identity not in (own, new)])
 
-    def remove_stale_sidecars(self, io: CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]) -> None:
+    def remove_stale_sidecars(
+        self, io: fabric.plugins.CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]
+    ) -> None:
         """Delete the sidecars of the replaced checkpoint, after the new one is written; on rank 0."""
         own = checkpoint[_KEY].get("identity")
         # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
         replaced = [path for identity, path in _sidecars(filepath, rank=0) if identity != own]
         after_saves(io, lambda: _delete(io, replaced))
 
-    def remove(self, io: CheckpointIO, filepath: Any, rank: int) -> None:
+    def remove(self, io: fabric.plugins.CheckpointIO, filepath: Any, rank: int) -> None:
         """Delete a checkpoint and its sidecars after all pending writes.
 
         Rank 0 deletes all that it sees; other ranks delete theirs if it is on a disk of their node.
@@ -278,7 +279,7 @@ class Checkpoints:
         checkpoint: dict[str, Any],
         filepath: Any,
         batches: HeterogeneousBatches | None,
-        io: CheckpointIO | None = None,
+        io: fabric.plugins.CheckpointIO | None = None,
         topology: Topology | None = None,
         weights_only: bool | None = None,
     ) -> None:
@@ -313,7 +314,7 @@ class Checkpoints:
         """Names of the parameters that were trained at the save; None in a checkpoint of Lightning's strategies."""
         return self._loaded.get("trained")
 
-    def restore(self, run: TrainingRun, precision: Precision | None = None) -> None:
+    def restore(self, run: TrainingRun, precision: pl.plugins.Precision | None = None) -> None:
         """Restore this rank's sidecar, or else the schemes' schedules.
 
         Raises:
@@ -405,7 +406,7 @@ def _sidecars(filepath: Any, rank: int) -> list[tuple[str, str]]:
     ]
 
 
-def _delete(io: CheckpointIO, sidecars: Iterable[str]) -> None:
+def _delete(io: fabric.plugins.CheckpointIO, sidecars: Iterable[str]) -> None:
     for path in sidecars:
         with suppress(FileNotFoundError):  # rank 0 may have deleted it in a shared folder
             io.remove_checkpoint(path)

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
+from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.checkpoints.durable import base_name
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.comm.dtensor import local, whole
@@ -92,7 +92,7 @@ def sidecar_state(
 
 
 def load_sidecar(
-    checkpoint_io: CheckpointIO,
+    checkpoint_io: fabric.plugins.CheckpointIO,
     checkpoint_path: Any,
     identity: str | None,
     topology: Topology,

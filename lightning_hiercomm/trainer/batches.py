@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_hiercomm._lightning.trainer import (
     leave_train_dataloaders_alone,
@@ -17,6 +15,7 @@ from lightning_hiercomm._lightning.trainer import (
     takes_dataloader_iter,
     unmark_means_of_a_step,
 )
+from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
 from lightning_hiercomm.nodes.topology import Topology
 
@@ -62,5 +61,5 @@ def begin_batches(batches: HeterogeneousBatches, trainer: pl.Trainer) -> None:
     # other programs choose themselves which batches an optimizer step sums, or when one is loaded
     batches.begin(module.print, module.automatic_optimization and not takes_dataloader_iter(module))
     if batches.go_to(trainer.current_epoch):
-        with isolate_rng():
+        with pl.utilities.seed.isolate_rng():
             restart_train_dataloaders(trainer)

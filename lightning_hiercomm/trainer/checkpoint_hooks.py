@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -15,6 +14,7 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.places import draws_another_order, places_in_data
 from lightning_hiercomm._lightning.saves import copied_where, entries_of_rank, taking_shapes, with_base_io
 from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tuner, raw_optimizer
+from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import per_rank_names
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values
@@ -76,12 +76,12 @@ class CheckpointHooks(StrategyState):
 
     @property
     @override
-    def checkpoint_io(self) -> CheckpointIO:
+    def checkpoint_io(self) -> fabric.plugins.CheckpointIO:
         self._checkpoint_io = with_base_io(self._checkpoint_io, DurableCheckpointIO())
         return self._checkpoint_io
 
     @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
+    def checkpoint_io(self, io: fabric.plugins.CheckpointIO) -> None:
         self._checkpoint_io = io
 
     @override

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_hiercomm._lightning.launcher import check_ranks_of_node
 from lightning_hiercomm._lightning.trainer import validates_by_the_clock
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import check_backend, check_equal_work
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
@@ -24,7 +22,7 @@ def check_launch(
     backend: str | None,
     ranks_per_node: int | Sequence[int] | None,
     world_size: int,
-    environment: ClusterEnvironment | None = None,
+    environment: fabric.plugins.ClusterEnvironment | None = None,
 ) -> None:
     """Check devices, backend and ranks before processes start."""
     for device in devices or ():
@@ -47,4 +45,4 @@ def check_training(trainer: pl.Trainer, scheme: Scheme, topology: Topology) -> N
     _, steps = length_of_run(trainer)
     length = math.inf if steps is None else steps
     for warning in scheme.check_run(topology.num_nodes, steps_of_epoch(trainer), length):
-        rank_zero_warn(warning)
+        pl.utilities.rank_zero_warn(warning)

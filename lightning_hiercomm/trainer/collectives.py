@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.strategies.strategy import TBroadcast
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import is_between_batches
+from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.trainer.state import StrategyState
 
 
@@ -46,7 +46,9 @@ class TrainerCollectives(StrategyState):
             ) from error
 
     @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+    def broadcast(
+        self, obj: fabric.strategies.strategy.TBroadcast, src: int = 0
+    ) -> fabric.strategies.strategy.TBroadcast:
         if not self._ranks_are_together:
             return obj
         return super().broadcast(obj, src)  # type: ignore[safe-super]

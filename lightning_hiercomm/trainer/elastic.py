@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import TCPStore
 
@@ -32,6 +29,7 @@ from lightning_hiercomm._lightning.healing import (
 )
 from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
+from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
 from lightning_hiercomm.elastic import Elastic
@@ -63,7 +61,7 @@ class ElasticNode(pl.Callback):
         self._random: tuple[str, dict[str, Any]] | None = None  # the source's random state, and when to take it
         self._is_in_epoch = False  # in which it recovered
         self._has_data = False
-        self._stage: list[RunningStage | None] = [None]  # for which Lightning prepares a dataloader
+        self._stage: list[pl.trainer.states.RunningStage | None] = [None]  # for which Lightning prepares a dataloader
         self._progress = OwnProgress()
         self._has_given_up = self._has_left = self._received_sigterm = False
 
@@ -259,14 +257,14 @@ class ElasticNode(pl.Callback):
     def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
         """Return this rank's shard of all nodes' data in training, otherwise that of its node's."""
         total, shards = self.membership.own_shards()
-        if self._has_left or not shards or self._stage[0] not in (None, RunningStage.TRAINING):
+        if self._has_left or not shards or self._stage[0] not in (None, pl.trainer.states.RunningStage.TRAINING):
             return {"num_replicas": ranks, "rank": rank}
         return {"num_replicas": total, "rank": shards[rank]}
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, SIGTERMException):
+        if isinstance(exception, pl.utilities.exceptions.SIGTERMException):
             self._received_sigterm = True
             exception.code = exception.code or SIGTERM_EXIT_CODE
         self.give_up()

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateFinder,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    Timer,
-)
-
 from lightning_hiercomm._lightning.trainer import names_logged_in_training, validates_by_the_clock
+from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -44,22 +36,24 @@ _ARGUMENTS: dict[str, Check] = {
 _CALLBACKS: tuple[Check, ...] = (
     (
         lambda callback: (
-            isinstance(callback, StochasticWeightAveraging)
+            isinstance(callback, pl.callbacks.StochasticWeightAveraging)
             or _is_of(callback, "WeightAveraging")  # not in all versions
         ),
         "{name} averages on each node separately: leave it out",
     ),
     (
-        lambda callback: isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None,
+        lambda callback: (
+            isinstance(callback, pl.callbacks.ModelCheckpoint) and callback._train_time_interval is not None
+        ),
         "{name}(train_time_interval=...) saves at another step on every node: use every_n_train_steps or"
         " every_n_epochs",
     ),
     (
-        lambda callback: isinstance(callback, ModelCheckpoint) and callback.save_last == "link",
+        lambda callback: isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.save_last == "link",
         "{name}(save_last='link') links on every node, and only one writes: use save_last=True",
     ),
     (
-        lambda callback: isinstance(callback, Timer),
+        lambda callback: isinstance(callback, pl.callbacks.Timer),
         "{name}, or Trainer(max_time=...), ends training at another batch on every node: use max_steps or max_epochs",
     ),
     (
@@ -68,7 +62,7 @@ _CALLBACKS: tuple[Check, ...] = (
         " ModelCheckpoint with a folder that all nodes share, and fit(ckpt_path='last')",
     ),
     (
-        lambda callback: isinstance(callback, LearningRateFinder),
+        lambda callback: isinstance(callback, pl.callbacks.LearningRateFinder),
         "{name}, and Tuner.lr_find, which uses it, try rates on one node, and restore a file that one node writes: find"
         " a rate without elastic=",
     ),
@@ -147,7 +141,10 @@ def _refuse(checks: tuple[Check, ...], value: Any) -> None:
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (ModelCheckpoint, EarlyStopping)) and callback.monitor is not None:
+        if (
+            isinstance(callback, (pl.callbacks.ModelCheckpoint, pl.callbacks.EarlyStopping))
+            and callback.monitor is not None
+        ):
             yield type(callback).__name__, callback.monitor
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.monitor is not None:

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-
 from lightning_hiercomm._lightning.trainer import accumulates
+from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.watch import RunControl
@@ -108,7 +106,7 @@ def length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     """Return the epochs and optimizer steps after which a run ends, as the user has set them."""
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs >= 0 else None
     if epochs is not None:  # without the epoch that StochasticWeightAveraging adds to collect statistics
-        averaging = (each for each in trainer.callbacks if isinstance(each, StochasticWeightAveraging))  # type: ignore[attr-defined]
+        averaging = (each for each in trainer.callbacks if isinstance(each, pl.callbacks.StochasticWeightAveraging))  # type: ignore[attr-defined]
         epochs = min([epochs, *(int(getattr(each, "swa_end", epochs)) + 1 for each in averaging)])
     return epochs, trainer.max_steps if trainer.max_steps >= 0 else None
 
@@ -164,6 +162,6 @@ def _epochs_of(trainer: pl.Trainer, steps: int) -> int:
 def _accumulation(trainer: pl.Trainer) -> dict[int, int]:
     """Return the number of batches over which gradients are accumulated, by the first epoch."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set, but not declared
-        if isinstance(callback, GradientAccumulationScheduler):
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler):
             return {0: 1, **callback.scheduling}
     return {0: trainer.accumulate_grad_batches}

@@ -7,13 +7,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import FabricSyncControl, is_not_insisted_on
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
+from lightning_hiercomm._lightning.tree import as_shown, fabric, pass_to_ranks
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
@@ -29,7 +29,7 @@ from lightning_hiercomm.trainer.options import Health
 from lightning_hiercomm.trainer.settings import DDPArguments, HierarchicalArguments
 
 
-class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrategy):
+class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.strategies.ddp.DDPStrategy):
     """Train by a loop of your own, on ``lightning.fabric.Fabric``, as ``HierarchicalStrategy`` does with a ``Trainer``.
 
     Example::
@@ -108,7 +108,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
     def __repr__(self) -> str:
         """The strategy as a user writes it, with the sizes of the nodes if they are known."""
         sizes = None if self.topology is None else [len(ranks) for ranks in self.topology.nodes]
-        return f"{type(self).__name__}({self._settings.as_written(sizes)})"
+        return as_shown(f"{type(self).__name__}({self._settings.as_written(sizes)})")
 
     # ---- a program's loop ----------------------------------------------------------------------------------------
 
@@ -167,6 +167,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, DDPStrateg
 
     @override
     def _configure_launcher(self) -> None:
+        pass_to_ranks()
         backend, sizes = self._process_group_backend, self._settings.ranks_per_node
         check_launch(self.parallel_devices, backend, sizes, self.world_size)
         assert self.cluster_environment is not None

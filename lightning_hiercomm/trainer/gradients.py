@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.futures import Future
 
 from lightning_hiercomm._lightning.ddp import unused_parameters, warning_of_unused_parameters
+from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.meter import Mark
 from lightning_hiercomm.nodes.topology import Topology
@@ -49,4 +49,4 @@ class GradientReduction:
 def warn_of_unused(module: nn.Module, strategy: type, loss: str = "training_step") -> None:
     """Warn of parameters without gradients, for which DDP would raise an error on nodes of several ranks."""
     if unused := unused_parameters(module):
-        rank_zero_warn(warning_of_unused_parameters(unused, strategy, loss))
+        fabric.utilities.rank_zero_warn(warning_of_unused_parameters(unused, strategy, loss))

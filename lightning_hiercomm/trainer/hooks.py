@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.mpi import MPIEnvironment
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,6 +23,7 @@ from lightning_hiercomm._lightning.trainer import (
     remove_callback,
     skips_backward,
 )
+from lightning_hiercomm._lightning.tree import check_tree, fabric, pass_to_ranks, pl
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.comm.torch import connecting_when_needed
 from lightning_hiercomm.control.bootstrap import Bootstrap
@@ -65,7 +63,8 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     @override
     def _configure_launcher(self) -> None:
-        if isinstance(self._environment, MPIEnvironment):
+        pass_to_ranks()
+        if isinstance(self._environment, fabric.plugins.environments.mpi.MPIEnvironment):
             abort_on_uncaught_exceptions()
         backend, sizes = self._process_group_backend, self._settings.ranks_per_node
         check_launch(self.parallel_devices, backend, sizes, self.world_size, self._environment)
@@ -74,6 +73,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     @override
     def setup_environment(self) -> None:
+        check_tree(self._module.trainer.callbacks)  # type: ignore[attr-defined]
         # the control plane starts before the process group, whose creation waits long for ranks that die meanwhile
         self.set_world_ranks()
         is_first = self.world_size > 1 and not dist.is_initialized()
@@ -125,8 +125,8 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._control.barrier("run", f" trainer.{TrainerFn(trainer.state.fn).value}")
-        if trainer.state.fn != TrainerFn.FITTING:
+        self._control.barrier("run", f" trainer.{pl.trainer.states.TrainerFn(trainer.state.fn).value}")
+        if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             super().setup(trainer)
             return
         check_initialized(self._module)

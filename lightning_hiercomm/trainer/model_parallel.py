@@ -8,17 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import accumulates, raw_optimizer
+from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
 from lightning_hiercomm.comm.dtensor import local
@@ -52,7 +50,7 @@ def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
     return _meshes[key]
 
 
-class NodeModelParallelStrategy(ModelParallelStrategy):
+class NodeModelParallelStrategy(pl.strategies.ModelParallelStrategy):
     """Lightning's strategy with the device mesh, the data sampler and the checkpoint directories of a node.
 
     A subclass sets :attr:`topology` and calls :meth:`make_mesh`.
@@ -148,7 +146,7 @@ class NodeModelParallelStrategy(ModelParallelStrategy):
         if storage_options is None and not self._save_distributed_checkpoint:
             whole_on_rank_zero(checkpoint, self.global_rank)
             # Lightning's lets all ranks remove at once, and before it writes, a directory whose place the file takes
-            ParallelStrategy.save_checkpoint(self, checkpoint, filepath)
+            pl.strategies.ParallelStrategy.save_checkpoint(self, checkpoint, filepath)
         elif storage_options is None and self.topology is not None:
             save_directory(checkpoint, Path(self.broadcast(filepath)), self.topology)
         else:
@@ -219,7 +217,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     @override
     def setup_environment(self) -> None:
         callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set, but not declared
-        if any(isinstance(callback, WeightAveraging) for callback in callbacks):
+        if any(isinstance(callback, pl.callbacks.WeightAveraging) for callback in callbacks):
             raise ValueError(
                 f"WeightAveraging needs whole parameters on every rank, but {type(self).__name__} shards them: leave"
                 " the callback out"
@@ -316,7 +314,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if is_placeholder(raw_optimizer(optimizer)):
             return {}  # torch would search the module for its parameters
-        state = ModelParallelStrategy.optimizer_state(self, optimizer)
+        state = pl.strategies.ModelParallelStrategy.optimizer_state(self, optimizer)
         if self._save_distributed_checkpoint or self.global_rank != 0:
             return state
         return numbered_by_optimizer(state, raw_optimizer(optimizer), self._module.parameters())

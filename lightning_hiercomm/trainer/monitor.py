@@ -7,13 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Callback, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_warn
-
-from lightning_hiercomm._lightning.trainer import batches_that_stepped, name_tree
+from lightning_hiercomm._lightning.trainer import batches_that_stepped
+from lightning_hiercomm._lightning.tree import check_tree, pl
 from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
@@ -25,11 +20,11 @@ _LEVELS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all
 _RATES = ("exposed_seconds", *(f"{level}_{unit}" for level in _LEVELS for unit in ("bytes", "exposed_seconds")))
 _COUNTERS = (*_RATES, *(f"{level}_messages" for level in _LEVELS), "steps")
 
-_LOGGERS_OF_TEXT = (CSVLogger, WandbLogger)
+_LOGGERS_OF_TEXT = (pl.loggers.CSVLogger, pl.loggers.WandbLogger)
 """Loggers whose metrics may be text."""
 
 
-class CommunicationMonitor(Callback):
+class CommunicationMonitor(pl.Callback):
     """Log the bytes sent between and inside nodes, and how long training waited for them.
 
     Works with any Lightning logger, or none. Every ``trainer.log_every_n_steps`` steps these scalars are logged, on the
@@ -106,7 +101,7 @@ class CommunicationMonitor(Callback):
         self._log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set, but not declared
         self._next_log = _next_log(batches_that_stepped(trainer), self._log_every)
         self._inter_mb_per_step = 0.0
-        if self.progress_bar and isinstance(trainer.progress_bar_callback, ProgressBar):
+        if self.progress_bar and isinstance(trainer.progress_bar_callback, pl.callbacks.ProgressBar):
             self._join(trainer.progress_bar_callback, _strategy(trainer))
 
     def on_train_batch_end(
@@ -183,7 +178,7 @@ class CommunicationMonitor(Callback):
         lines += [f"  {line}" for line in strategy.history()]
         return "\n".join(lines)
 
-    def _join(self, bar: ProgressBar, strategy: HierarchicalHooks) -> None:
+    def _join(self, bar: pl.callbacks.ProgressBar, strategy: HierarchicalHooks) -> None:
         # `self.log(prog_bar=True)` takes numbers only and also adds them to `trainer.callback_metrics`, so this extends
         # `get_metrics`, the documented way to customize a progress bar
         original = bar.get_metrics
@@ -202,11 +197,10 @@ class CommunicationMonitor(Callback):
 
 
 def _can_watch(trainer: pl.Trainer) -> bool:
-    if not isinstance(trainer, pl.Trainer):
-        raise MisconfigurationException(f"this CommunicationMonitor is of {name_tree('CommunicationMonitor')}")
+    check_tree([trainer])
     if isinstance(trainer.strategy, HierarchicalHooks):
         return True
-    rank_zero_warn(
+    pl.utilities.rank_zero_warn(
         f"CommunicationMonitor logs nothing in this run: it needs a HierarchicalStrategy, but the strategy is"
         f" {type(trainer.strategy).__name__}"
     )
@@ -235,6 +229,6 @@ def _compared(total: dict[str, float], ddp_bytes: float) -> str:
     return f"{megabytes}, {ddp_bytes / sent:.1f} times what was sent (inter + world)" if sent else megabytes
 
 
-def _log_text(logger: Logger, name: str, text: str, step: int) -> None:
-    if isinstance(logger, TensorBoardLogger):
+def _log_text(logger: pl.loggers.Logger, name: str, text: str, step: int) -> None:
+    if isinstance(logger, pl.loggers.TensorBoardLogger):
         logger.experiment.add_text(name, text, step)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-
-from lightning_hiercomm._lightning.trainer import shown_with_tree
+from lightning_hiercomm._lightning.tree import as_shown, pl
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run import traffic
@@ -24,19 +22,19 @@ class Reports(StrategyState):
         elif (chosen := self._settings.ranks_per_node) is not None and self._knows_ranks:
             with contextlib.suppress(ValueError):  # they do not fit: a Trainer raises the error
                 sizes = [len(ranks) for ranks in nodes_by_count(chosen, self.world_size)]
-        return shown_with_tree(name, f"{name}({self._settings.as_written(sizes)})")
+        return as_shown(f"{name}({self._settings.as_written(sizes)})")
 
     def _announce(self) -> None:
         topology, megabytes = self._topology, sum(scheme.replica.nbytes for scheme in self.schemes) / 1e6
         if topology.is_one_node and self.scheme.gradients != "none":
-            log = rank_zero_info if topology.world_size == 1 else rank_zero_warn
+            log = pl.utilities.rank_zero_info if topology.world_size == 1 else pl.utilities.rank_zero_warn
             log(
                 f"there is one node, so {self.scheme!r} is plain data-parallel training. If there are more, the cluster"
                 " environment does not report them: set ranks_per_node."
             )
             return
         nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
-        rank_zero_info(
+        pl.utilities.rank_zero_info(
             f"{topology.num_nodes} nodes {nodes} over {self._settings.transport.inter_node}; {self.scheme!r};"
             f" {megabytes:.3g} MB of parameters and buffers"
         )

@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import broadcast_values
@@ -27,7 +24,7 @@ from lightning_hiercomm.trainer.watch import RunControl
 T = TypeVar("T")
 
 
-class StrategyState(HierarchicalArguments, ParallelStrategy):
+class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
     """Attributes of the Trainer's strategies.
 
     Attributes:
@@ -94,7 +91,7 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
         return required(self.lightning_module, "LightningModule", "Strategy.connect, when a Trainer starts")
 
     @property
-    def _environment(self) -> ClusterEnvironment:
+    def _environment(self) -> fabric.plugins.ClusterEnvironment:
         return required(self.cluster_environment, "cluster environment", "the Trainer's constructor")
 
     @property
@@ -109,7 +106,7 @@ class StrategyState(HierarchicalArguments, ParallelStrategy):
     @property
     def _is_fitting(self) -> bool:
         trainer = self._trainer_or_none
-        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        return trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
 
     @property
     def _ranks_are_together(self) -> bool:

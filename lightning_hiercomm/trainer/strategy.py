@@ -8,9 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +25,7 @@ from lightning_hiercomm._lightning.ddp import (
 )
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
+from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
@@ -39,7 +38,7 @@ from lightning_hiercomm.trainer.settings import DDPArguments
 from lightning_hiercomm.trainer.unequal_data import UnequalDataHooks
 
 
-class _PlainDDP(DDPStrategy):
+class _PlainDDP(pl.strategies.DDPStrategy):
     """Lightning's strategy without the arguments that ours sets, so that the command line's help leaves them out."""
 
     def __init__(self, **ddp_kwargs: Any) -> None:

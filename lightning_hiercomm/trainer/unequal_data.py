@@ -12,13 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
@@ -37,6 +31,7 @@ from lightning_hiercomm._lightning.trainer import (
     unwrap_train_dataloaders,
     wrap_train_dataloaders,
 )
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import ParameterSync, Scheme
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
@@ -50,7 +45,7 @@ _CHECK_EVERY = 50
 """Optimizer steps between two checks for the end of an epoch of unknown length, in which nodes do not synchronize."""
 
 
-class IdlingLoader(CombinedLoader):
+class IdlingLoader(pl.utilities.CombinedLoader):
     """Yields this rank's batches, and then its last batch again until all nodes are done.
 
     A rank that had no batch yet, because it was resumed, yields its first batch, or an empty tuple if it has no length.
@@ -102,7 +97,8 @@ class IdlingLoader(CombinedLoader):
         """Begin an epoch. Collective."""
         super().__iter__()
         self._yielded, self._first_idle, self._begins_at = 0, None, None
-        is_sized = all(sized_len(each) is not None for each in self.flattened)  # on all ranks, or on none
+        # on all ranks, or on none
+        is_sized = all(fabric.utilities.data.sized_len(each) is not None for each in self.flattened)
         own = super().__len__() if is_sized else None
         everyone = self._topology.world.all_gather_object((own, self._divided_dataset()))
         lengths = [length for length, _ in everyone]
@@ -119,7 +115,11 @@ class IdlingLoader(CombinedLoader):
         samplers = [getattr(each, "sampler", None) for each in self.flattened]
         world = self._topology.world_size
         return next(
-            (sized_len(s.dataset) for s in samplers if isinstance(s, DistributedSampler) and s.num_replicas == world),
+            (
+                fabric.utilities.data.sized_len(s.dataset)
+                for s in samplers
+                if isinstance(s, DistributedSampler) and s.num_replicas == world
+            ),
             None,
         )
 
@@ -140,7 +140,9 @@ class IdlingLoader(CombinedLoader):
         ]
         if unequal and not self._has_warned:
             self._has_warned = True
-            rank_zero_warn(f"ranks of a node take equally many steps: {'; '.join(unequal)}. The others stay unused")
+            pl.utilities.rank_zero_warn(
+                f"ranks of a node take equally many steps: {'; '.join(unequal)}. The others stay unused"
+            )
 
     @override
     def __len__(self) -> int:
@@ -196,7 +198,7 @@ class IdlingLoader(CombinedLoader):
     def _load_first(self) -> None:
         """Load a batch for the hooks of an idle rank, if a resumed process has none."""
         if not self._loads():  # the state of a checkpoint ends the iteration that has begun
-            with isolate_rng():
+            with pl.utilities.seed.isolate_rng():
                 super().__iter__()
                 self._loads()
 
@@ -289,8 +291,8 @@ class UnequalNodes(pl.Callback):
         self._size = None
         if not self.is_idle and self._options.samples is None:
             try:
-                self._size = extract_batch_size(batch)
-            except (MisconfigurationException, RecursionError) as error:
+                self._size = pl.utilities.data.extract_batch_size(batch)
+            except (fabric.utilities.exceptions.MisconfigurationException, RecursionError) as error:
                 raise ValueError(
                     f"unequal_data: the number of samples of a batch ({type(batch).__name__}) is unknown. Log a number"
                     " in training_step, self.log('samples', ...), and set unequal_data=UnequalData(samples='samples')"
@@ -370,7 +372,7 @@ class UnequalDataHooks(HierarchicalHooks):
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)
         if self._unequal is not None and self._module.trainer.training:
-            has_length = self._topology.world.all_gather_object(sized_len(dataloader) is not None)
+            has_length = self._topology.world.all_gather_object(fabric.utilities.data.sized_len(dataloader) is not None)
             if len(set(has_length)) > 1:
                 ranks = [rank for rank, has in enumerate(has_length) if not has]
                 raise ValueError(

@@ -7,9 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
 from lightning_hiercomm._lightning.collectives import (
     collectives_begun,
     collectives_of_default_group,
@@ -22,6 +19,7 @@ from lightning_hiercomm._lightning.trainer import (
     replace_sigterm_broadcast,
     restore_sigterm_broadcast,
 )
+from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.control.hub import Purpose
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure
 from lightning_hiercomm.control.waiting import MainThread
@@ -29,7 +27,7 @@ from lightning_hiercomm.control.waiting import MainThread
 log = logging.getLogger(__name__)
 
 
-class LeavesTogether(SIGTERMException):
+class LeavesTogether(pl.utilities.exceptions.SIGTERMException):
     """Ends all ranks of a node at the same batch, after one of them received a signal."""
 
 
@@ -159,7 +157,7 @@ class RunControl:
         """Report an exception to the other ranks, or add a note with the failure that caused it."""
         self._is_ending = True
         explain_unused_parameters(exception, module)
-        if isinstance(exception, SIGTERMException):
+        if isinstance(exception, pl.utilities.exceptions.SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at the same batch
             self._is_stopping_together = (
                 self.plane is None or self.plane.stops_together or isinstance(exception, LeavesTogether)

@@ -6,7 +6,6 @@ import inspect
 import pickle
 import re
 import signal
-import sys
 from contextlib import contextmanager, nullcontext
 
 import lightning.pytorch as pl
@@ -808,14 +807,6 @@ def test_fabric_insists_on_a_backward_of_our_own_by_default():
         else:
             with pytest.raises(RuntimeError, match=message):
                 torch.autograd.grad(loss, list(model.parameters()))
-
-
-def test_a_trainer_of_the_other_tree_names_the_other_package(monkeypatch):
-    call = "HierarchicalStrategy(AllReduce())"
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
-    assert "`lightning_hiercomm.pytorch_lightning.HierarchicalStrategy`" in repr(HierarchicalStrategy())
-    monkeypatch.delitem(sys.modules, "pytorch_lightning")
-    assert repr(HierarchicalStrategy()) == call
 
 
 def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():

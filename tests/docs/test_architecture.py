@@ -38,17 +38,29 @@ def test_the_root_module_holds_the_public_names():
     assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "arguments.py"}
 
 
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the first name of what a file imports, and the first below the package itself."""
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {*(node.module or "").split(".")[:2]}
+    return imported
+
+
 @pytest.mark.parametrize("package", ["run", "schemes", "elastic", "batches", "nodes", "comm", "control"])
 def test_packages_below_the_trainer_do_not_import_lightning(package):
-    imported = set()
-    for path in (PACKAGE / package).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add((node.module or "").split(".")[0])
+    imported = set[str]().union(*map(imports_of, (PACKAGE / package).rglob("*.py")))
     assert imported, "no file was read"
-    assert not imported & {"lightning", "pytorch_lightning", "lightning_fabric"}
+    assert not imported & {*LIGHTNING, "_lightning"}
+
+
+def test_one_module_imports_lightning():
+    assert [path.name for path in PACKAGE.rglob("*.py") if imports_of(path) & LIGHTNING] == ["tree.py"]
 
 
 def test_folders_of_schemes_import_each_other_in_one_direction(architecture):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 import os
 import subprocess
@@ -15,26 +14,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hiercomm import Health, HierarchicalFabricStrategy, HierarchicalStrategy
+
 from .conftest import SCHEMES
 
 RANKS = 2
 
 
-def strategy(how: str, tree: str = "lightning_hiercomm") -> Any:
-    """Return DDP, or a scheme on two nodes of one rank, for the tree of classes that a package imports."""
+def strategy(how: str) -> Any:
+    """Return DDP, or a scheme on two nodes of one rank."""
     if how == "ddp":
         return "ddp_fork"
-    package = importlib.import_module(tree)
-    return package.HierarchicalStrategy(
-        SCHEMES[how](), ranks_per_node=1, start_method="fork", health=package.Health(hang_timeout=60.0)
-    )
+    return HierarchicalStrategy(SCHEMES[how](), ranks_per_node=1, start_method="fork", health=Health(hang_timeout=60.0))
 
 
-def trainer_arguments(how: str, tree: str = "lightning_hiercomm") -> dict[str, Any]:
+def trainer_arguments(how: str) -> dict[str, Any]:
     return {
         "accelerator": "cpu",
         "devices": RANKS,
-        "strategy": strategy(how, tree),
+        "strategy": strategy(how),
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
@@ -97,7 +95,7 @@ def darts(folder: Path, how: str) -> dict[str, Any]:
         batch_size=8,
         random_state=0,
         optimizer_kwargs={"lr": 0.02},
-        pl_trainer_kwargs=trainer_arguments(how, "lightning_hiercomm.pytorch_lightning"),
+        pl_trainer_kwargs=trainer_arguments(how),
     )
     model.fit(series[:200], val_series=series[180:])
     model.save(str(folder / "it.pt"))
@@ -225,8 +223,6 @@ def pytorch_tabular(folder: Path, how: str) -> dict[str, Any]:
     from pytorch_tabular.models import CategoryEmbeddingModelConfig
     from sklearn.datasets import load_digits
 
-    from lightning_hiercomm.pytorch_lightning import Health, HierarchicalStrategy
-
     name = "ddp_fork"
     if how != "ddp":
         name = "two_nodes"
@@ -322,8 +318,6 @@ def litgpt(folder: Path, how: str) -> dict[str, Any]:
     from litgpt.model import GPT
     from litgpt.pretrain import fit, initialize_weights
 
-    from lightning_hiercomm import HierarchicalFabricStrategy
-
     plugin: Any = DDPStrategy(start_method="fork")
     if how != "ddp":
         plugin = HierarchicalFabricStrategy(SCHEMES[how](), ranks_per_node=1, start_method="fork")
@@ -373,8 +367,10 @@ PACKAGES = {
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_a_package_fits_saves_and_loads_as_under_ddp(name, how, apart):
+def test_a_package_fits_saves_and_loads_as_under_ddp(name, how, apart, monkeypatch):
     pytest.importorskip(name)
+    if name in ("darts", "pytorch_tabular"):
+        monkeypatch.setenv("HIERCOMM_LIGHTNING", "pytorch_lightning")  # lightning_hiercomm is imported first
     said = apart(PACKAGES[name], how)
     print(name, how, said)
     loss, bound = said.pop("loss"), said.pop("bound")

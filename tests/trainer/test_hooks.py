@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import sys
 import warnings
 
 import lightning.pytorch as pl
@@ -96,8 +95,7 @@ def test_before_a_run_reports_are_empty():
         ),
     ],
 )
-def test_a_trainer_prints_its_strategy_as_one_would_write_it(monkeypatch, arguments, devices, shown):
-    monkeypatch.delitem(sys.modules, "pytorch_lightning", raising=False)
+def test_a_trainer_prints_its_strategy_as_one_would_write_it(arguments, devices, shown):
     trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=HierarchicalStrategy(**arguments), logger=False)
     assert repr(trainer.strategy) == f"HierarchicalStrategy({shown})"
 

@@ -135,7 +135,7 @@ def versions(installed: Callable[[str], str | None]) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"pytorch-lightning {second} has other classes than lightning.pytorch",
-            "with its Trainer, import lightning_hiercomm.pytorch_lightning",
+            "with its Trainer, import it before lightning_hiercomm, or set HIERCOMM_LIGHTNING=pytorch_lightning",
         )
     mpi = installed("mpi4py")
     if mpi is None:

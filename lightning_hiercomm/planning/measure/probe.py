@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
+from importlib import metadata
 from typing import Protocol
 
-import lightning
 import torch
 
 from lightning_hiercomm.comm.base import Communicator
@@ -90,7 +90,7 @@ def probe(ranks: Ranks, train: Train, say: Callable[[str], None], seconds: float
         {
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "torch": torch.__version__,
-            "lightning": lightning.__version__,
+            "lightning": metadata.version("lightning"),
             "backend": ranks.backend,
             "device": "cpu" if ranks.device.type == "cpu" else torch.cuda.get_device_name(ranks.device),
             "hosts": sorted(set(topology.world.all_gather_object(machine.host))),

@@ -13,39 +13,36 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.lsf import LSFEnvironment
-from lightning.fabric.plugins.environments.mpi import MPIEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from lightning_hiercomm._lightning.launcher import place_of
+from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.topology import Topology
 
+environments = fabric.plugins.environments
+
 # in the Trainer's order
-_ENVIRONMENTS: tuple[type[ClusterEnvironment], ...] = (
-    TorchElasticEnvironment,
-    SLURMEnvironment,
-    LSFEnvironment,
-    MPIEnvironment,
+_ENVIRONMENTS: tuple[type[fabric.plugins.ClusterEnvironment], ...] = (
+    environments.torchelastic.TorchElasticEnvironment,
+    environments.slurm.SLURMEnvironment,
+    environments.lsf.LSFEnvironment,
+    environments.mpi.MPIEnvironment,
 )
 
 
-def cluster_environment() -> ClusterEnvironment:
+def cluster_environment() -> fabric.plugins.ClusterEnvironment:
     """Return the environment of torchrun, SLURM, LSF or MPI, or Lightning's own for a single process."""
     for kind in _ENVIRONMENTS:
         if kind.detect():
             return kind()
-    return LightningEnvironment()
+    return environments.lightning.LightningEnvironment()
 
 
 @dataclass(frozen=True)
 class Ranks:
     """All connected ranks, from the view of one."""
 
-    environment: ClusterEnvironment
+    environment: fabric.plugins.ClusterEnvironment
     topology: Topology
     device: torch.device
     backend: str

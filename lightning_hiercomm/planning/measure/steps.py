@@ -12,15 +12,12 @@ from itertools import repeat
 from statistics import median
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning.ddp import register_bucket_hook
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
@@ -91,8 +88,9 @@ def time_steps(
     with _quiet():
         trainer = pl.Trainer(
             accelerator="cpu" if device.type == "cpu" else "gpu",
-            strategy=SingleDeviceStrategy(device) if average_in is None else _InNode(device, average_in),
-            plugins=[LightningEnvironment()],  # this rank trains alone, whatever the launcher
+            strategy=pl.strategies.SingleDeviceStrategy(device) if average_in is None else _InNode(device, average_in),
+            # this rank trains alone, whatever the launcher
+            plugins=[fabric.plugins.environments.lightning.LightningEnvironment()],
             devices=1,
             max_epochs=-1,
             limit_val_batches=0,
@@ -110,7 +108,7 @@ def time_steps(
     return clock.result(module, trainer.optimizers)
 
 
-class _InNode(SingleDeviceStrategy):
+class _InNode(pl.strategies.SingleDeviceStrategy):
     """A rank that averages its gradients as ``HierarchicalStrategy`` does inside a node."""
 
     def __init__(self, device: torch.device, topology: Topology) -> None:
@@ -215,8 +213,8 @@ def load_module(path: str, arguments: str | None = None) -> pl.LightningModule:
     except TypeError as error:
         raise PlanningError(f"{path} cannot be made: {error}; give its arguments with --module-args") from error
     if not isinstance(module, pl.LightningModule):
-        raise PlanningError(f"{path} is not a LightningModule of `lightning.pytorch`")
-    if not is_overridden("train_dataloader", module, pl.LightningModule):
+        raise PlanningError(f"{path} is not a LightningModule of `{pl.__name__}`")
+    if not pl.utilities.model_helpers.is_overridden("train_dataloader", module, pl.LightningModule):
         raise PlanningError(f"{path} has no train_dataloader: define one in a subclass, or use --params instead")
     return module
 
@@ -245,7 +243,7 @@ class StandIn(pl.LightningModule):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    loggers = [logging.getLogger(name) for name in (pl.__name__, fabric.__name__)]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -41,7 +41,7 @@ def test_good_versions_are_one_line_each():
         ({"lightning": "2.5.0"}, "FAIL", ">=2.6.1"),
         ({"lightning": None}, "FAIL", "pip install 'lightning"),
         ({"torch": "2.3.1"}, "FAIL", "pip install 'torch>=2.4'"),
-        ({"pytorch-lightning": "2.6.6"}, "note", "lightning_hiercomm.pytorch_lightning"),
+        ({"pytorch-lightning": "2.6.6"}, "note", "HIERCOMM_LIGHTNING=pytorch_lightning"),
         ({"mpi4py": None}, "note", "lightning-hiercomm[mpi]"),
     ],
 )
