@@ -279,7 +279,6 @@ WORDS = {
     "mlp11m": "a perceptron of 11 M parameters",
     "mlp1m": "a perceptron of 1 M parameters",
     "mlp85k": "a perceptron of 85 k parameters",
-    "linear16m": "a perceptron of 16 M parameters",
     "digits": "handwritten digits",
     "digits10m": "handwritten digits, by a perceptron of 10 M parameters",
     "characters": "a character model",

@@ -192,12 +192,6 @@ WORKLOADS = {
     for workload in (
         _speed("mlp11m", 1024, 2048, 2048, 2048, 256, batch_size=4),
         _speed("mlp1m", 256, 640, 640, 640, 32, batch_size=4),
-        Workload(
-            "linear16m",  # for :mod:`benchmarks.memory`: tensors of 4 MiB, momentum
-            lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16))),
-            _random_batches,
-            _momentum,
-        ),
         _speed("mlp85k", 64, 256, 256, 10, batch_size=32),
         Workload("digits", lambda: mlp(64, 1024, 1024, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("digits10m", lambda: mlp(64, 3072, 3072, 10), _digit_batches, _momentum, lambda: _digits()[1]),

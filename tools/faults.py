@@ -12,13 +12,10 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-import math
 import os
-import platform
 import random
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -35,7 +32,6 @@ for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-import lightning  # noqa: E402
 import torch  # noqa: E402
 from forked import ForkedPython, stand_in_for_python  # noqa: E402
 from ports import free_port  # noqa: E402
@@ -335,28 +331,6 @@ class Report:
             f" {counts['left']:d} left something behind, {counts['missed']:d} ended before the fault{waits}."
         )
 
-    def section(self, title: str, has_lines: bool) -> str:
-        """A section of a page, with seconds from the fault to the end.
-
-        Args:
-            title: Its title.
-            has_lines: Whether to tell all runs, and not only those that did not pass.
-        """
-        versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
-        command = f"`python -m tools.faults {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, {versions}"
-        on = f"{os.cpu_count()} cores"
-        table = [f"| median / slowest (runs) | {' | '.join(LAUNCHERS)} |", "|---" * (len(LAUNCHERS) + 1) + "|"]
-        for fault in FAULTS:
-            cells = []
-            for launcher in LAUNCHERS:
-                own = [o for c, o in self.runs if (c.fault, c.launcher) == (fault, launcher)]
-                took = [math.inf if o.seconds is None else o.seconds for o in own]
-                cells.append(f"{statistics.median(took):.1f} / {max(took):.1f} ({len(took)})" if took else "")
-            table.append(f"| {fault} | {' | '.join(cells)} |")
-        lines = [_line(*run) for run in self.runs if has_lines or not run[1].is_good or run[1].launcher_waits]
-        parts = [f"## {title}", f"{command}, {on}.", self.summary, "\n".join(table)]
-        return "\n\n".join([*parts, *(["\n".join([_HEAD, *lines])] if lines else [])]) + "\n"
-
 
 def main() -> int:
     atexit.register(gc.freeze)  # as startup/sitecustomize.py says
@@ -368,15 +342,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--keep", type=Path, help="folder for what was said in runs that did not pass")
-    parser.add_argument("--append", type=Path, help="Markdown page that gets a section about the runs")
     arguments = parser.parse_args()
     cases = [*(listed() if arguments.random is None else drawn(arguments.random, arguments.seed))]
     cases = cases[arguments.skip :] if arguments.only is None else [cases[number] for number in arguments.only]
     done = report(cases, arguments.jobs, arguments.seconds, arguments.keep)
-    if arguments.append is not None:
-        title = "All faults at all moments" if arguments.random is None else f"At random, seed {arguments.seed}"
-        with arguments.append.open("a") as page:
-            page.write("\n" + done.section(title, has_lines=arguments.random is None))
     return int(done.counts["bad"] > 0)
 
 

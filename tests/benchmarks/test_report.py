@@ -36,7 +36,10 @@ def test_stored_pictures_are_shown_by_a_page_and_small():
 @pytest.mark.parametrize(
     ("command", "pictures"),
     [
-        (["report"], ["rows-mlp1m-4x1-500mbit.png", "accuracy-digits-2x2-500mbit.png", "front/8-sgd-short-cnn.png"]),
+        (
+            ["report"],
+            ["rows-mlp1m-4x1-500mbit.png", "accuracy-characters-2x2-500mbit.png", "front/8-sgd-short-cnn.png"],
+        ),
         (["scaling", "--stored"], ["scaling.png"]),
         (["papers", "--stored"], ["000.png", "001.png", "002.png", "003.png", "004.png"]),
     ],
