@@ -94,7 +94,8 @@ def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = No
         while rank.scheme.state.steps < steps:
             if rank.scheme.state.steps == reconnects_at:
                 for residuals in rank.scheme.exchanger.reducer._feedback:  # noqa: SLF001
-                    residuals.clear()
+                    residuals.sender.zero_()
+                    residuals.reducer.zero_()
             step_stay(rank, rank.topology.node, rank.topology.local_rank)
         rank.scheme.finish()
         return rank.values, rank.trace

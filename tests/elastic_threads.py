@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,17 +64,6 @@ class ThreadLighthouse:
             self._changed.wait_for(lambda: replica_id in self._answers, timeout)
             return self._answers.pop(replica_id, None)
 
-    def post(self, replica_id: str, data: Mapping[str, Any]) -> None:
-        """Ask without waiting for the answer."""
-        with self._changed:
-            self.alive[replica_id], self._asking[replica_id] = data["node"], data
-            self._look()
-
-    def take(self, replica_id: str) -> Sequence[Any] | None:
-        """Return the answer, if there is one."""
-        with self._changed:
-            return self._answers.pop(replica_id, None)
-
     def when_back(self, is_behind: Callable[[], bool | None]) -> None:
         pass
 
@@ -99,27 +87,6 @@ class ThreadLighthouse:
             self._last, self._asking = asking, {}
             self.min_nodes = 1
             self._changed.notify_all()
-
-
-class LateLighthouse:
-    """The same lighthouse for one node that may be late; it has no heartbeats, so the time is 0 or infinite."""
-
-    def __init__(self, lights: ThreadLighthouse) -> None:
-        self._lights, self._is_sent, self._id = lights, False, ""
-        self.ask, self.when_back, self.leave = lights.ask, lights.when_back, lights.leave
-
-    def ask_late(self, replica_id: str, data: Mapping[str, Any], deadline: float) -> None:
-        self._id, self._is_sent = replica_id, deadline <= time.monotonic()
-        if self._is_sent:
-            self._lights.post(replica_id, data)
-
-    def cancel_late(self) -> bool:
-        return self._is_sent
-
-    def late_answer(self) -> Sequence[Any] | None:
-        answer = self._lights.take(self._id) if self._is_sent else None
-        self._is_sent = self._is_sent and answer is None
-        return answer
 
 
 class ThreadTransport:
@@ -334,12 +301,11 @@ class Threads:
         self, rank: Rank, topology: ElasticTopology, name: str, address: str, local: int, restarts: int
     ) -> Iterator[ElasticRank]:
         is_first = local == 0
-        lights: Any = LateLighthouse(self.lights) if self.elastic.late == "merge" else self.lights
         me = Request(name, "", "run", topology.ranks_on_node, address, expects_state=restarts > 0)
         around = Surroundings(
             self.elastic,
             topology,
-            lights if is_first else None,
+            self.lights if is_first else None,
             self.wires,
             lambda: rank.scheme.before_nodes_change(),
             self.wires.stores[address] if is_first else None,

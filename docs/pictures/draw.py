@@ -163,8 +163,6 @@ def elastic() -> str:
         text(148, 182, "admitted"),
         arrow("M250 263H340"),
         text(295, 252, "restored", "small", "middle"),
-        arrow("M340 280H250", is_dashed=True),
-        text(295, 296, "late", "small", "middle"),
         arrow("M560 263H650"),
         text(605, 252, "period over", "small", "middle"),
         arrow("M760 230V126"),

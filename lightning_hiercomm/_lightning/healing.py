@@ -6,7 +6,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -204,64 +204,6 @@ def reload_train_data_when_due(trainer: pl.Trainer, is_due: Callable[[], bool]) 
 def stop_reloading_train_data(trainer: pl.Trainer) -> None:
     """Undo :func:`reload_train_data_when_due`."""
     vars(trainer.fit_loop).pop("setup_data", None)
-
-
-E = TypeVar("E", bound=BaseException)
-
-
-def rerun_after(
-    trainer: pl.Trainer, reason: type[E], take_over: Callable[[E], None], begin: Callable[[], object]
-) -> None:
-    """Run the fit loop again in the same fit after an exception that hooks raise, from another Trainer's state.
-
-    The hooks of a fit's start are not called again.
-
-    Args:
-        trainer: The trainer, whose fit loop has not started.
-        reason: The type of the exception.
-        take_over: Called when the loops have ended; restores the state.
-        begin: Called when the loops start again, where ``on_train_start`` would be.
-    """
-    loop = trainer.fit_loop
-    for name in ("run", "on_run_start", "_data_fetcher", "_iteration_based_training"):
-        require_attribute(loop, name)
-    original = type(loop).run
-
-    def begin_again() -> None:
-        epochs: Any = loop.epoch_progress.current
-        if not loop._iteration_based_training():  # as Lightning's own on_run_start
-            epochs.completed = epochs.processed
-        begin()
-
-    def run() -> None:
-        while True:
-            try:
-                return original(loop)
-            except reason as raised:
-                state = raised.with_traceback(None)  # which refers to tensors of the interrupted batch
-            trainer.lightning_module._current_fx_name = None
-            if loop._data_fetcher is not None:
-                loop._data_fetcher.teardown()
-            for parameter in trainer.lightning_module.parameters():
-                parameter.grad = None
-            take_over(state)
-            loop.on_run_start = begin_again  # type: ignore[method-assign]
-
-    loop.run = run  # type: ignore[method-assign]
-
-
-def stop_rerunning(trainer: pl.Trainer) -> None:
-    """Undo :func:`rerun_after`."""
-    for name in ("run", "on_run_start"):
-        vars(trainer.fit_loop).pop(name, None)
-
-
-def restore_in_fit(trainer: pl.Trainer) -> None:
-    """Restore loops, precision, optimizers and schedulers from a checkpoint that :func:`take_state` has taken."""
-    connector = trainer._checkpoint_connector
-    require_attribute(connector, "restore_training_state")
-    connector.restore_training_state()
-    connector._loaded_checkpoint = {}
 
 
 class _Later(Iterable[Any]):

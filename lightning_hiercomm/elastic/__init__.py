@@ -20,9 +20,6 @@ The states of a node; each arrow names the event that moves it on::
        v                                                      v
     exit code 1 or 69                                     FINISHED (exit code 0)
 
-With ``Elastic(late="merge")`` a node that the others have left out moves from TRAINING to RECOVERING in its process,
-and takes its own progress along (:mod:`~lightning_hiercomm.elastic.late`).
-
 SYNCHRONIZING has three steps: *quorum* (the lighthouse sends every node the requests of all, and each computes the same
 members from them), *exchange* (the scheme's collectives), and *vote* (in the store of the first member).
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning_hiercomm.arguments import checked_fields
 
@@ -31,15 +30,6 @@ class Elastic:
         dead_after: Seconds of silence after which a node counts as lost, also for each message of up to 4 MiB. Give
             the lighthouse the same number.
         lighthouse: Its ``"host:port"``. Default: the environment variable ``HIERCOMM_LIGHTHOUSE``.
-        late: What a node does if the others have synchronized without it. ``"restart"``: it exits with code 75 and
-            recovers; its progress since its last synchronization is lost. ``"merge"``: it trains on in its process
-            until another node sends the state. With ``a`` the averaged parameters, ``x`` its own and ``age`` the
-            number of synchronizations since its last one, it continues from ``a_new + (1 + age) ** -0.5 * (x - a_old)``
-            (FedAsync's polynomial discount with a = 1/2: Xie et al. 2019). A slow node is also left out, once it takes
-            longer than the longest recent round by the grace period: a quarter of the median round, or if greater
-            three times the 0.9 quantile of the nodes' delays. If validation or the run's end prevents a merge, it
-            restarts. Schemes with fragments, staleness or a graph go on without its progress.
-        longest_grace: The most seconds of the grace period, with ``late="merge"``. None: no bound.
 
     Raises:
         ValueError: For numbers out of range.
@@ -50,8 +40,6 @@ class Elastic:
     max_nodes: int | None = None
     dead_after: float = 5.0
     lighthouse: str | None = None
-    late: Literal["restart", "merge"] = "restart"
-    longest_grace: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= MOST_NODES:
@@ -60,14 +48,6 @@ class Elastic:
             raise ValueError(f"max_nodes={self.max_nodes} must be at least min_nodes={self.min_nodes}, or None")
         if not 0.5 <= self.dead_after <= LONGEST_SILENCE:
             raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 to {LONGEST_SILENCE}")
-        if self.late not in ("restart", "merge"):
-            raise ValueError(f"late={self.late!r} must be 'restart' or 'merge'")
-        if self.longest_grace is not None and self.late != "merge":
-            raise ValueError(f"longest_grace={self.longest_grace} needs late='merge'")
-        if self.longest_grace is not None and not 0 < self.longest_grace <= LONGEST_SILENCE:
-            raise ValueError(
-                f"longest_grace={self.longest_grace} must be a positive number of seconds, up to {LONGEST_SILENCE}"
-            )
         if self.lighthouse is not None:
             check_address(self.lighthouse, "elastic's lighthouse")
 

@@ -45,23 +45,18 @@ class TorchftLighthouse:
         self._has_warned = False
         self._is_behind: Callable[[], bool | None] = lambda: None
         self._is_silent = False
-        self._lock = threading.Lock()
-        self._late: tuple[float, str, dict[str, Any]] | None = None  # sent at this time, unless the node asks earlier
-        self._has_sent_late = False
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
         """Return the JSON data of all participants of the next quorum; None after the timeout: ask again."""
-        with self._lock:
-            self._is_silent, self._late = False, None
-            if self._has_sent_late:
-                self._answer, self._has_sent_late = None, False
+        self._is_silent = False
         if "beat" not in self._threads:
             self._last_beat = time.monotonic()
             self._start("beat", lambda: self._beat(replica_id))
         if self._answer is None:
             # in a thread, so that it delays neither signal handlers nor the program's end
-            self._send(replica_id, dict(data))
-        assert self._answer is not None
+            answer: Future[Any] = Future()
+            self._answer = answer
+            self._start("ask", lambda: self._request(answer, replica_id, dict(data)))
         wait([self._answer], timeout)
         if not self._answer.done():
             if time.monotonic() - self._last_beat > max(2.0, self._dead_after):  # the request is lost as well
@@ -77,58 +72,6 @@ class TorchftLighthouse:
         self._has_warned = False
         participants: list[Any] = answered.result()
         return participants
-
-    def _send(self, replica_id: str, data: dict[str, Any]) -> None:
-        answer: Future[Any] = Future()
-        self._answer = answer
-        self._start("ask", lambda: self._request(answer, replica_id, data))
-
-    # ---- late nodes ------------------------------------------------------------------------------------------------
-
-    def ask_late(self, replica_id: str, data: Mapping[str, Any], deadline: float) -> None:
-        """Send the request of a late node at a time of :func:`time.monotonic`, while it trains on.
-
-        :meth:`cancel_late` prevents it. The lighthouse then need not wait for this node, which has asked.
-        """
-        with self._lock:
-            self._late, self._has_sent_late = (deadline, replica_id, dict(data)), False
-            self._is_silent = False
-
-    def cancel_late(self) -> bool:
-        """Do not send the late request; return whether it was sent before."""
-        with self._lock:
-            if not self._has_sent_late:
-                self._late = None
-            return self._has_sent_late
-
-    def late_answer(self) -> Sequence[Any] | None:
-        """Return the answer to a late request, as :meth:`ask` does; None if there is none yet."""
-        if not self._has_sent_late or self._answer is None:
-            return None
-        if not self._answer.done() and time.monotonic() - self._last_beat < max(10.0, 4 * self._dead_after):
-            return None
-        with self._lock:
-            answered, self._answer = self._answer, None
-            late, self._late, self._has_sent_late = self._late, None, False
-            if late is not None and not (answered.done() and answered.exception() is None):
-                self._warn("does not answer")
-                self._late = (time.monotonic() + 0.5, *late[1:])  # ask again
-                return None
-        self._has_warned = False
-        participants: list[Any] = answered.result()
-        return participants
-
-    def _hastens_late(self) -> bool:
-        with self._lock:
-            if self._late is not None:
-                self._late = (0.0, *self._late[1:])
-            return self._late is not None
-
-    def _send_late_when_due(self) -> None:
-        with self._lock:
-            if self._late is not None and not self._has_sent_late and self._late[0] <= time.monotonic():
-                self._has_sent_late = True
-                self._send(*self._late[1:])
 
     def when_back(self, is_behind: Callable[[], bool | None]) -> None:
         """After a silence, send no heartbeats if ``is_behind()``; it returns None if no other node answers."""
@@ -170,9 +113,7 @@ class TorchftLighthouse:
             was_missed = was_missed or time.monotonic() - self._last_beat > self._dead_after
             if was_missed:
                 is_behind = self._is_behind()
-                if is_behind and self._hastens_late():
-                    pass  # the others need not wait for it
-                elif is_behind:
+                if is_behind:
                     self._left.wait(pause)
                     continue
                 was_missed = is_behind is None and is_cut_off  # no other node answers: this one is not back yet
@@ -184,11 +125,10 @@ class TorchftLighthouse:
                     is_cut_off = False
                 except Exception:
                     client, is_cut_off = None, True
-            self._send_late_when_due()
             began = time.monotonic()
             self._left.wait(pause)
             was_suspended = time.monotonic() - began - pause > self._dead_after
-            self._is_silent = self._is_silent or (was_suspended and self._answer is None and self._late is None)
+            self._is_silent = self._is_silent or (was_suspended and self._answer is None)
 
 
 def observe(address: str, dead_after: float, min_nodes: int, ended: threading.Event) -> None:

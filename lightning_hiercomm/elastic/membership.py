@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.history import ElasticHistory
-from lightning_hiercomm.elastic.late import weight_of
 from lightning_hiercomm.elastic.partition import DataShards
-from lightning_hiercomm.elastic.quorum import Quorum, Rebase, Request, StaleReplica
+from lightning_hiercomm.elastic.quorum import Quorum, Request
 from lightning_hiercomm.elastic.rendezvous import Rendezvous, Surroundings
 from lightning_hiercomm.elastic.vote import Vote
 
@@ -22,11 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Membership:
-    """This node's membership in the run. All methods are collective over its ranks, unless documented otherwise.
-
-    Attributes:
-        late_age: How many synchronizations this node had missed when it received the state as a late node.
-    """
+    """This node's membership in the run. All methods are collective over its ranks, unless documented otherwise."""
 
     def __init__(self, me: Request, around: Surroundings, device: torch.device | None = None) -> None:
         self._intra = around.topology.intra
@@ -38,8 +32,6 @@ class Membership:
         self.history = ElasticHistory()
         self.shards = DataShards()
         self._nodes: dict[str, str] = {}
-        self._has_skipped = False  # a synchronization, since it is late
-        self.late_age = 0
 
     @property
     def me(self) -> Request:
@@ -54,8 +46,7 @@ class Membership:
     def leads(self) -> bool:
         """Whether this node is the first member of the last quorum, and so writes the checkpoints."""
         quorum = self.rendezvous.last
-        is_first = quorum is None or quorum.index(self.me.replica_id) == 0
-        return is_first and not (self.rendezvous.merges_late and self.rendezvous.is_behind)
+        return quorum is None or quorum.index(self.me.replica_id) == 0
 
     def own_shards(self) -> tuple[int, tuple[int, ...]]:
         """Return the number of shards of the data, and those of this node's ranks; none before the first quorum."""
@@ -101,17 +92,12 @@ class Membership:
         """
         self.rendezvous.forget_failures()
         self.votes.commit(quorum)
-        joining = [each.replica_id for each in quorum.joining if not each.is_late]
-        self.history.admit(joining, [each.replica_id for each in quorum.members])
+        self.history.admit([each.replica_id for each in quorum.joining], [each.replica_id for each in quorum.members])
         self.history.lost_batches += self.shards.commit(quorum, batches, exchanges_steps)
         syncs = 0 if quorum.begins else self.me.syncs + 1
         self._update({"fit": quorum.fit, "syncs": syncs, "last_quorum": quorum.token})
-        for late in (each for each in quorum.joining if each.is_late):
-            self.history.note_late(late.node, syncs - late.syncs, weight_of(syncs - late.syncs))
         self.rendezvous.note_syncs()
         self.healing.commit(quorum.recovering_from(self.me.replica_id))
-        self._has_skipped = False
-        self.rendezvous.begin_round([member.took for member in quorum.members])
 
     def _update(self, progress: dict[str, Any]) -> None:
         self.rendezvous.me = replace(self.me, **progress)
@@ -131,71 +117,6 @@ class Membership:
             vars(self.history).update(about["history"])
             self._update(about["progress"])
         return state
-
-    # ---- late nodes ------------------------------------------------------------------------------------------------
-
-    def late_state(self, at_once: bool = False) -> dict[str, Any] | None:
-        """Return the run's state for a late node that others have admitted; None while there is none."""
-        quorum = self.rendezvous.poll_late(at_once)
-        source = None if quorum is None else quorum.source_of(self.me.replica_id)
-        if quorum is None or source is None:
-            return None
-        self.rendezvous.disconnect()
-        self._note_nodes(quorum)
-        syncs = self.me.syncs
-        state = self.heal(source)
-        self.late_age = self.me.syncs - syncs
-        if state is None:
-            self.rendezvous.ask_late()
-        return state
-
-    def trains_on(self, admits: bool) -> bool:
-        """Return whether this node is late and does not take part in the synchronization that is due.
-
-        It skips one that others have completed, and waits for the state at the next.
-
-        Args:
-            admits: Whether nodes can join in it, and so a late node can continue.
-
-        Raises:
-            Rebase: If the state has arrived.
-            StaleReplica: If this node has to restart.
-        """
-        while True:
-            has_asked, is_behind = self.rendezvous.is_late()
-            if not has_asked and not is_behind:
-                return False
-            if is_behind and not admits:
-                self._restart()
-            if not has_asked:  # others wait for a node that sends heartbeats and no request
-                self.rendezvous.ask_late()
-            if is_behind and not self._has_skipped:
-                self._has_skipped = True
-                return True
-            if (state := self.late_state(at_once=True)) is not None:
-                if not admits:
-                    self._restart()
-                raise Rebase(state)
-            time.sleep(0.02)
-
-    def becomes_late(self, admits: bool) -> None:
-        """Train on after the others have synchronized without this node.
-
-        Raises:
-            StaleReplica: If it has to restart.
-        """
-        if not (self.rendezvous.merges_late and admits):
-            self._restart()
-        if self.is_first:
-            log.warning("node %s is late: the others have synchronized without it, it trains on", self.me.node)
-        self._has_skipped = True
-        self.rendezvous.ask_late()
-
-    def _restart(self) -> NoReturn:
-        reason = StaleReplica()
-        if self.is_first and self.rendezvous.merges_late:
-            log.warning("node %s ends: %s", self.me.node, reason)
-        raise reason
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
         """Send ``state()`` to nodes that wait for this one; None rejects them."""

@@ -33,14 +33,6 @@ class StaleReplica(SystemExit):
         return f"the other nodes synchronized without it; start it again after exit code {RESTART_EXIT_CODE}"
 
 
-class Rebase(BaseException):
-    """A late node has received the run's state, from which its training loop continues; no error of the program."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        super().__init__("a late node continues from the state of another node")
-        self.state = state
-
-
 class RunFinished(SystemExit):
     """The run has finished without this node, which need not be started again."""
 
@@ -97,8 +89,6 @@ class Request(Member):
         expects_state: Whether the run has begun before: it was restarted, or has seen members with state.
         finished_at: After how many synchronizations the fit has ended on a known node; -1 if on none.
         is_finished: Whether it has ended on this node.
-        is_late: Whether it is still training: it takes part in a later synchronization.
-        took: Seconds from its last synchronization until it asked.
     """
 
     number: int = 0
@@ -108,13 +98,6 @@ class Request(Member):
     expects_state: bool = False
     finished_at: int = -1
     is_finished: bool = False
-    is_late: bool = False
-    took: float = 0.0
-
-    @property
-    def joins(self) -> bool:
-        """Whether it needs the run's state before it can take part."""
-        return self.is_late or not self.has_state
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "unreachable": list(self.unreachable)}
@@ -267,22 +250,15 @@ def compute_quorum(
         )
     record = record and record.after([*latest.values()])
     present = sorted((each for each in latest.values() if not each.is_finished or each is me), key=in_order)
-    joining = [request for request in present if request.joins]
+    joining = [request for request in present if not request.has_state]
     with_state = [request for request in present if request.has_state]
     if not with_state:
         return _begin(joining, me, record, min_nodes, max_nodes)
     if record is not None and me.has_state and record.has_finished_after(me):
         raise RunFinished
     syncs = max(member.syncs for member in with_state)
-    newest = [member for member in with_state if member.syncs == syncs]
-    on_time = [member for member in newest if not member.is_late]
-    slow = len(newest) - len(on_time)
-    if not me.joins and me not in on_time:
-        raise StaleReplica
-    if not on_time or slow > len(on_time) or (slow and not all(member.admits for member in on_time)):
-        return Quorum(waits="late nodes are needed")
-    current = _with_one_history(on_time)
-    if not me.joins and me not in current:
+    current = _with_one_history([member for member in with_state if member.syncs == syncs])
+    if me.has_state and me not in current:
         raise StaleReplica
     members = _mutually_reachable(current)
     apart = _separated(me, members)
@@ -305,7 +281,7 @@ def compute_quorum(
     room = len(joining) if max_nodes is None else max(0, max_nodes - len(members))
     reaching = [each for each in joining if not ids.intersection(each.unreachable)]
     admitted = reaching[:room] if all(member.admits for member in members) else []
-    if me.joins and me not in admitted:
+    if not me.has_state and me not in admitted:
         is_full = room < len(joining)
         return Quorum(waits=f"all {max_nodes} places are taken" if is_full else "nodes can join only later")
     return Quorum(tuple(members), tuple(admitted))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ from typing import Any, NoReturn, TypeVar
 from torch.distributed import Store
 
 from lightning_hiercomm.elastic.configuration import Elastic
-from lightning_hiercomm.elastic.late import ArrivalTimes
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse
 from lightning_hiercomm.elastic.memory import RunMemory
 from lightning_hiercomm.elastic.quorum import NodeRefused, Quorum, Request, RunFinished, StaleReplica, compute_quorum
@@ -32,7 +30,6 @@ _HOPE = 3  # times dead_after: missing nodes may only be slow
 _ASKED_AT_MOST = 8  # members that a node asks whether it is stale
 _WARN_EVERY = 10  # failures of the same members in a row
 _GIVE_UP_AFTER = 30
-_POLLED_EVERY = 8  # batches, where the ranks of a node have to poll together
 _ended_here: set[str] = set()
 """The fits that have ended in this process."""
 
@@ -88,9 +85,6 @@ class Rendezvous:
         self._memory: RunMemory | None = None
         self._check_next: Sequence[Request] = ()  # members that did not answer when this node connected to them
         self._failures: tuple[frozenset[str], int] = frozenset(), 0  # in a row, and of which members
-        self._arrivals = ArrivalTimes()
-        self._round_began = math.inf
-        self._polls = 0
         self._others_at = 0  # the most known synchronizations of other members of this fit
         if around.lighthouse is not None:
             around.lighthouse.when_back(self._others_have_gone_on)
@@ -110,12 +104,11 @@ class Rendezvous:
             BaseException: The exception that ends training, if a rank of this node has to leave meanwhile.
         """
         began, reported = time.monotonic(), ""
-        took = max(0.0, began - self._round_began)
         hopeless_since: float | None = None
         while True:
             if not self.me.has_state or (reported and self._check_next):
                 self._check(self._check_next)
-            self.me = replace(self.me, number=self.me.number + 1, position=position, admits=admits, took=took)
+            self.me = replace(self.me, number=self.me.number + 1, position=position, admits=admits)
             self._on_request(self.me)
             quorum = self._ask(began)
             if quorum.waits:
@@ -150,7 +143,11 @@ class Rendezvous:
                     answer = self._ask_lighthouse()
                 except (NodeRefused, SystemExit) as refusal:
                     answer = refusal
-            answer, leaving = self._gathered(answer, self._around.leaves_by())
+            gathered = self._intra.all_gather_object((answer, self._around.leaves_by()))
+            answer = gathered[0][0]
+            if isinstance(answer, BaseException):
+                self._end(answer)
+            leaving = next((reason for _, reason in gathered if reason is not None), None)
             if leaving is not None and (answer is None or answer.waits):  # the others do not count on this node yet
                 raise leaving
             if answer is not None:
@@ -158,14 +155,6 @@ class Rendezvous:
                 return quorum
             if self.is_first and 0 < time.monotonic() - began - _REPORT_AFTER < _POLL:
                 log.warning("node %s waits for other nodes", self.me.node)
-
-    def _gathered(self, answer: Any, leaves_by: BaseException | None) -> tuple[Any, BaseException | None]:
-        """Return the first rank's answer, and the exception of a rank that has to leave; end if the answer is one."""
-        gathered = self._intra.all_gather_object((answer, leaves_by))
-        first = gathered[0][0]
-        if isinstance(first, BaseException):
-            self._end(first)
-        return first, next((reason for _, reason in gathered if reason is not None), None)
 
     def _ask_lighthouse(self) -> Quorum | None:
         if self.is_behind:
@@ -175,10 +164,8 @@ class Rendezvous:
         assert around.store is not None
         self.me = me = replace(self.me, finished_at=self._value("finished", around.store))
         answer = around.lighthouse.ask(me.replica_id, around.signer.signed(me.to_json()), _POLL)
-        return None if answer is None else self._computed(answer)
-
-    def _computed(self, answer: Sequence[Any]) -> Quorum:
-        around, me = self._around, self.me
+        if answer is None:
+            return None
         self._memory = RunMemory.find(answer)
         sent = [(data, request) for data in answer if (request := Request.from_json(data)) is not None]
         requests = [request for data, request in sent if around.signer.verifies(data)]
@@ -190,8 +177,6 @@ class Rendezvous:
         memory = self._memory or RunMemory()
         record = None if self._memory is None else memory.record(me.run)
         min_nodes = max(around.elastic.min_nodes, memory.min_nodes)
-        ahead = [each.syncs for each in requests if each.run == me.run and each.fit == me.fit and not each.is_late]
-        self._others_at = max([self._others_at, *ahead])
         return compute_quorum(requests, me.replica_id, record, min_nodes, around.elastic.max_nodes)
 
     def _warn_if_again(self, quorum: Quorum) -> None:
@@ -254,79 +239,9 @@ class Rendezvous:
         return int(syncs) if fit and fit == self.me.fit else -1
 
     def _end(self, reason: BaseException) -> NoReturn:
-        if self.is_first and not (self.merges_late and isinstance(reason, StaleReplica)):
+        if self.is_first:
             log.warning("node %s ends: %s", self.me.node, reason)
         raise reason
-
-    # ---- late nodes ------------------------------------------------------------------------------------------------
-
-    @property
-    def merges_late(self) -> bool:
-        """Whether a late node continues in its process."""
-        return self._around.elastic.late == "merge"
-
-    def begin_round(self, took: Sequence[float] = ()) -> None:
-        """Begin to train after a synchronization whose members took so long; prepare this node's late request."""
-        if self.merges_late:
-            self._arrivals.add(took)
-            self._round_began = time.monotonic()
-            longest = self._arrivals.longest(self._around.elastic.longest_grace)
-            self.ask_late(math.inf if longest is None else longest)
-
-    def ask_late(self, seconds: float = 0.0) -> None:
-        """Ask as a late node after so many seconds, while training continues."""
-        self.me = replace(self.me, number=self.me.number + 1)
-        around = self._around
-        if around.lighthouse is not None:
-            data = around.signer.signed(replace(self.me, is_late=True).to_json())
-            around.lighthouse.ask_late(self.me.replica_id, data, time.monotonic() + seconds)
-
-    def cancel_late(self) -> None:
-        """Ask no more as a late node. Not collective."""
-        if self.merges_late and self._around.lighthouse is not None:
-            self._around.lighthouse.cancel_late()
-
-    def is_late(self) -> tuple[bool, bool]:
-        """Return whether this node has asked as a late node, and whether it has missed a synchronization.
-
-        If neither, it is on time, and asks only in :meth:`form`.
-        """
-        lighthouse = self._around.lighthouse
-        return self._shared((lighthouse is not None and lighthouse.cancel_late(), self.is_behind))
-
-    def poll_late(self, at_once: bool = False) -> Quorum | None:
-        """Return the quorum after which this late node gets the state; None while there is none.
-
-        Raises:
-            NodeRefused: If this node cannot take part.
-            RunFinished: If the others have finished.
-            BaseException: The exception that ends training, if ``at_once`` and a rank of this node has to leave.
-        """
-        self._polls += 1
-        if self._intra.size > 1 and self._polls % _POLLED_EVERY and not at_once:
-            return None
-        answer: Any = None
-        if self.is_first:
-            try:
-                answer = self._late_answer()
-            except (NodeRefused, SystemExit) as refusal:
-                answer = refusal
-        answer, leaving = self._gathered(answer, self._around.leaves_by() if at_once else None)
-        if leaving is not None:
-            raise leaving
-        if answer is None:
-            return None
-        quorum: Quorum = answer
-        if not quorum.waits and self._can_recover(quorum):
-            self.last = quorum
-            return quorum
-        self.ask_late(0.2 if self._shared(self.is_behind) else math.inf)
-        return None
-
-    def _late_answer(self) -> Quorum | None:
-        lighthouse = self._around.lighthouse
-        answer = None if lighthouse is None else lighthouse.late_answer()
-        return None if answer is None else self._computed(answer)
 
     # ---- connections -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.elastic.membership import Membership
-from lightning_hiercomm.elastic.quorum import Quorum, StaleReplica
+from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
@@ -25,7 +25,6 @@ class Transaction:
         position: Returns a description of this node's position in training.
         batches: Returns how many batches a rank has trained on so far.
         settle: Waits for overlapped collectives.
-        committed: Called after a synchronization that exchanges steps.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class Transaction:
         position: Callable[[], str],
         batches: Callable[[], int],
         settle: Callable[[], object] = lambda: None,
-        committed: Callable[[], object] = lambda: None,
     ) -> None:
         self._membership = membership
         self._topology = topology
@@ -44,7 +42,6 @@ class Transaction:
         self._position = position
         self._batches = batches
         self._settle = settle
-        self._committed = committed
         self._is_inside = False
         self._error = ""
 
@@ -53,16 +50,8 @@ class Transaction:
         if self._is_inside:
             work()
             return
-        if self._membership.rendezvous.merges_late and self._membership.trains_on(admits):
-            return
-        try:
-            quorum = self.begin(work, admits, exchanges_steps)
-        except StaleReplica:
-            self._membership.becomes_late(admits)
-            return
+        quorum = self.begin(work, admits, exchanges_steps)
         assert quorum is None, "a node that trains has state"
-        if exchanges_steps:
-            self._committed()
 
     def begin(self, work: Callable[[], object], admits: bool, exchanges_steps: bool = True) -> Quorum | None:
         """Run ``work``; a joining node instead returns the quorum after which it gets its state."""

@@ -156,11 +156,6 @@ class TrainingRun:
         for scheme, replica in zip(self.schemes, held, strict=True):
             scheme.follow(replica)
 
-    def go_on_from_module(self) -> None:
-        """Continue from what the module holds, which the schemes have not seen and may differ between nodes."""
-        self.remember_values()
-        self.misuse.begin()
-
     def exclude(self, without_mean: Collection[str] | None, per_rank: Collection[str] = ()) -> None:
         """Restore from a checkpoint, after loading its tensors, which of them are not exchanged.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import re
 import socket
@@ -11,7 +10,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import TCPStore
 
 from lightning_hiercomm._lightning.healing import (
@@ -19,12 +17,9 @@ from lightning_hiercomm._lightning.healing import (
     end_training,
     note_stage_of_dataloaders,
     reload_train_data_when_due,
-    rerun_after,
-    restore_in_fit,
     skip_sanity_check,
     state_of,
     stop_reloading_train_data,
-    stop_rerunning,
     take_state,
 )
 from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
@@ -33,10 +28,9 @@ from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
 from lightning_hiercomm.elastic import Elastic
-from lightning_hiercomm.elastic.late import OwnProgress, merge_progress, weight_of
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.membership import Membership
-from lightning_hiercomm.elastic.quorum import SIGTERM_EXIT_CODE, Rebase, Request, StaleReplica
+from lightning_hiercomm.elastic.quorum import SIGTERM_EXIT_CODE, Request
 from lightning_hiercomm.elastic.rendezvous import Surroundings, has_ended_here
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -45,8 +39,6 @@ from lightning_hiercomm.elastic.transport import GlooTransport
 from lightning_hiercomm.run.replicas import broadcast_values, tensors_without
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.elastic_refusals import check_monitors
-
-log = logging.getLogger(__name__)
 
 
 class ElasticNode(pl.Callback):
@@ -62,7 +54,6 @@ class ElasticNode(pl.Callback):
         self._is_in_epoch = False  # in which it recovered
         self._has_data = False
         self._stage: list[pl.trainer.states.RunningStage | None] = [None]  # for which Lightning prepares a dataloader
-        self._progress = OwnProgress()
         self._has_given_up = self._has_left = self._received_sigterm = False
 
     # ---- joining -------------------------------------------------------------------------------------------------
@@ -71,20 +62,12 @@ class ElasticNode(pl.Callback):
         """Begin training with the other nodes, or recover from one of them; collective over the node."""
         trainer, run = self._trainer, self._run
         transaction = Transaction(
-            self.membership,
-            topology,
-            self._undo_point,
-            self._position,
-            self._batches,
-            self._settle,
-            self._begin_progress,
+            self.membership, topology, self._undo_point, self._position, self._batches, self._settle
         )
         progress = trainer.fit_loop.epoch_loop.batch_progress
         note_stage_of_dataloaders(trainer, self._stage, lambda: progress.current.ready if self._is_in_epoch else 0)
         number_names_by_own_files(trainer)
         reload_train_data_when_due(trainer, self._begin_epoch)
-        if self.membership.rendezvous.merges_late:
-            rerun_after(trainer, Rebase, self._rebase, self._begin_again)
         while (quorum := transaction.begin(self._begin_equal, admits=True)) is not None:
             source = quorum.source_of(self.membership.me.replica_id)
             assert source is not None
@@ -158,14 +141,10 @@ class ElasticNode(pl.Callback):
         if self._random is not None and self._random[0] == moment:
             set_random_state(self._random[1])  # only now: the program may seed itself to split its datasets
             self._random = None
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        accumulates = moment == "batch" and done % trainer.accumulate_grad_batches
-        if membership.rendezvous.merges_late:
-            if moment != "end" and not accumulates and (state := membership.late_state()) is not None:
-                raise Rebase(state)
-        elif run.topology.ranks_on_node == 1:  # other ranks of the node would wait for the first one
+        if run.topology.ranks_on_node == 1:  # other ranks of the node would wait for the first one
             membership.rendezvous.end_if_behind()
-        if accumulates:
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        if moment == "batch" and done % trainer.accumulate_grad_batches:
             return  # no state contains accumulated gradients
         if membership.healing.is_expected:
             membership.give_state(lambda: self._state(moment))
@@ -185,8 +164,6 @@ class ElasticNode(pl.Callback):
             begin_as(self._trainer, self._recovered)
             self._random = self._recovered["moment"], self._recovered["random"]
         self._recovered = None
-        self._begin_progress()
-        self.membership.rendezvous.begin_round()
 
     def prepare_loops(self) -> None:
         """Prepare a recovered node's loops, once they are restored."""
@@ -194,54 +171,6 @@ class ElasticNode(pl.Callback):
             skip_sanity_check(self._trainer)  # it may synchronize, and no other node takes part
             if self._recovered["moment"] == "end":
                 end_training(self._trainer)
-
-    # ---- late ----------------------------------------------------------------------------------------------------
-
-    def _merging_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters in which a late node keeps progress, because nodes are equal when they synchronize."""
-        schemes = [each for each in self._run.schemes if each.config.gradients == "node" and each.state.is_synchronized]
-        known = {
-            id(tensor)
-            for each in schemes
-            if not each.config.requirements.begins_with_copy
-            for tensor in each.replica.parameters
-        }
-        return {name: each for name, each in self._run.module.named_parameters() if id(each) in known}
-
-    def _begin_progress(self) -> None:
-        if self.membership.rendezvous.merges_late:
-            self._progress.begin(self._merging_parameters())
-
-    def _rebase(self, late: Rebase) -> None:
-        """Continue from another node's state, and keep this node's progress, discounted by its age."""
-        trainer, run, state, membership = self._trainer, self._run, late.state, self.membership
-        if state["moment"] == "end":
-            raise StaleReplica
-        progress = self._progress.differences(dict(run.module.named_parameters()))
-        self._checkpoints.take(take_state(trainer, state), None, None)
-        run.replicas.slots = state["slots"]
-        self._is_in_epoch, self._has_data = state["moment"] == "batch", False
-        run.begin_from_module()
-        run.remember_values()
-        self._recovered = state
-        restore_in_fit(trainer)
-        self._begin_progress()
-        age = membership.late_age
-        merge_progress(dict(run.module.named_parameters()), progress, age)
-        run.go_on_from_module()
-        if membership.is_first:
-            missed, weight = membership.late_age, weight_of(age) if progress else 0.0
-            log.warning(
-                "node %s was late: it missed %d synchronizations, and merges its progress with weight %.2f",
-                *(membership.me.node, missed, weight),
-            )
-
-    def _begin_again(self) -> None:
-        """Start the loops again, with this node's own random state."""
-        assert self._recovered is not None
-        begin_as(self._trainer, self._recovered)
-        self._recovered = None
-        self.membership.rendezvous.begin_round()
 
     # ---- checkpoints and data ------------------------------------------------------------------------------------
 
@@ -271,7 +200,6 @@ class ElasticNode(pl.Callback):
 
     def give_up(self) -> None:
         self._has_given_up = True
-        self.membership.rendezvous.cancel_late()
         topology = self._run.topology
         assert isinstance(topology, ElasticTopology)
         topology.synchronize_by(None)
@@ -289,7 +217,6 @@ class ElasticNode(pl.Callback):
         self.membership.leave(at_once=at_once and not self._received_sigterm, is_over=not at_once)
         prepare_train_dataloaders_again(self._trainer)
         stop_reloading_train_data(self._trainer)
-        stop_rerunning(self._trainer)
         restore_numbering(self._trainer)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import pytest
@@ -111,16 +110,3 @@ def test_without_torchft_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(configuration.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"lightning-hiercomm\[elastic\]"):
         configuration.check_torchft()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"late": "wait"}, "late='wait'"),
-        ({"longest_grace": 2.0}, "longest_grace=2.0 needs late='merge'"),
-        ({"late": "merge", "longest_grace": 0.0}, "longest_grace=0.0 must be a positive number of seconds"),
-    ],
-)
-def test_bad_arguments_for_late_nodes_are_refused(arguments, message):
-    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        Elastic(**arguments)

@@ -322,34 +322,3 @@ def test_unused_shards_are_counted():
     assert partition.unused(["life-a", "life-b", "life-c"]) == 0
     assert partition.unused(["life-b", "life-x"]) == 4
     assert DataPartition(**asdict(partition)) == partition
-
-
-def test_late_node_recovers_after_the_synchronization_of_the_others():
-    a, b, c = node("a", 5), node("b", 5), node("c", 5, is_late=True, position="")
-    quorum = meet(a, b, c)
-    assert quorum.members == (a, b)
-    assert quorum.joining == (c,)
-    assert quorum.source_of(c.replica_id) == a
-
-
-def test_late_node_that_has_missed_synchronizations_recovers():
-    a, b, c = node("a", 7), node("b", 7), node("c", 5, is_late=True)
-    assert meet(a, b, c) == Quorum((a, b), (c,))
-    closed = [replace(each, admits=False) for each in (a, b)]
-    assert meet(*closed, c, who=c).waits == "nodes can join only later"
-    assert meet(*closed, c, who=closed[0]) == Quorum(tuple(closed))
-
-
-@pytest.mark.parametrize(
-    ("late", "admits"), [("abc", True), ("bc", True), ("c", False)], ids=["all", "most", "no node can join"]
-)
-def test_nodes_wait_for_late_nodes_that_are_needed(late, admits):
-    nodes = [node(name, 5, is_late=name in late, admits=admits) for name in "abc"]
-    assert meet(*nodes).waits == "late nodes are needed"
-
-
-def test_node_on_time_that_missed_a_synchronization_is_stale():
-    a, late, old = node("a", 5), node("b", 5, is_late=True), node("c", 4)
-    assert meet(a, late, old, who=a) == Quorum((a,), (late,))
-    with pytest.raises(StaleReplica):
-        meet(a, late, old, who=old)

@@ -64,7 +64,7 @@ def node(trainer=None, leads: bool = True, nodes: int = 1, kind=ElasticNode, **m
     own = ElasticTopology(Topology([[0]], 0, ThreadWorld(1).connect(0, Meter()), Meter()))
     run = SimpleNamespace(topology=own, schemes=[])
     history = SimpleNamespace(nodes=nodes)
-    rendezvous = SimpleNamespace(merges_late=False, cancel_late=lambda: None, end_if_behind=lambda: None)
+    rendezvous = SimpleNamespace(end_if_behind=lambda: None)
     given = {"leads": leads, "history": history, "rendezvous": rendezvous, **membership}
     return kind(trainer, run, SimpleNamespace(**given), Checkpoints())
 
