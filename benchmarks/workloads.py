@@ -91,11 +91,6 @@ def _speed(name: str, *widths: int, batch_size: int) -> Workload:
     return Workload(name, lambda: mlp(*widths), batches, sgd)
 
 
-def _random_batches(rank: int, world_size: int, seed: int) -> Iterator[Batch]:
-    while True:
-        yield torch.randn(1, 1024), torch.randint(1024, (1,))
-
-
 # Digits: 1 797 images of 8 x 8 pixels; one in five is held out.
 
 
