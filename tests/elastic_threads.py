@@ -376,11 +376,7 @@ class Failing(Handle):
     def wait(self) -> None:
         if self._after is not None:
             assert self._after.wait(10.0)
-        self.forget()  # the meter counts it as waited for
         raise CommunicationError("asked to fail")
-
-    def forget(self) -> None:
-        self._handle.forget()
 
     def is_done(self) -> bool:
         return True

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -33,9 +31,6 @@ class Handle(ABC):
     @abstractmethod
     def is_done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-
-    def forget(self) -> None:
-        """Discard the result, because it will not be waited for."""
 
     def future(self, value: Tensor) -> Future[Tensor]:
         """Return a future that completes with ``value`` after the collective, as DDP's communication hooks need it."""
@@ -116,40 +111,6 @@ finished: Handle = _Finished()
 """The handle of a collective that has nothing to send."""
 
 
-class _WaitChecked(Handle):
-    """A handle that reports if it is deleted before :meth:`wait` was called.
-
-    Code that does not wait reads values of its own rank, and ranks may then act differently, so that the run hangs.
-    Therefore the rank's next collective raises an error with the line that started this one.
-    """
-
-    def __init__(self, handle: Handle, meter: Meter, collective: str, caller: FrameType) -> None:
-        self._handle = handle
-        self._meter = meter
-        self._collective = collective
-        self._code, self._line = caller.f_code, caller.f_lineno
-        self._is_awaited = False
-
-    def wait(self) -> None:
-        self._is_awaited = True
-        self._handle.wait()
-
-    def is_done(self) -> bool:
-        return self._handle.is_done()
-
-    def future(self, value: Tensor) -> Future[Tensor]:
-        self._is_awaited = True
-        return self._handle.future(value)
-
-    def forget(self) -> None:
-        self._is_awaited = True
-
-    def __del__(self) -> None:
-        if not self._is_awaited:
-            where = f"{self._code.co_filename}:{self._line}, in {self._code.co_name}"
-            self._meter.unawaited = f"{self._collective}(...) of {where}"
-
-
 class Communicator(ABC):
     """A group of ranks, from the view of one member.
 
@@ -190,7 +151,7 @@ class Communicator(ABC):
                 tensor.mul_(weight)
             return finished
         self._count(costs.all_reduce(self.size, _bytes(tensor)))
-        return self._checked(self._all_reduce_weighted(tensor, op, waiting, weight))
+        return self._all_reduce_weighted(tensor, op, waiting, weight)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, weight: float = 1.0) -> Handle:
         """Write the sum of all members' ``rank``-th parts of ``tensor`` to ``output``.
@@ -210,7 +171,7 @@ class Communicator(ABC):
         if tensor.numel() == 0:
             return finished
         self._count(costs.reduce_scatter(self.size, _bytes(tensor)))
-        return self._checked(self._reduce_scatter_weighted(output, tensor, weight))
+        return self._reduce_scatter_weighted(output, tensor, weight)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         """Write all members' ``tensor`` to ``output``, in group order.
@@ -226,7 +187,7 @@ class Communicator(ABC):
         if tensor.numel() == 0:
             return finished
         self._count(costs.all_gather(self.size, _bytes(output)))
-        return self._checked(self._all_gather(output, tensor))
+        return self._all_gather(output, tensor)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
         """Replace ``tensor`` by that of the member with group rank ``source``, in place."""
@@ -235,10 +196,9 @@ class Communicator(ABC):
         _check_contiguous(tensor)
         if self.size == 1 or tensor.numel() == 0:
             return finished
-        self._check_awaited()
         if self.rank == source:
             self._count(costs.broadcast(self.size, _bytes(tensor)))
-        return self._checked(self._broadcast(tensor, source))
+        return self._broadcast(tensor, source)
 
     def exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         """Send tensors to other members, and receive tensors from them, all at once.
@@ -257,10 +217,9 @@ class Communicator(ABC):
         receive = [(buffer, peer) for buffer, peer in receive if buffer.numel()]
         if not send and not receive:
             return finished
-        self._check_awaited()
         for tensor, peer in send:
             self._count(_bytes(tensor), "intra" if peer in self.in_node else self.level)
-        return self._checked(self._exchange(send, receive))
+        return self._exchange(send, receive)
 
     def expect_exchanges(self) -> None:
         """Prepare for exchanges in which only some members take part. Collective; blocks."""
@@ -304,22 +263,7 @@ class Communicator(ABC):
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle: ...
 
     def _count(self, sent_bytes: float, level: str | None = None) -> None:
-        self._check_awaited()
         self.meter.count(level or self.level, sent_bytes)
-
-    def _checked(self, handle: Handle) -> Handle:
-        collective = sys._getframe(1)
-        caller = collective.f_back
-        assert caller is not None
-        return _WaitChecked(handle, self.meter, f"{self.level}.{collective.f_code.co_name}", caller)
-
-    def _check_awaited(self) -> None:
-        collective, self.meter.unawaited = self.meter.unawaited, None
-        if collective is not None:
-            raise CommunicationError(
-                f"rank {self.ranks[self.rank]} did not wait for {collective}: its result is there only after wait()."
-                " Add .wait() to the call"
-            )
 
     def _check_parts(self, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != self.size * part.numel() or whole.dtype != part.dtype:

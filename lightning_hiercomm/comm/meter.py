@@ -27,14 +27,9 @@ class Meter:
     Exposed seconds are the time that training waits. A collective that ends before it is waited for costs none. Waits
     inside :meth:`overlapped` do not count; all others do, also on autograd's threads. On CUDA a wait only stalls the
     stream, so it is timed by events.
-
-    Attributes:
-        unawaited: A collective of this rank whose handle was deleted before a wait, and the line that started it. The
-            rank's next collective raises an error.
     """
 
     def __init__(self) -> None:
-        self.unawaited: str | None = None
         self.bytes: dict[str, float] = defaultdict(float)
         self.messages: dict[str, int] = defaultdict(int)
         self._seconds: dict[str, float] = defaultdict(float)

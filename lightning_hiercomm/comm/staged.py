@@ -69,9 +69,7 @@ class StagedCommunicator(Communicator):
     def _run(self, launch: Callable[[OnHost], Handle], reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Handle:
         device = (*reads, *writes)[0].device
         if not streams.has(device):
-            handle = launch(lambda tensor: tensor)
-            handle.forget()  # this communicator's own handle is checked for waits
-            return Timed(handle, self.meter, self.level, device)
+            return Timed(launch(lambda tensor: tensor), self.meter, self.level, device)
         if self._copying is None:
             self._copying = streams.new(device)
         return _Staged(self, self._copying, device, launch, reads, writes)

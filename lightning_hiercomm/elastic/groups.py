@@ -64,7 +64,6 @@ class InterNodeGroup(Communicator):
             pending, group, self._group = list(self._pending), self._group, None
         for handle in pending:
             handle.forget()
-        self.meter.unawaited = None
         if group is not None:
             group.close()
 
@@ -122,9 +121,7 @@ class _Guarded(Handle):
         self._breaker = breaker
 
     def forget(self) -> None:
-        handle, self._handle = self._handle, None  # a pending collective keeps its connections open
-        if handle is not None:
-            handle.forget()  # before it is released: the meter would report it as never waited for
+        self._handle = None  # a pending collective keeps its connections open
 
     def wait(self) -> None:
         handle = self._handle

@@ -19,7 +19,6 @@ from problems import Oracle
 from torch.optim import SGD
 
 from lightning_hiercomm import schemes
-from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.schemes import ParameterSync, Scheme, Staggered
 
 ROOT = Path(__file__).parents[2]
@@ -223,17 +222,6 @@ def test_a_trainer_gives_a_scheme_that_watches_it_the_loss(page, fit, learning_r
 def test_a_training_step_without_a_loss_is_refused(page):
     with pytest.raises(ValueError, match="returns the loss"):
         on_nodes(lambda rank: rank.scheme.end_epoch(None), at_plateau(page))
-
-
-def test_collective_without_wait_is_refused_with_its_line(tmp_path):
-    path = tmp_path / "forgetful.py"
-    path.write_text(BLOCKS["schemes/at_plateau.py"].replace(".wait()", ""))
-    (line,) = (n for n, text in enumerate(path.read_text().splitlines(), 1) if "all_reduce" in text)
-    forgetful: dict = {"__name__": "forgetful"}
-    exec(compile(path.read_text(), path, "exec", dont_inherit=True), forgetful)
-    message = rf"did not wait for world\.all_reduce\(\.\.\.\) of .*forgetful\.py:{line}, in end_epoch: .*Add \.wait\(\)"
-    with pytest.raises(CommunicationError, match=message):
-        on_nodes(lambda rank: epochs(rank, 0, 4), forgetful["AtPlateau"](), targets=(0.0, 8.0))
 
 
 # ---- elastic averaging -------------------------------------------------------------------------------------------

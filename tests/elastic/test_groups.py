@@ -76,29 +76,6 @@ def test_gather_over_unequal_nodes_has_all_entries_after_a_failure(node):
     assert on_ranks(gather, (range(len(nodes[node])),)) == [["own"] * 3] * len(nodes[node])
 
 
-def test_released_collective_never_counts_as_pending():
-    """A background thread releases it, while training may launch the next one."""
-    blamed = []
-
-    class Noting(Meter):
-        def __setattr__(self, name: str, value: object) -> None:
-            if name == "unawaited" and value is not None:
-                blamed.append(value)
-            super().__setattr__(name, value)
-
-    def rank(number: int, world: ThreadWorld) -> None:
-        meter = Noting()
-        group = InterNodeGroup(meter, CircuitBreaker())
-        group.connect(world.connect(number, meter)([[0, 1]], "inter"))
-        group.is_open = True
-        handle = group.exchange([(torch.ones(2), 1 - number)], [(torch.zeros(2), 1 - number)])
-        group.disconnect()
-        handle.wait()
-
-    ThreadWorld(2).run(rank)
-    assert blamed == []
-
-
 def test_a_missing_member_is_found_before_the_group_connects():
     _store, quorum = quorum_of_two()
     with pytest.raises(RuntimeError):
