@@ -342,12 +342,6 @@ class ThreadTransport:
         """Cut a node off from all others and the lighthouse, or connect it again."""
         self._ip(self._made._switch, "link", "set", f"port{node}", "down" if off else "up")  # noqa: SLF001
 
-    def part(self, one: int, other: int, off: bool) -> None:
-        """Let two nodes not reach each other, or do so again; both reach everybody else."""
-        for own, far in ((one, other), (other, one)):
-            route = ["route", "add" if off else "del", "blackhole", f"{self._made.nodes[far].address}/32"]
-            self._ip(self.namespaces[str(own)], *route)
-
     @staticmethod
     def _ip(namespace: str, *command: str) -> None:
         subprocess.run(["ip", "-n", namespace, *command], check=True, timeout=30)

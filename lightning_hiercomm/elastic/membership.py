@@ -111,11 +111,14 @@ class Membership:
     def heal(self, source: Request) -> dict[str, Any] | None:
         """Return the run's state from a member, and adopt its progress; None if it sends none."""
         state = self.healing.fetch(source, self.me)
-        if state is not None:
-            about = state["node"]
-            self.shards.load(*about["shards"])
-            vars(self.history).update(about["history"])
-            self._update(about["progress"])
+        if state is None:
+            assert self.rendezvous.last is not None, "it names the source"
+            self.rendezvous.note_failure(self.rendezvous.last, f"no state from node {source.node}")
+            return None
+        about = state["node"]
+        self.shards.load(*about["shards"])
+        vars(self.history).update(about["history"])
+        self._update(about["progress"])
         return state
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -85,7 +85,6 @@ class Request(Member):
         number: Counts the requests of this replica.
         admits: Whether nodes can join after this synchronization.
         group: The quorum whose members it is connected to; empty if it is not connected.
-        unreachable: Replicas to which it could not connect.
         expects_state: Whether the run has begun before: it was restarted, or has seen members with state.
         finished_at: After how many synchronizations the fit has ended on a known node; -1 if on none.
         is_finished: Whether it has ended on this node.
@@ -94,23 +93,21 @@ class Request(Member):
     number: int = 0
     admits: bool = False
     group: str = ""
-    unreachable: tuple[str, ...] = ()
     expects_state: bool = False
     finished_at: int = -1
     is_finished: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "unreachable": list(self.unreachable)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> Request | None:
         """Undo :meth:`to_json`; None if another program sent the value."""
         try:
-            own = {each.name: value[each.name] for each in fields(cls) if each.name in value}
-            request = cls(**{**own, "unreachable": tuple(map(str, own.get("unreachable", ())))})
+            request = cls(**{each.name: value[each.name] for each in fields(cls) if each.name in value})
         except TypeError:
             return None
-        types = {each.name: str(each.type).partition("[")[0] for each in fields(cls)}
+        types = {each.name: str(each.type) for each in fields(cls)}
         return request if all(type(getattr(request, name)).__name__ == kind for name, kind in types.items()) else None
 
 
@@ -257,13 +254,9 @@ def compute_quorum(
     if record is not None and me.has_state and record.has_finished_after(me):
         raise RunFinished
     syncs = max(member.syncs for member in with_state)
-    current = _with_one_history([member for member in with_state if member.syncs == syncs])
-    if me.has_state and me not in current:
+    members = _with_one_history([member for member in with_state if member.syncs == syncs])
+    if me.has_state and me not in members:
         raise StaleReplica
-    members = _mutually_reachable(current)
-    apart = _separated(me, members)
-    if apart and me not in members:
-        return Quorum(waits=apart)
     position = _majority_position(members)
     if me in members and me.position != position:
         positions = "; ".join(f"node {member.node!r} {member.position}" for member in members)
@@ -277,10 +270,8 @@ def compute_quorum(
         is_over = record is not None and record.is_finished
         few = f"{len(members) + len(joining)} of at least {min_nodes} nodes are there"
         return Quorum(waits=few, is_hopeless=is_over, is_finished=is_over)
-    ids = {member.replica_id for member in members}
     room = len(joining) if max_nodes is None else max(0, max_nodes - len(members))
-    reaching = [each for each in joining if not ids.intersection(each.unreachable)]
-    admitted = reaching[:room] if all(member.admits for member in members) else []
+    admitted = joining[:room] if all(member.admits for member in members) else []
     if not me.has_state and me not in admitted:
         is_full = room < len(joining)
         return Quorum(waits=f"all {max_nodes} places are taken" if is_full else "nodes can join only later")
@@ -302,18 +293,6 @@ def _majority_position(members: Sequence[Request]) -> str:
     return Counter(member.position for member in oldest_first).most_common(1)[0][0]
 
 
-def _mutually_reachable(members: Sequence[Request]) -> list[Request]:
-    """Remove the node that is separated from most others until no two are separated; of two, the later one."""
-    left = list(members)
-    while True:
-        ids = {member.replica_id for member in left}
-        pairs = {frozenset((each.replica_id, other)) for each in left for other in each.unreachable if other in ids}
-        if not pairs:
-            return left
-        counts = Counter(replica_id for pair in pairs for replica_id in pair)
-        left.remove(max(reversed(left), key=lambda member: counts[member.replica_id]))
-
-
 def _begin(
     joining: Sequence[Request], me: Request, record: RunRecord | None, min_nodes: int, max_nodes: int | None
 ) -> Quorum:
@@ -323,11 +302,8 @@ def _begin(
     if record is not None and record.is_finished and is_expected and not has_checkpoint:
         over = "this run has finished: no node is left that has its state"
         return Quorum(is_hopeless=True, is_finished=True, waits=over)
-    nodes = _mutually_reachable(joining)
-    if me not in nodes:
-        return Quorum(waits=_separated(me, joining))
-    if len(nodes) < min_nodes:
-        return Quorum(waits=f"{len(nodes)} of at least {min_nodes} nodes are there")
+    if len(joining) < min_nodes:
+        return Quorum(waits=f"{len(joining)} of at least {min_nodes} nodes are there")
     is_lost = is_expected if record is None else record.has_trained and not record.is_finished
     if is_lost and not has_checkpoint:
         return Quorum(
@@ -336,21 +312,13 @@ def _begin(
             " fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run, with"
             " another HIERCOMM_RUN or a new lighthouse",
         )
-    step = max(request.checkpoint_step for request in nodes)
-    members = [request for request in nodes if request.checkpoint_step == step][:max_nodes]
-    others = [request for request in nodes if request not in members]
+    step = max(request.checkpoint_step for request in joining)
+    members = [request for request in joining if request.checkpoint_step == step][:max_nodes]
+    others = [request for request in joining if request not in members]
     recovering = others if max_nodes is None else others[: max_nodes - len(members)]
     if me not in members and me not in recovering:
         return Quorum(waits=f"all {max_nodes} places are taken")
     return Quorum(tuple(members), tuple(recovering), begins=True)
-
-
-def _separated(me: Request, members: Iterable[Request]) -> str:
-    """Return a message about the nodes that this node does not reach; empty if it reaches all."""
-    others = ", ".join(
-        each.node for each in members if each.replica_id in me.unreachable or me.replica_id in each.unreachable
-    )
-    return others and f"it and node {others} do not reach each other"
 
 
 def in_order(member: Member) -> tuple[list[tuple[int, int, str]], str]:

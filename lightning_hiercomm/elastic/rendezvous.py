@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -83,7 +83,6 @@ class Rendezvous:
         self.me: Request = self._shared(me)
         self.last: Quorum | None = None
         self._memory: RunMemory | None = None
-        self._check_next: Sequence[Request] = ()  # members that did not answer when this node connected to them
         self._failures: tuple[frozenset[str], int] = frozenset(), 0  # in a row, and of which members
         self._others_at = 0  # the most known synchronizations of other members of this fit
         if around.lighthouse is not None:
@@ -106,8 +105,6 @@ class Rendezvous:
         began, reported = time.monotonic(), ""
         hopeless_since: float | None = None
         while True:
-            if not self.me.has_state or (reported and self._check_next):
-                self._check(self._check_next)
             self.me = replace(self.me, number=self.me.number + 1, position=position, admits=admits)
             self._on_request(self.me)
             quorum = self._ask(began)
@@ -120,20 +117,12 @@ class Rendezvous:
                     log.warning("node %s waits: %s", self.me.node, quorum.waits)
                 reported = quorum.waits
                 time.sleep(0.05)
-            elif self._can_recover(quorum) or self._connect(quorum):
+            elif quorum.source_of(self.me.replica_id) is not None or self._connect(quorum):
                 self._warn_if_again(quorum)
                 self.last = quorum
                 return quorum
             else:
                 self._on_failure(quorum)
-
-    def _can_recover(self, quorum: Quorum) -> bool:
-        """Return whether this node gets its state from a member, and reaches all members."""
-        if quorum.source_of(self.me.replica_id) is None:
-            return False
-        self._check(quorum.members)
-        self._check_next = quorum.members if self.me.unreachable else ()
-        return not self.me.unreachable
 
     def _ask(self, began: float) -> Quorum:
         while True:
@@ -270,13 +259,11 @@ class Rendezvous:
                 names = ", ".join(member.node for member in quorum.members)
                 log.info("node %s cannot connect to nodes %s: %s", self.me.node, names, failures[0])
             self.disconnect()
-            self._check(quorum.members)
-            self._check_next = quorum.members if self.me.unreachable else ()
             self.note_failure(quorum, failures[0])
             return False
         topology.reform([member.ranks for member in quorum.members], index)
         after_change()
-        self.me, self._check_next = replace(self.me, group=quorum.group, unreachable=()), ()
+        self.me = replace(self.me, group=quorum.group)
         return True
 
     def disconnect(self) -> None:
@@ -291,12 +278,12 @@ class Rendezvous:
             self.disconnect()
 
     def note_failure(self, quorum: Quorum, reason: str) -> None:
-        """Count a synchronization that was rolled back.
+        """Count a synchronization that was rolled back, or after which this joining node got no state.
 
         Raises:
-            NodeRefused: If too many have failed with the same members, and this is the latest of them.
+            NodeRefused: If too many have failed with the same members, and this is the latest node.
         """
-        ids = frozenset(member.replica_id for member in quorum.members)
+        ids = frozenset([self.me.replica_id, *(member.replica_id for member in quorum.members)])
         before, times = self._failures
         times = times + 1 if ids == before else 1
         self._failures = ids, times
@@ -317,14 +304,6 @@ class Rendezvous:
     def forget_failures(self) -> None:
         """Reset the count of failures. Not collective."""
         self._failures = frozenset(), 0
-
-    def _check(self, members: Sequence[Request]) -> None:
-        silent: tuple[str, ...] = ()
-        if self.is_first and members:
-            others = {each.store: each.replica_id for each in members if each.replica_id != self.me.replica_id}
-            answers = self._around.transport.ask_all([*others], lambda store: store.check([""]))
-            silent = tuple(replica_id for address, replica_id in others.items() if address not in answers)
-        self.me = replace(self.me, unreachable=self._shared(silent))
 
     def _shared(self, value: T) -> T:
         shared: T = self._intra.all_gather_object(value if self.is_first else None)[0]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from elastic_cluster import Cluster
-from elastic_faults import Outcome, network, parsed, play, said
-from forked import ForkedPython
+from elastic_faults import Outcome, parsed, play, said
 
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
@@ -57,35 +55,3 @@ def can_cut():
 def test_nodes_that_are_cut_off(tmp_path):
     outcome = outcome_of(tmp_path, "--nodes 4 --faults 10 --seed 1 --kinds cut kill stop")
     assert len(outcome.faults) == 10
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("can_cut")
-@pytest.mark.parametrize(("one", "other"), [(0, 2), (1, 2)])
-def test_later_of_two_disconnected_nodes_is_excluded_until_they_connect(tmp_path, one, other):
-    """Node 0 keeps the vote, and is where groups meet."""
-    settings = {"scheme": "diloco", "every": 10, "pause": 0.02, "epochs": 10**6, "batches": 100}
-    with network(3, may_cut=True) as wires:
-        where = {"namespaces": wires.namespaces, "address": wires.address}
-        with Cluster(tmp_path, ForkedPython, 1.0, min_nodes=1, incarnations=100, **where, **settings) as nodes:
-            for node in range(3):
-                nodes.start(node)
-
-            def steps(node: int) -> int:
-                return nodes.steps(node)[-1][1] if nodes.steps(node) else 0
-
-            nodes.watch(until=lambda: min(map(steps, range(3))) > 20)
-            wires.part(one, other, True)
-            before = steps(one)
-            nodes.watch(until=lambda: min(steps(0), steps(1)) > before + 100)
-            assert steps(other) < before + 50, nodes.said()
-            incarnations = nodes.incarnations[str(other)]
-            wires.part(one, other, False)
-            nodes.watch(until=lambda: abs(steps(other) - steps(one)) < 20)
-            assert nodes.incarnations[str(other)] == incarnations, (
-                "its next incarnation has waited, and has disturbed no node"
-            )
-            (tmp_path / "end").write_text(str((steps(one) // 10 + 8) * 10))
-            nodes.watch()
-            results = [nodes.result(node) for node in range(3)]
-    assert len({each["parameters"] for each in results}) == 1, nodes.said()

@@ -72,7 +72,7 @@ def record(address: str, *requests: Request):
 def test_observer_remembers_a_run_when_all_its_nodes_are_gone(address):
     """Nodes that restart must not begin at step 0 again, or wait for a run that has finished."""
     trains, ends = (Request(name, name, "run", 1, "", fit="fit", syncs=3) for name in ("trains", "ends"))
-    ends = Request(**{**ends.to_json(), "unreachable": (), "is_finished": True, "finished_at": 3})
+    ends = Request(**{**ends.to_json(), "is_finished": True, "finished_at": 3})
     asks, asks_again = (Request(name, name, "run", 1, "", expects_state=True) for name in ("asks", "again"))
     lost = record(address, trains, asks)
     assert lost.has_trained

@@ -42,14 +42,14 @@ def meet(*present: Request, who: Request | None = None, **limits) -> Quorum:
 
 
 def test_request_survives_json_and_ignores_unknown_fields():
-    request = node("a", 3, unreachable=("x",), number=7)
+    request = node("a", 3, number=7)
     assert Request.from_json({**json.loads(json.dumps(request.to_json())), "new": 1}) == request
     for other in (
         {"node": "a"},
         None,
         "text",
         {**request.to_json(), "fit": 5},
-        {**request.to_json(), "unreachable": 5},
+        {**request.to_json(), "is_finished": 5},
     ):
         assert Request.from_json(other) is None
 
@@ -68,15 +68,6 @@ def test_run_begins_from_the_newest_checkpoint_and_other_nodes_recover():
     assert quorum.members == (new,)
     assert quorum.joining == (old, none)
     assert quorum.source_of(none.replica_id) == new
-
-
-def test_run_begins_with_nodes_that_reach_each_other():
-    a, b, c = node("a"), node("b", unreachable=("life-a",)), node("c", unreachable=("life-a",))
-    assert meet(a, b, c, who=b) == meet(a, b, c, who=c) == Quorum((b, c), begins=True)
-    assert meet(a, b, c, who=a).waits == "it and node b, c do not reach each other"
-    assert meet(a, b, who=a) == Quorum((a,), begins=True)
-    assert meet(a, b, who=b).waits == "it and node a do not reach each other"
-    assert meet(a, b, who=a, min_nodes=2).waits == "1 of at least 2 nodes are there"
 
 
 def test_run_that_has_trained_does_not_begin_at_step_0_again():
@@ -160,36 +151,6 @@ def test_member_with_another_last_quorum_than_most_is_stale():
     with pytest.raises(StaleReplica):
         meet(alone, *others, who=alone)
     assert meet(alone, *others, who=others[0]).members == tuple(others)
-
-
-@pytest.mark.parametrize(
-    ("missed", "left"),
-    [
-        ({}, "abcd"),
-        ({"b": "c"}, "abd"),  # of two that miss each other, the later one
-        ({"a": "d", "b": "d"}, "abc"),
-        ({"d": "abc", "a": "d"}, "abc"),
-        ({"a": "bcd"}, "bcd"),
-        ({"a": "bcd", "b": "acd", "c": "abd", "d": "abc"}, "a"),
-        ({"a": "x"}, "abcd"),  # which is not there
-    ],
-    ids=str,
-)
-def test_largest_set_of_nodes_that_reach_each_other_goes_on(missed, left):
-    members = [node(name, 5, unreachable=tuple(f"life-{each}" for each in missed.get(name, ""))) for name in "abcd"]
-    for member in members:
-        quorum = meet(*members, who=member)
-        if member.node in left:
-            assert [each.node for each in quorum.members] == [*left]
-        else:
-            assert "do not reach each other" in quorum.waits
-
-
-def test_joining_node_that_does_not_reach_a_member_is_not_admitted():
-    members, new, other = [node("a", 5), node("b", 5)], node("x", unreachable=("life-b", "life-gone")), node("y")
-    assert meet(*members, new, other, who=members[0]).joining == (other,)
-    assert meet(*members, new, other, who=new).waits == "it and node b do not reach each other"
-    assert meet(members[0], new, other).joining == (new, other)
 
 
 def test_joining_nodes_recover_from_the_members_in_turn():

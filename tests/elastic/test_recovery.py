@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from dataclasses import replace
 
 import pytest
 from elastic_cases import (
@@ -26,8 +24,9 @@ from harness import on_nodes
 
 from lightning_hiercomm import Gossip
 from lightning_hiercomm.comm.threads import on_one_processor
-from lightning_hiercomm.elastic import Elastic
+from lightning_hiercomm.elastic import Elastic, rendezvous
 from lightning_hiercomm.elastic.healing import Healing
+from lightning_hiercomm.elastic.quorum import NodeRefused
 from lightning_hiercomm.planning.predict.cycles import cycle
 from lightning_hiercomm.run.averaged_model import AveragedModel
 
@@ -209,17 +208,28 @@ def test_joining_node_asks_again_when_the_members_cannot_connect(who, rejects):
         assert_equal(values, results["0", 0])
 
 
-@pytest.mark.parametrize("cannot", ["reach a member", "read its state"])
-def test_joining_node_that_has_to_ask_again_is_counted_once(cannot, monkeypatch):
+def test_joining_node_that_gets_no_state_ends_and_the_others_train(monkeypatch):
+    nodes = threads("periodic")
+    monkeypatch.setattr(rendezvous, "_GIVE_UP_AFTER", 3)
+    monkeypatch.setattr(Healing, "_poll", lambda own, *args: (None, 0))
+
+    def joining(own: ElasticRank):
+        with pytest.raises(NodeRefused, match=r"with nodes 0, 1 has failed 3 times \(no state from node 0\)"):
+            own.join()
+        own.die()
+
+    def work(own: ElasticRank):
+        own.join()
+        return own.train(15, {4: lambda: own.node == "0" and nodes.let_come(2, joining)})
+
+    results = nodes.play(work)
+    assert_equal(results["0", 0], results["1", 0])
+
+
+def test_joining_node_that_has_to_ask_again_is_counted_once(monkeypatch):
     """On a busy machine a member may answer too late."""
     nodes, failed = threads("periodic"), []
-    ask_all, poll = nodes.wires.ask_all, Healing._poll  # noqa: SLF001
-
-    def silent_once(addresses, query):
-        if failed:
-            return ask_all(addresses, query)
-        failed.extend(addresses)
-        return {}
+    poll = Healing._poll  # noqa: SLF001
 
     def nothing_once(own, *args):
         if failed:
@@ -228,10 +238,7 @@ def test_joining_node_that_has_to_ask_again_is_counted_once(cannot, monkeypatch)
         return None, 0
 
     def joining(own: ElasticRank):
-        if cannot == "reach a member":
-            nodes.wires.ask_all = silent_once
-        else:
-            monkeypatch.setattr(Healing, "_poll", nothing_once)
+        monkeypatch.setattr(Healing, "_poll", nothing_once)
         recover(own)
         return own.membership.history
 
@@ -289,71 +296,3 @@ def test_lost_batches_are_counted_also_by_a_recovered_node(sizes):
         events = [event.partition(" ")[2] for event in history.events]
         assert events == ["node 1 has left; 2 go on, after sync 1", "node 3 joins; 2 go on, after sync 2"]
         assert "1 recovered; waited" in history.lines()[0]
-
-
-# ---- nodes that do not reach each other --------------------------------------------------------------------------
-
-
-def test_nodes_that_are_separated_for_a_while_synchronize_afterwards(caplog):
-    """With `min_nodes=2` each waited for the other."""
-    nodes, is_cut = threads("diloco", Elastic(min_nodes=2, dead_after=0.5)), threading.Event()
-    connect, ask_all = nodes.wires.connect_group, nodes.wires.ask_all
-
-    def waits() -> list[str]:
-        return [each.message.partition(" waits: ")[2] for each in caplog.records if " waits: " in each.message]
-
-    def connecting(quorum, index, name, meter):
-        if is_cut.is_set():
-            raise RuntimeError("is not there in time")
-        return connect(quorum, index, name, meter)
-
-    def asking(addresses, query):
-        if is_cut.is_set() and len(waits()) >= 2:
-            is_cut.clear()
-        return {} if is_cut.is_set() else ask_all(addresses, query)
-
-    nodes.wires.connect_group, nodes.wires.ask_all = connecting, asking
-
-    def work(own: ElasticRank):
-        own.join()
-        own.step()
-        is_cut.set()
-        own.membership.rendezvous.me = replace(own.membership.me, group="")
-        return own.train(6), own.membership.history.nodes
-
-    with caplog.at_level("INFO", logger="lightning_hiercomm"):
-        results = nodes.play(work)
-    assert_equal(results["0", 0][0], results["1", 0][0])
-    assert [count for _, count in results.values()] == [2, 2]
-    assert sorted(waits())[:2] == ["1 of at least 2 nodes are there", "it and node 0 do not reach each other"]
-
-
-def test_run_begins_without_a_separated_node_which_joins_later(caplog):
-    """All failed 30 times, then the last ended, then the second: the separated one went on."""
-    nodes, is_cut = threads("periodic"), threading.Event()
-    connect, ask_all = nodes.wires.connect_group, nodes.wires.ask_all
-    is_cut.set()
-
-    def connecting(quorum, index, name, meter):
-        if is_cut.is_set() and len(quorum.members) > 1 and "0" in [member.node for member in quorum.members]:
-            raise RuntimeError("is not there in time")
-        return connect(quorum, index, name, meter)
-
-    def asking(addresses, query):
-        return ask_all([each for each in addresses if not is_cut.is_set() or each != nodes.address("0")], query)
-
-    nodes.wires.connect_group, nodes.wires.ask_all = connecting, asking
-
-    def work(own: ElasticRank):
-        was_healed = own.join()
-        is_cut.clear()
-        if own.node == "1":
-            wait_until(lambda: nodes.is_alive(0))
-        return own.train(15), was_healed, own.membership.history.nodes
-
-    with caplog.at_level("INFO", logger="lightning_hiercomm"):
-        results = nodes.play(work, (1, 1, 1))
-    assert "node 0 waits: it and node 1, 2 do not reach each other" in caplog.messages
-    for (node, _), (values, was_healed, count) in results.items():
-        assert_equal(values, results["1", 0][0])
-        assert (was_healed, count) == (node == "0", 3)

@@ -18,7 +18,7 @@ from lightning_hiercomm.elastic.quorum import Request
 from lightning_hiercomm.elastic.rendezvous import Surroundings
 from lightning_hiercomm.elastic.signature import Signer
 
-MESSAGE = {"node": "a", "unreachable": ["b", "c"], "admits": None}
+MESSAGE = {"node": "a", "stores": ["b", "c"], "admits": None}
 
 
 def test_signature_is_valid_for_the_same_token_only():
@@ -29,7 +29,7 @@ def test_signature_is_valid_for_the_same_token_only():
     assert not other.verifies(signed)
     assert not none.verifies(signed)
     assert not knows.verifies(MESSAGE)
-    assert not knows.verifies({**signed, "unreachable": ["b"]})
+    assert not knows.verifies({**signed, "stores": ["b"]})
     assert none.signed(MESSAGE) == MESSAGE
     assert none.verifies(MESSAGE)
 
@@ -47,7 +47,7 @@ def test_keys_of_stores_need_the_token():
         {"replica_id": "x", "signature": "\ud800"},
         {"replica_id": "x", "signature": 5},
         {"replica_id": "x"},
-        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "unreachable": 5},
+        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "is_finished": 5},
     ],
     ids=str,
 )
