@@ -17,7 +17,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
-from lightning_hiercomm._lightning.ddp_buffers import BufferBroadcast
 from lightning_hiercomm._lightning.tree import fabric
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP's constructor looks for names
@@ -85,9 +84,6 @@ class CopiedDDP(DistributedDataParallel):
     """DDP whose ``deepcopy`` is a copy of its module, for averages of the weights.
 
     DDP itself cannot be copied over a process group that is not the default one, such as that of a node.
-
-    Buffers may have different shapes on different ranks. See
-    :class:`~lightning_hiercomm._lightning.ddp_buffers.BufferBroadcast`.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -104,16 +100,6 @@ class CopiedDDP(DistributedDataParallel):
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self.register_comm_hook(None, comm_hook_type)
-
-    def _assign_modules_buffers(self) -> None:
-        ignored = self.parameters_to_ignore
-        self.named_module_buffers = {n: b for n, b in self.module.named_buffers() if n not in ignored}
-        if "_broadcast" not in vars(self):  # in the constructor, which makes them equal
-            self._broadcast = BufferBroadcast(self.module, ignored)
-        self.modules_buffers = self._broadcast.select(self.named_module_buffers, ignored)
-
-    def _distributed_broadcast_coalesced(self, tensors: object, buffer_size: int, authoritative_rank: int = 0) -> None:
-        self._broadcast(self.process_group, buffer_size, authoritative_rank, self.parameters_to_ignore)
 
 
 class PassThroughDDP(CopiedDDP):
@@ -253,7 +239,7 @@ def in_ddp(
         device_ids: As in DDP.
         arguments: Other arguments of DDP.
         settled: Whether to use :class:`SettledDDP`; otherwise results equal those of DDP to the bit.
-        ignored: Names of frozen parameters and buffers that are never broadcast.
+        ignored: Names of buffers that are never broadcast, because their shapes differ between ranks.
     """
     kind = SettledDDP if settled else CopiedDDP
     with _ignoring(module, ignored):
@@ -280,12 +266,6 @@ def _ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
             vars(module)[_IGNORED] = before
         else:
             vars(module).pop(_IGNORED, None)
-
-
-def ignore_in_ddp(model: DistributedDataParallel, names: Collection[str]) -> None:
-    """Never broadcast some buffers again; all ranks must ignore the same ones."""
-    require_attribute(model, "parameters_to_ignore")
-    model.parameters_to_ignore.update(names)
 
 
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:

@@ -36,12 +36,6 @@ _KEY = "hiercomm"
 _WEIGHTS_ONLY = "Load only its weights, with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
 
 
-def per_rank_names(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return the names of tensors whose shapes differed between ranks; the checkpoint holds those of rank 0."""
-    names: list[str] = checkpoint.get(_KEY, {}).get("per_rank", [])
-    return names
-
-
 class Checkpoints:
     """Saves and restores the state of schemes, in a Lightning checkpoint and its sidecars.
 
@@ -84,7 +78,6 @@ class Checkpoints:
             "schemes": run.schedules.state(together or is_own),
             "trained": run.schedules.trained(),
             "without_mean": sorted(run.replicas.without_mean),
-            "per_rank": sorted(run.replicas.per_rank),
         }
         if is_own:
             unagreed = [{"unsynchronized_steps": scheme.state.unsynchronized_steps} for scheme in run.schemes]
@@ -105,10 +98,10 @@ class Checkpoints:
         if run.is_closed:
             checkpoint["state_dict"] = checkpoint["current_model_state"]
             return
-        run.averaged_model.compare_shapes()
+        run.averaged_model.check_shapes()
         state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
         tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
-        left_out = run.replicas.directions | run.replicas.per_rank
+        left_out = run.replicas.directions | run.replicas.not_averaged
         numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
         ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
         run.averaged_model.means.average_kept(numbers, ranks_are_equal)
@@ -320,12 +313,13 @@ class Checkpoints:
         Raises:
             ValueError: If the checkpoint does not match this run.
         """
-        run.exclude(self._loaded.get("without_mean"), self._loaded.get("per_rank", []))
+        run.exclude(self._loaded.get("without_mean"))
         with run.schedules.training(self.trained):
             sidecar, self._sidecar = self._sidecar, None
             if sidecar is not None:
-                check_sidecar(sidecar, run.module, run.schemes, run.replicas.per_rank)
-                restore_sidecar(sidecar, run.module, run.optimizers, run.schemes, run.gradients, run.replicas.per_rank)
+                own = run.replicas.not_averaged
+                check_sidecar(sidecar, run.module, run.schemes, own)
+                restore_sidecar(sidecar, run.module, run.optimizers, run.schemes, run.gradients, own)
                 run.loss.load_state_dict(sidecar["loss"])
                 if precision is not None and sidecar["precision"]:
                     precision.load_state_dict(sidecar["precision"])

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import random
 import sys
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -144,15 +143,15 @@ def check_sidecar(
     state: Mapping[str, Any],
     module: nn.Module,
     schemes: Sequence[RunningScheme[Scheme]],
-    per_rank: Collection[str] = (),
+    own_buffers: Collection[str] = (),
 ) -> None:
     """Raise a ``ValueError`` if a sidecar was saved with other parameters, schemes, buckets or codecs.
 
-    ``per_rank`` names tensors whose shapes may differ between ranks.
+    ``own_buffers`` names buffers whose shapes may differ between ranks.
     """
     path = state["path"]
     saved, own = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in per_rank}
+        {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in own_buffers}
         for tensors in (state["tensors"], _tensors(module))
     )
     if saved != own:
@@ -170,7 +169,7 @@ def restore_sidecar(
     optimizers: Sequence[Optimizer],
     schemes: Sequence[RunningScheme[Scheme]],
     gradients: GradientPath,
-    per_rank: Collection[str] = (),
+    own_buffers: Collection[str] = (),
 ) -> None:
     """Restore a sidecar, except for the random states.
 
@@ -178,15 +177,11 @@ def restore_sidecar(
         ValueError: If this rank holds other shards of the model now.
     """
     tensors = _tensors(module)
-    if unequal := state["tensors"].keys() ^ tensors.keys():  # buffers that modules register while they train
-        names = ", ".join(sorted(unequal))
-        warnings.warn(f"{names}: not both in the module and in {state['path']}, and not restored", stacklevel=2)
     for name, tensor in tensors.items():
-        saved = state["tensors"].get(name)
-        if saved is None:
-            continue
-        if saved.shape != tensor.shape and name in per_rank:
-            _put(module, name, saved.to(tensor.device))
+        saved = state["tensors"].get(name, tensor)
+        if saved.shape != tensor.shape and name in own_buffers:
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, saved.to(tensor.device))
             continue
         if saved.shape != tensor.shape:
             raise ValueError(
@@ -199,14 +194,6 @@ def restore_sidecar(
     for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
         scheme.load_state_dict(scheme_state)
     gradients.load_state_dict(state["gradients"])
-
-
-def _put(module: nn.Module, name: str, values: Tensor) -> None:
-    """Replace a buffer or frozen parameter by one of another shape."""
-    owner_name, _, own_name = name.rpartition(".")
-    owner = module.get_submodule(owner_name)
-    is_parameter = own_name in owner._parameters
-    setattr(owner, own_name, nn.Parameter(values, requires_grad=False) if is_parameter else values)
 
 
 def checksum(state: Any) -> str:

@@ -68,7 +68,6 @@ class Bucket:
         equal_in_node: Whether the ranks of a node hold identical values, unlike BatchNorm statistics.
         held_by: Name of the ranks that hold it in :attr:`~lightning_hiercomm.nodes.topology.Topology.holders`.
         keeps_equal: Whether the mean of equal values has to be bit-equal to them, for any number of nodes.
-        is_outdated: Whether the module on this rank replaced a tensor by one of another shape.
     """
 
     slices: tuple[TensorSlice, ...]
@@ -78,7 +77,6 @@ class Bucket:
     equal_in_node: bool
     held_by: str = "node"
     keeps_equal: bool = False
-    is_outdated: bool = False
 
     def empty(self, multiple_of: int = 1, dtype: torch.dtype | None = None, spares: Spares | None = None) -> Tensor:
         """Return a 1-D buffer from the pool ``spares``, zero-padded to a multiple of ``multiple_of`` elements."""

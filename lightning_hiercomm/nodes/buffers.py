@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 
+LEAVE_OUT = (
+    "Leave it out, so that it stays each rank's own: average_buffers=[...] names the buffers to average. Or register it"
+    " with persistent=False"
+)
+
 
 class Home(NamedTuple):
     """The layer and name under which a buffer is registered, and whether checkpoints hold it."""
@@ -19,6 +24,7 @@ class Home(NamedTuple):
     layer: nn.Module
     name: str
     is_persistent: bool
+    full_name: str
 
     @property
     def present(self) -> object:
@@ -34,8 +40,8 @@ def is_of_numbers(tensor: Tensor) -> bool:
 def homes_of_buffers(module: nn.Module) -> dict[int, Home]:
     """Map the ``id`` of each local buffer to where it is registered; persistent places take precedence."""
     found = [
-        (id(local(buffer)), Home(layer, name, is_persistent(layer, name)))
-        for layer in module.modules()
+        (id(local(buffer)), Home(layer, name, is_persistent(layer, name), f"{prefix}.{name}".removeprefix(".")))
+        for prefix, layer in module.named_modules()
         for name, buffer in layer.named_buffers(recurse=False)
     ]
     homes: dict[int, Home] = {}
@@ -69,12 +75,10 @@ class Buffers:
 
     Attributes:
         tensors: The buffers as of the last :meth:`find`.
-        replaced: For each buffer, whether its layer now has another shape, dtype or device.
     """
 
     def __init__(self, tensors: Sequence[Tensor], homes: Mapping[int, Home]) -> None:
         self.tensors = list(tensors)
-        self.replaced = [False] * len(self.tensors)
         self._shapes = [tensor.shape for tensor in tensors]
         self._homes = [homes.get(id(tensor)) for tensor in tensors]
 
@@ -85,32 +89,18 @@ class Buffers:
 
     @torch.no_grad()
     def find(self) -> bool:
-        """Find the layers' present buffers; return whether :attr:`tensors` or :attr:`replaced` has changed.
+        """Find the layers' present buffers; return whether :attr:`tensors` has changed.
 
-        - A layer that assigned a new tensor gets a copy of it: schemes write to the buffer from now on, and the
-          original may be part of a graph.
-        - A tensor of another shape, dtype or device, perhaps on this rank only, stays with its layer, and the old
-          tensor stays here.
-        - Zeros of the old shape replace a buffer that was resized in place.
-        - A non-persistent buffer is never copied: it is computed, perhaps from this rank's data.
+        A layer that assigned a new tensor gets a copy of it: schemes write to the buffer from now on, and the original
+        may be part of a graph.
+
+        Raises:
+            ValueError: If a layer has another shape, dtype or device now.
         """
-        resized = [p for p, (t, s) in enumerate(zip(self.tensors, self._shapes, strict=True)) if t.shape != s]
-        if resized:
-            self.give_up(resized)
-            for place in resized:
-                self.replaced[place] = True
-            self.find()
-            return True
-        before, replaced_before = self.tensors, self.replaced
-        found = [_present(tensor, home) for tensor, home in zip(before, self._homes, strict=True)]
-        present = [old if new is None else new for new, old in zip(found, before, strict=True)]
-        # an excluded buffer has no home, and stays replaced until other ranks exclude it too
-        self.replaced = [
-            was_replaced if home is None else new is None
-            for new, home, was_replaced in zip(found, self._homes, replaced_before, strict=True)
-        ]
+        before = self.tensors
+        present = [_present(*each) for each in zip(before, self._shapes, self._homes, strict=True)]
         if all(new is old for new, old in zip(present, before, strict=True)):
-            return self.replaced != replaced_before
+            return False
         strides = {id(tensor): tensor.stride() for tensor in before}
         copies: dict[int, Tensor] = {}  # one for a tensor with several names
         for place, (new, old, home) in enumerate(zip(tuple(present), before, self._homes, strict=True)):
@@ -123,36 +113,17 @@ class Buffers:
         self.tensors = present
         return True
 
-    @torch.no_grad()
-    def give_up(self, places: Collection[int]) -> None:
-        """Replace some buffers by zeros that belong to no layer."""
-        self.tensors, self._homes, self.replaced = list(self.tensors), list(self._homes), list(self.replaced)
-        with torch.inference_mode(False):  # schemes write to them in training, this may be a validation
-            for place in places:
-                self.tensors[place] = self.tensors[place].new_zeros(self._shapes[place])
-                self._homes[place], self.replaced[place] = None, False
 
-    def undo_point(self) -> Callable[[], None]:
-        """Return a callback that undoes :meth:`find` and :meth:`give_up`."""
-        tensors, homes, replaced = self.tensors, self._homes, self.replaced
-
-        def undo() -> None:
-            self.tensors, self._homes, self.replaced = tensors, homes, replaced
-
-        return undo
-
-
-def _present(before: Tensor, home: Home | None) -> Tensor | None:
-    """Return a layer's present buffer; None if it has another shape, dtype or device than before."""
+def _present(before: Tensor, shape: torch.Size, home: Home | None) -> Tensor:
+    """Return a layer's present buffer, which must have the shape, dtype and device of before."""
     given = before if home is None else home.present
-    if given is before:
-        return before
-    if not isinstance(given, Tensor) or not is_whole(given):
-        return None
-    found = local(given)
-    if found is before:
-        return before
-    kind = (before.layout, before.shape, before.dtype, before.device)
-    if (found.layout, found.shape, found.dtype, found.device) != kind:
-        return None
-    return found if home is not None and home.is_persistent else before
+    if isinstance(given, Tensor) and is_whole(given):
+        found = local(given)
+        kind = (before.layout, shape, before.dtype, before.device)
+        if (found.layout, found.shape, found.dtype, found.device) == kind:
+            return found
+    now = f"{list(given.shape)}, {given.dtype}" if isinstance(given, Tensor) else repr(given)
+    raise ValueError(
+        f"buffer {'' if home is None else home.full_name} is averaged over ranks, but changed in training from"
+        f" {list(shape)}, {before.dtype} to {now}. {LEAVE_OUT}"
+    )

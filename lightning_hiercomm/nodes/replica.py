@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -115,47 +116,28 @@ class Replica:
         return sum(self.held.whole(tensor) * tensor.element_size() for tensor in self.with_empty)
 
     def find_buffers(self) -> None:
-        """Find replaced buffers, and restore the memory format of contiguous parameters."""
+        """Find replaced buffers, and restore the memory format of contiguous parameters.
+
+        Raises:
+            ValueError: If a buffer has another shape, dtype or device than before.
+        """
         for parameter in self._contiguous:
             if not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
                 warnings.warn(_LATE_FORMAT, stacklevel=2)
         before = self.buffers
-        if self._buffers.find():
-            self._hold_present_buffers(before)
-
-    def _hold_present_buffers(self, before: Sequence[Tensor]) -> None:
+        if not self._buffers.find():
+            return
         names = [self.names.pop(id(buffer), None) for buffer in before]
         self.names |= {id(buffer): name for buffer, name in zip(self.buffers, names, strict=True) if name is not None}
-        replaced = {id(b) for b, is_replaced in zip(self.buffers, self._buffers.replaced, strict=True) if is_replaced}
         # the same bucket objects: reducers hold them
         fresh = _buckets_of_buffers(self.buffers, self.bucket_bytes)
         for bucket, of_present in zip(self.buckets_of_buffers, fresh, strict=True):
             bucket.slices = of_present.slices
-            bucket.is_outdated = any(id(piece.tensor) in replaced for piece in bucket.slices)
-
-    @property
-    def replaced_buffers(self) -> list[int]:
-        """Indices of :attr:`buffers` that were replaced by another shape, dtype or device."""
-        return [place for place, is_replaced in enumerate(self._buffers.replaced) if is_replaced]
-
-    def give_up_buffers(self, places: Collection[int]) -> None:
-        """Exclude buffers, the same on every rank; zeros replace them, so that buckets keep their sizes."""
-        before = self.buffers
-        self._buffers.give_up(places)
-        self._hold_present_buffers(before)
 
     def undo_point(self) -> Callable[[], None]:
-        """Return a callback that restores all values and the set of averaged buffers."""
-        values, undo_buffers = self.snapshot(), self._buffers.undo_point()
-
-        def undo() -> None:
-            before = self.buffers
-            undo_buffers()
-            self._hold_present_buffers(before)
-            self.restore(values)
-
-        return undo
+        """Return a callback that restores all values."""
+        return partial(self.restore, self.snapshot())
 
     @torch.no_grad()
     def snapshot(self) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -53,7 +53,6 @@ class AveragedModel:
     Attributes:
         barrier: Called before ranks exchange anything for the averaged model. It keeps a rank that asks for the
             averaged model alone from exchanging data with ranks that train.
-        has_found_unequal: Called with the names of tensors that stay each rank's own, when there are more of them.
     """
 
     def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
@@ -67,7 +66,6 @@ class AveragedModel:
         self._has_warned = False
         self._depth = 0
         self.barrier: Callable[[], None] = lambda: None
-        self.has_found_unequal: Callable[[Collection[str]], None] = lambda names: None
 
     @property
     def is_in_module(self) -> bool:
@@ -93,24 +91,15 @@ class AveragedModel:
         return any(own is not None for own in self._own) or bool(self._own_others)
 
     @outside_autocast()
-    def compare_shapes(self) -> None:
-        """Exclude tensors whose shapes differ between ranks; collective, except with elastic nodes.
+    def check_shapes(self) -> None:
+        """Check that ranks hold equal shapes of what they exchange; collective, except with elastic nodes.
 
-        Schemes drop their copies of buffers that a rank has replaced by one of another shape, on all ranks alike.
+        Raises:
+            ValueError: On all ranks, if they do not.
         """
-        if self._topology.may_grow:
-            return
-        self._find_buffers()
-        replicas = [scheme.replica for scheme in self._schemes]
-        replaced = [(which, place) for which, each in enumerate(replicas) for place in each.replaced_buffers]
-        unequal, replaced_anywhere = self._replicas.compare_shapes(self._topology.world, replaced)
-        for which, replica in enumerate(replicas):
-            places = {place for index, place in replaced_anywhere if index == which}
-            places |= {p for p, each in enumerate(replica.buffers) if replica.names.get(id(each)) in unequal}
-            if places:
-                replica.give_up_buffers(places)
-        if unequal:
-            self.has_found_unequal(self._replicas.per_rank)
+        if not self._topology.may_grow:
+            self._find_buffers()
+            self._replicas.check_shapes(self._topology.world)
 
     @outside_autocast()
     def enter(self) -> None:
@@ -122,7 +111,7 @@ class AveragedModel:
                 self._enter_together()
                 return
             self.barrier()
-            self.compare_shapes()
+            self.check_shapes()
             for scheme in self._schemes:
                 scheme.state.settle()  # may give back memory, before a copy takes some
             self._remember_own()
@@ -242,7 +231,7 @@ class AveragedModel:
         Callbacks like StochasticWeightAveraging write their own averages to the module, which differ between nodes.
         """
         if not self._topology.may_grow:
-            self.compare_shapes()
+            self.check_shapes()
             self._average_module()
 
     def _average_module(self) -> None:

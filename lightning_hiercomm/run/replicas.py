@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,15 +17,11 @@ from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, names_of_directions
 from lightning_hiercomm.nodes.checksums import plain, print_of
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.run.shapes import unequal_tensors, warning_of_unequal
+from lightning_hiercomm.run.shapes import check_shapes
 from lightning_hiercomm.run.shards import own_shard, reshard, shard_specs
 
 _BUFFERS_IN_A_SUM = 2**16
 """The preflight check adds up all buffers, so that each must be this much smaller than the largest number."""
-
-
-Slot = tuple[str, list[int], str]
-"""A buffer's name, shape and dtype."""
 
 
 class Replicas:
@@ -48,12 +43,9 @@ class Replicas:
         average_buffers: Whether to average float buffers (BatchNorm statistics) together with the parameters; or their
             names, in which ``*`` matches anything.
         node: The dimensions of the mesh over which the node shards the module, and their sizes.
-        per_rank: Names of frozen parameters and buffers whose shapes differ between ranks; equal on all ranks.
 
     Attributes:
-        per_rank: As above, and what :meth:`compare_shapes` has found since.
-        slots: With elastic nodes, the name, shape and dtype of the buffers that are averaged. Other buffers never are,
-            and zeros replace one that this rank lacks. None: all float buffers are averaged.
+        slots: With elastic nodes, the names of the buffers that schemes average. None: all that have a mean.
         directions: Names of buffers that are unit vectors.
         without_mean: Names of these, and of buffers that had no mean when the run began.
     """
@@ -65,11 +57,9 @@ class Replicas:
         bucket_bytes: int = BUCKET_BYTES,
         average_buffers: bool | Sequence[str] = True,
         node: Mapping[str, int] | None = None,
-        per_rank: Collection[str] = (),
     ) -> None:
         self.module = module
-        self.per_rank = set(per_rank)
-        self.slots: list[Slot] | None = None
+        self.slots: list[str] | None = None
         self.optimizers = list(optimizers)
         self.bucket_bytes = bucket_bytes
         self.average_buffers = average_buffers
@@ -80,12 +70,8 @@ class Replicas:
 
     def lack_mean(self) -> dict[str, bool]:
         """Return by name whether each buffer has no mean on this rank at the moment."""
-        named = self.module.named_buffers(remove_duplicate=False)
-        return {
-            name: name in self.directions or not has_mean(local(buffer))
-            for name, buffer in named
-            if name not in self.per_rank
-        }
+        named = averaged_buffers(self.module, self.average_buffers)
+        return {name: name in self.directions or not has_mean(local(buffer)) for name, buffer in named.items()}
 
     def check_names(self) -> None:
         """Check that the module has the buffers that ``average_buffers`` names."""
@@ -98,28 +84,22 @@ class Replicas:
                 f" {', '.join(names[:20]) or 'none'}"
             )
 
-    def compare_shapes(
-        self, group: Communicator, replaced: Collection[tuple[int, int]]
-    ) -> tuple[set[str], set[tuple[int, int]]]:
-        """Find tensors whose shapes differ between the ranks of a group, and exclude them. Collective.
+    def check_shapes(self, group: Communicator) -> None:
+        """Raise a ``ValueError`` on all ranks if shapes of what they exchange differ. Collective."""
+        check_shapes(self.module, group, self.device, averaged_buffers(self.module, self.average_buffers))
 
-        Args:
-            group: The ranks.
-            replaced: Positions of buffers that this rank's layers have replaced by ones of another shape.
-
-        Returns:
-            The names of those found now, and the positions of buffers that any rank's layers have replaced.
+    def own_buffers(self, group: Communicator) -> set[str]:
+        """Return the names of buffers that stay each rank's own, and whose shapes differ. Collective.
 
         Raises:
-            ValueError: On all ranks, if an optimizer trains one of them.
+            ValueError: On all ranks, as :meth:`check_shapes`.
         """
-        trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
-        unequal, replaced_anywhere = unequal_tensors(
-            self.module, group, self.device, self.per_rank, lambda p: id(p) in trained, replaced
-        )
-        self.per_rank |= unequal.keys()
-        _warn_of_unequal(unequal, self.module, self.average_buffers, group)
-        return set(unequal), replaced_anywhere
+        return own_buffers(self.module, group, self.device, self.average_buffers)
+
+    @property
+    def not_averaged(self) -> set[str]:
+        """The names of buffers that are never averaged."""
+        return not_averaged(self.module, self.average_buffers)
 
     @property
     def device(self) -> torch.device:
@@ -128,15 +108,14 @@ class Replicas:
 
     def of(self, optimizer: Optimizer) -> Replica:
         """Return an optimizer's trainable parameters, and the float buffers of the layers that they belong to."""
-        buffers, stand_ins = self._buffers_by_optimizer()
+        buffers = self._buffers_by_optimizer()
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
         trained = trained_by(optimizer)
-        self._check_trained(trained)
         self.have_written()  # or the module's parameters may be gathered ones
         names = [(name, local(parameter)) for name, parameter in self.module.named_parameters()]
         own_buffers = set(map(id, buffers.get(own, ())))
         named_buffers = [(name, local(buffer)) for name, buffer in self.module.named_buffers()]
-        names += [(name, buffer) for name, buffer in (*stand_ins, *named_buffers) if id(buffer) in own_buffers]
+        names += [(name, buffer) for name, buffer in named_buffers if id(buffer) in own_buffers]
         return Replica(
             map(local, trained),
             buffers.get(own, ()),
@@ -146,21 +125,11 @@ class Replicas:
             homes=homes_of_buffers(self.module),
         )
 
-    def _check_trained(self, trained: Sequence[Tensor]) -> None:
-        ids = set(map(id, trained))
-        names = [n for n, p in self.module.named_parameters() if n in self.per_rank and id(p) in ids]
-        if names:
-            raise ValueError(
-                f"parameter {names[0]} is trainable, but its shape differs between ranks. Give it the same shape on all"
-                " ranks, or freeze it"
-            )
-
     def whole(self) -> Replica:
         """Return all parameters of the module, frozen ones too, and its averaged float buffers."""
         floats = [buffer for _, buffer in self._averaged_buffers()]
         self.have_written()
-        named = self.module.named_parameters()
-        parameters = [each for name, each in named if is_of_numbers(each) and name not in self.per_rank]
+        parameters = [parameter for parameter in self.module.parameters() if is_of_numbers(parameter)]
         shares = shard_specs(parameters, self._node)
         plain = [parameter for parameter in parameters if id(local(parameter)) not in shares]
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
@@ -183,19 +152,14 @@ class Replicas:
         mean when the run began, and buffers that were added since.
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
-        named = [] if self._node else self.module.named_parameters()
-        parameters = [parameter for name, parameter in named if name not in self.per_rank]
+        parameters = [] if self._node else self.module.parameters()
         found: list[Tensor] = [p for p in parameters if id(p) not in trained and is_of_numbers(p) and p.numel()]
         if not with_buffers:
             return found
         held = {id(buffer) for replica in known for buffer in replica.buffers}
-        lasting = {key for key, home in homes_of_buffers(self.module).items() if home.is_persistent}
-        for name, given in self.module.named_buffers():
-            buffer = local(given)
-            is_late = id(buffer) not in held and id(buffer) in lasting
-            if (name in self.without_mean or is_late) and is_of_numbers(buffer) and buffer.numel():
-                found += [buffer] if is_whole(given) and self._may_be_averaged(name) else []
-        return found
+        averaged = {id(each): each for each in averaged_buffers(self.module, self.average_buffers).values()}
+        whole_ones = [local(each) for each in averaged.values() if is_whole(each)]
+        return found + [buffer for buffer in whole_ones if id(buffer) not in held and buffer.numel()]
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
         """Return whether the optimizer trains other parameters now than ``replica`` holds; the same on all ranks."""
@@ -264,47 +228,26 @@ class Replicas:
         return held
 
     def fix_slots(self) -> None:
-        """Average buffers of the present names and shapes from now on."""
-        named = dict(self._averaged_buffers())
-        self.slots = [(name, list(b.shape), str(b.dtype).removeprefix("torch.")) for name, b in named.items()]
+        """Average the present buffers from now on, and none that are registered later."""
+        self.slots = [name for name, _ in self._averaged_buffers()]
 
-    def _buffers_by_optimizer(self) -> tuple[dict[int, list[Tensor]], list[tuple[str, Tensor]]]:
-        """Return float buffers by the optimizer that trains their layer (otherwise the first).
-
-        Returns:
-            The buffers, and those of them that zeros replace, with their names.
-        """
+    def _buffers_by_optimizer(self) -> dict[int, list[Tensor]]:
+        """Return float buffers by the optimizer that trains their layer (otherwise the first)."""
         owner = {id(p): index for index, optimizer in enumerate(self.optimizers) for p in trained_by(optimizer)}
         buffers: dict[int, list[Tensor]] = {}
-        averaged, stand_ins = self._averaged_buffers(), list[tuple[str, Tensor]]()
-        if self.slots is not None:
-            averaged, stand_ins = self._in_slots(dict(averaged), self.slots)
-        for name, buffer in averaged:
+        for name, buffer in self._averaged_buffers():
             layer = self.module.get_submodule(name.rpartition(".")[0])
             index = next((owner[id(p)] for p in layer.parameters(recurse=False) if id(p) in owner), 0)
             buffers.setdefault(index, []).append(buffer)
-        return buffers, stand_ins
-
-    def _in_slots(
-        self, buffers: Mapping[str, Tensor], slots: Sequence[Slot]
-    ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        averaged, stand_ins = list[tuple[str, Tensor]](), list[tuple[str, Tensor]]()
-        for name, shape, dtype in slots:
-            buffer, kind = buffers.get(name), getattr(torch, dtype)
-            if buffer is None or list(buffer.shape) != list(shape) or buffer.dtype != kind:
-                buffer = torch.zeros(shape, dtype=kind, device=self.device)
-                stand_ins.append((name, buffer))
-            averaged.append((name, buffer))
-        return averaged, stand_ins
+        return buffers
 
     def _averaged_buffers(self) -> list[tuple[str, Tensor]]:
-        """Return float buffers that have a mean, with their names; of DTensors only replicated ones."""
-        named = self.module.named_buffers(remove_duplicate=False)
-        floats = [(name, b) for name, b in named if is_of_numbers(b) and name not in self.without_mean]
-        return [(name, local(buffer)) for name, buffer in floats if is_whole(buffer) and self._may_be_averaged(name)]
-
-    def _may_be_averaged(self, name: str) -> bool:
-        return name not in self.per_rank and _is_averaged(name, self.average_buffers)
+        """Return the buffers that have a mean, with their names; of DTensors only replicated ones."""
+        averaged = averaged_buffers(self.module, self.average_buffers)
+        if self.slots is not None:
+            return [(name, local(averaged[name])) for name in self.slots]
+        with_mean = [(name, each) for name, each in averaged.items() if name not in self.without_mean]
+        return [(name, local(each)) for name, each in with_mean if is_whole(each)]
 
     def parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Split tensors into those that have a mean, and unit vectors."""
@@ -314,48 +257,38 @@ class Replicas:
         return with_mean, [tensor for tensor in tensors if id(tensor) in directions]
 
 
-def _is_averaged(name: str, average_buffers: bool | Sequence[str]) -> bool:
-    if isinstance(average_buffers, bool):
-        return average_buffers
-    return any(fnmatchcase(name, pattern) for pattern in average_buffers)
+def averaged_buffers(module: nn.Module, average_buffers: bool | Sequence[str]) -> dict[str, Tensor]:
+    """Return the persistent floating-point buffers that ``average_buffers`` selects, by name."""
+    if average_buffers is False:
+        return {}
+    homes = homes_of_buffers(module)
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if is_of_numbers(buffer)
+        and homes[id(local(buffer))].is_persistent
+        and (average_buffers is True or any(fnmatchcase(name, pattern) for pattern in average_buffers))
+    }
 
 
-def per_rank_tensors(
+def not_averaged(module: nn.Module, average_buffers: bool | Sequence[str]) -> set[str]:
+    """Return the names of a module's other buffers."""
+    averaged = averaged_buffers(module, average_buffers)
+    return {name for name, _ in module.named_buffers(remove_duplicate=False) if name not in averaged}
+
+
+def own_buffers(
     module: nn.Module, group: Communicator, device: torch.device, average_buffers: bool | Sequence[str]
 ) -> set[str]:
-    """Return the names of frozen parameters and buffers whose shapes differ between ranks. Collective."""
-    unequal, _ = unequal_tensors(module, group, device)
-    _warn_of_unequal(unequal, module, average_buffers, group)
-    return set(unequal)
+    """Check shapes before training; return the names of buffers that stay each rank's own, and differ. Collective."""
+    averaged = averaged_buffers(module, average_buffers)
+    return check_shapes(module, group, device, averaged, before_training=True)
 
 
 def tensors_without(module: nn.Module, names: Collection[str]) -> list[Tensor]:
     """Return a module's parameters and buffers, except those of some names."""
     named = (*module.named_parameters(), *module.named_buffers())
     return [tensor for name, tensor in named if name not in names]
-
-
-def _warn_of_unequal(
-    unequal: dict[str, list[str]], module: nn.Module, average_buffers: bool | Sequence[str], group: Communicator
-) -> None:
-    """Warn, on the first rank, of tensors that would be averaged if their shapes did not differ."""
-    if group.rank:
-        return
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    homes = homes_of_buffers(module)
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-
-    def is_averaged(name: str, texts: Sequence[str]) -> bool:
-        if name in buffers and not homes[id(local(buffers[name]))].is_persistent:
-            return False
-        is_free = name in parameters or _is_averaged(name, average_buffers)
-        return is_free and any(text.startswith(("float", "bfloat", "complex")) for text in texts)
-
-    reported = {name: texts for name, texts in unequal.items() if is_averaged(name, texts)}
-    if reported:
-        is_named = not isinstance(average_buffers, bool) and any(name not in parameters for name in reported)
-        more = ". average_buffers names some of them without effect" if is_named else ""
-        warnings.warn(warning_of_unequal(reported, group.ranks) + more, stacklevel=4)
 
 
 def check_initialized(module: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""Finds tensors of a module whose shape, dtype or device differs between ranks, so that ranks cannot exchange them."""
+"""Compares the shapes of a module's tensors between ranks, because an exchange of unequal sizes ends a process."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,52 +11,62 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_hiercomm.comm.base import Communicator
-
-_MISSING = "missing"
-_MOST_NAMES = 20
+from lightning_hiercomm.nodes.buffers import LEAVE_OUT
 
 
 class _Kind(NamedTuple):
-    """The properties of a tensor that must be equal on all ranks to exchange it, and whether it is trained."""
+    """The properties of a tensor that must be equal on all ranks to exchange it, and how it is used."""
 
     text: str
-    is_trained: bool
+    is_averaged: bool = False
+    is_trained: bool = False
 
 
-def unequal_tensors(
+def check_shapes(
     module: nn.Module,
     group: Communicator,
     device: torch.device,
-    known: Collection[str] = (),
-    is_trained: Callable[[Tensor], bool] | None = None,
-    replaced: Collection[tuple[int, int]] = (),
-) -> tuple[dict[str, list[str]], set[tuple[int, int]]]:
-    """Find parameters and buffers whose shape, dtype or device type differs between the ranks of a group. Collective.
+    averaged: Collection[str],
+    before_training: bool = False,
+) -> set[str]:
+    """Check that shapes, dtypes and device types of parameters and averaged buffers are equal on all ranks. Collective.
+
+    Args:
+        module: The module.
+        group: The ranks.
+        device: Of the numbers that are exchanged.
+        averaged: The names of buffers that are averaged.
+        before_training: Whether to compare other buffers, too, and which parameters are trained.
 
     Returns:
-        By name, what every rank holds; and the positions of buffers that any rank's layers have replaced.
+        The names of other buffers that differ: they stay each rank's own.
 
     Raises:
-        ValueError: On all ranks, if a parameter that any rank trains is among them.
+        ValueError: On all ranks, if a parameter or an averaged buffer differs.
     """
-    trains = is_trained or (lambda parameter: parameter.requires_grad)
-    parameters = module.named_parameters(remove_duplicate=False)
-    own = {name: _Kind(_text(each), trains(each)) for name, each in parameters if name not in known}
-    buffers = module.named_buffers(remove_duplicate=False)
-    own |= {name: _Kind(_text(each), False) for name, each in buffers if name not in known}
-    compared = own if is_trained is None else {name: kind.text for name, kind in own.items()}
-    if are_equal((sorted(compared.items()), sorted(replaced)), group, device):
-        return {}, set(replaced)
-    gathered = group.all_gather_object((own, list(replaced)))
-    everyone: list[dict[str, _Kind]] = [each for each, _ in gathered]
-    names = dict.fromkeys(name for each in everyone for name in each)
-    held = {name: [each.get(name, _Kind(_MISSING, False)) for each in everyone] for name in names}
-    unequal = {name: kinds for name, kinds in held.items() if len({kind.text for kind in kinds}) > 1}
-    for name, kinds in (held if is_trained is None else unequal).items():
-        if any(kind.is_trained for kind in kinds) and len(set(kinds)) > 1:
-            raise ValueError(_error(name, kinds, group.ranks))
-    replaced_anywhere = {place for _, places in gathered for place in places}
-    return {name: [kind.text for kind in kinds] for name, kinds in unequal.items()}, replaced_anywhere
+    named = module.named_parameters(remove_duplicate=False)
+    parameters = {name: _Kind(_text(p), is_trained=before_training and p.requires_grad) for name, p in named}
+    named_buffers = module.named_buffers(remove_duplicate=False)
+    buffers = {name: _Kind(_text(b), name in averaged) for name, b in named_buffers}
+    own = parameters | {name: kind for name, kind in buffers.items() if before_training or kind.is_averaged}
+    if are_equal(sorted(own.items()), group, device):
+        return set()
+    everyone: list[tuple[dict[str, _Kind], set[str]]] = group.all_gather_object((own, set(parameters)))
+    are_parameters = set[str]().union(*(names for _, names in everyone))
+    unequal = set()
+    for name in dict.fromkeys(name for held, _ in everyone for name in held):
+        kinds = [held.get(name, _Kind("missing")) for held, _ in everyone]
+        if len(set(kinds)) == 1:
+            continue
+        if name in are_parameters:
+            raise ValueError(
+                f"parameter {name}: {_difference(kinds, group.ranks)}. All ranks must have parameters of the same"
+                " shapes, and train the same ones. Register a tensor that no optimizer trains as a buffer"
+            )
+        if any(kind.is_averaged for kind in kinds):
+            raise ValueError(f"buffer {name}: {_difference(kinds, group.ranks)}, so that it has no mean. {LEAVE_OUT}")
+        unequal.add(name)
+    return unequal
 
 
 def are_equal(value: Any, group: Communicator, device: torch.device) -> bool:
@@ -71,17 +81,6 @@ def are_equal(value: Any, group: Communicator, device: torch.device) -> bool:
     return bool(most == ~least)
 
 
-def warning_of_unequal(unequal: dict[str, list[str]], ranks: Sequence[int]) -> str:
-    """Return a warning that names tensors that stay each rank's own."""
-    each = [f"{name} ({_difference(texts, ranks)})" for name, texts in unequal.items()]
-    more = f" and {len(each) - _MOST_NAMES} more" if len(each) > _MOST_NAMES else ""
-    return (
-        f"these tensors have another shape on other ranks: {', '.join(each[:_MOST_NAMES])}{more}. From now on they stay"
-        " each rank's own and are not averaged. A checkpoint holds those of rank 0, and with checkpoint_replicas=True"
-        " those of all ranks"
-    )
-
-
 def _text(tensor: Tensor) -> str:
     if is_lazy(tensor):
         return "uninitialized"
@@ -89,17 +88,13 @@ def _text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{kind} on {tensor.device.type}"
 
 
-def _difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
+def _difference(kinds: Sequence[_Kind], ranks: Sequence[int]) -> str:
+    texts = [kind.text for kind in kinds]
+    if len(set(texts)) == 1:
+        texts = ["trained" if kind.is_trained else "frozen" for kind in kinds]
     other = next(place for place, text in enumerate(texts) if text != texts[0])
     one, two = texts[0], texts[other]
     device = " on " + one.rpartition(" on ")[2]
     if one.endswith(device) and two.endswith(device):
         one, two = one.removesuffix(device), two.removesuffix(device)
     return f"{one} on rank {ranks[0]}, {two} on rank {ranks[other]}"
-
-
-def _error(name: str, kinds: Sequence[_Kind], ranks: Sequence[int]) -> str:
-    texts = [kind.text for kind in kinds]
-    if len(set(texts)) == 1:
-        texts = ["trained" if kind.is_trained else "frozen" for kind in kinds]
-    return f"parameter {name}: {_difference(texts, ranks)}. All ranks must train parameters of the same shapes"

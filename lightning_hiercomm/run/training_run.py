@@ -156,17 +156,12 @@ class TrainingRun:
         for scheme, replica in zip(self.schemes, held, strict=True):
             scheme.follow(replica)
 
-    def exclude(self, without_mean: Collection[str] | None, per_rank: Collection[str] = ()) -> None:
+    def exclude(self, without_mean: Collection[str] | None) -> None:
         """Restore from a checkpoint, after loading its tensors, which of them are not exchanged.
 
         Args:
             without_mean: Names of buffers that had no mean when the run began, or None if the file does not hold them.
-            per_rank: Names of tensors whose shapes differ between ranks.
         """
-        if not self.replicas.per_rank.issuperset(per_rank):
-            self.replicas.per_rank.update(per_rank)
-            self.averaged_model.has_found_unequal(self.replicas.per_rank)
-            self.begin_from_module()
         if without_mean is None:
             return
         self._knows_means = True
@@ -176,7 +171,7 @@ class TrainingRun:
 
     def _find_means(self) -> None:
         """Find again the buffers that have no mean, because programs fill them in ``on_fit_start``. Collective."""
-        self.averaged_model.compare_shapes()
+        self.averaged_model.check_shapes()
         lack = self.replicas.lack_mean()
         if lack:
             lacks = torch.tensor([*map(int, lack.values())], device=self.replicas.device)
@@ -249,7 +244,7 @@ class TrainingRun:
     @outside_autocast()
     def finish(self) -> None:
         """End the run: every rank holds the averaged parameters, and saving no longer needs other ranks."""
-        self.averaged_model.compare_shapes()
+        self.averaged_model.check_shapes()
         for scheme in self.schemes:
             scheme.replica.find_buffers()
             scheme.finish()
@@ -273,7 +268,7 @@ class TrainingRun:
         """Synchronize and restart the scheme, if other parameters are trained now. Collective."""
         scheme.replica.find_buffers()
         if self.replicas.has_changed(scheme.replica, optimizer):
-            self.averaged_model.compare_shapes()
+            self.averaged_model.check_shapes()
             scheme.synchronize()
             # forward passes since the last step have changed buffers, and new parameters may differ between ranks
             self.averaged_model.means.average_differing(

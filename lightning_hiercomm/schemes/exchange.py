@@ -131,7 +131,6 @@ class Exchanger:
             buckets=buckets + self._buffers_with_parameters,
             update_reference=self._reference.update or (None if normalizing is None else _add_difference),
             on_nonfinite=guard.policy.on_nonfinite,
-            checks_buffers=True,
             weights=None if normalizing is None else lambda _: normalizing.of_differences,
         )
 

@@ -97,7 +97,6 @@ class NonFiniteGuard:
             self._topology,
             buckets=buckets,
             on_nonfinite=self.policy.on_nonfinite,
-            checks_buffers=True,
             weights=weights,
         )
         average(self._state.steps)

@@ -16,7 +16,7 @@ from lightning_hiercomm._lightning.saves import copied_where, entries_of_rank, t
 from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tuner, raw_optimizer
 from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
-from lightning_hiercomm.checkpoints.plain import per_rank_names
+from lightning_hiercomm.run.replicas import not_averaged
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values
 from lightning_hiercomm.trainer.state import StrategyState
 
@@ -145,7 +145,7 @@ class CheckpointHooks(StrategyState):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with taking_shapes(self._module, per_rank_names(checkpoint)):
+        with taking_shapes(self._module, not_averaged(self._module, self._settings.average_buffers)):
             super().load_model_state_dict(checkpoint, strict)
 
     @override

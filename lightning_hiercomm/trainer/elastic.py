@@ -94,8 +94,7 @@ class ElasticNode(pl.Callback):
 
     def _begin_equal(self) -> None:
         replicas, world = self._run.replicas, self._run.topology.world
-        replicas.compare_shapes(world, ())
-        broadcast_values(tensors_without(replicas.module, replicas.per_rank), world)
+        broadcast_values(tensors_without(replicas.module, replicas.own_buffers(world)), world)
 
     def _undo_point(self) -> Callable[[], None]:
         run = self._run

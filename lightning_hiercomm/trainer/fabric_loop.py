@@ -148,9 +148,10 @@ class FabricLoop:
                 run.finish()
                 run.averaged_model.average_module()
                 run.remember_values()
-            run.averaged_model.compare_shapes()
+            run.averaged_model.check_shapes()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
-                broadcast_values(tensors_without(run.module, run.replicas.per_rank), run.topology.world)
+                own = run.replicas.own_buffers(run.topology.world)
+                broadcast_values(tensors_without(run.module, own), run.topology.world)
                 run.begin_from_module()
             run.begin(self.epochs, self.steps)
         resumed, self._resumed = self._resumed, _Saved()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.ddp import (
-    ignore_in_ddp,
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
@@ -29,7 +28,7 @@ from lightning_hiercomm.run.replicas import (
     Replicas,
     broadcast_values,
     check_initialized,
-    per_rank_tensors,
+    own_buffers,
     tensors_without,
     trained_by,
 )
@@ -62,8 +61,8 @@ class FabricModule:
         self._wrapped: DistributedDataParallel | None = None
         self._reduced: dict[int, nn.Parameter] | None = None  # None: ranks do not share gradients
         self._expects_all_used = False
-        self._per_rank = per_rank_tensors(module, topology.world, device, settings.average_buffers)
-        broadcast_values(tensors_without(module, self._per_rank), topology.world)
+        self._own_buffers = own_buffers(module, topology.world, device, settings.average_buffers)
+        broadcast_values(tensors_without(module, self._own_buffers), topology.world)
 
     @property
     def group(self) -> Communicator | None:
@@ -85,28 +84,17 @@ class FabricModule:
         """The averaged model; also without an optimizer, because programs write to such modules (teachers)."""
         if self.run is not None:
             return self.run.averaged_model
-        model = AveragedModel([], self._replicas([]), self._topology)
-        model.has_found_unequal = self._leave_to_ranks
-        return model
+        return AveragedModel([], self._replicas([]), self._topology)
 
     def start_run(self, optimizers: Sequence[Optimizer]) -> TrainingRun:
         """Build the schemes of the module's optimizers. Collective."""
         self.run = run = self._settings.new_run(self._replicas(optimizers), self._topology)
-        run.averaged_model.has_found_unequal = self._leave_to_ranks
         self.module.register_forward_pre_hook(_BeforeForward(run))
         return run
 
     def _replicas(self, optimizers: Sequence[Optimizer]) -> Replicas:
         settings = self._settings
-        return Replicas(
-            self.module, optimizers, settings.bucket_bytes, settings.average_buffers, per_rank=self._per_rank
-        )
-
-    def _leave_to_ranks(self, names: Collection[str]) -> None:
-        """Stop exchanging tensors whose shapes differ between ranks."""
-        self._per_rank.update(names)
-        if self._wrapped is not None:
-            ignore_in_ddp(self._wrapped, names)
+        return Replicas(self.module, optimizers, settings.bucket_bytes, settings.average_buffers)
 
     def wrap(self, ddp_arguments: Mapping[str, Any], device_ids: list[int] | None) -> nn.Module:
         """Wrap the module in DDP over the ranks that share gradients, if there are several."""
@@ -121,7 +109,7 @@ class FabricModule:
         if not self._reduced:  # DDP refuses such a module
             return self.module
         arguments = {**ddp_arguments, "process_group": process_group(self.group)}
-        self._wrapped = in_ddp(self.module, device_ids, arguments, self._topology.num_nodes > 1, self._per_rank)
+        self._wrapped = in_ddp(self.module, device_ids, arguments, self._topology.num_nodes > 1, self._own_buffers)
         register_bucket_hook(self._wrapped, partial(_reduce_bucket, weakref.ref(self)))
         return self._wrapped
 

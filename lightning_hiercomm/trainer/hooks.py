@@ -37,7 +37,7 @@ from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import (
     Replicas,
     check_initialized,
-    per_rank_tensors,
+    own_buffers,
     tensors_without,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -146,15 +146,13 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     def _begin_equal(self) -> None:
         """Broadcast rank 0's values of the module's tensors, except where shapes differ. Collective."""
         world, average_buffers = self._topology.world, self._settings.average_buffers
-        self._per_rank = per_rank_tensors(self._module, world, self.root_device, average_buffers)
-        self._broadcast_tensors(tensors_without(self._module, self._per_rank))
+        self._own_buffers = own_buffers(self._module, world, self.root_device, average_buffers)
+        self._broadcast_tensors(tensors_without(self._module, self._own_buffers))
 
     def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
         settings = self._settings
         optimizers = [raw_optimizer(optimizer) for optimizer in self.optimizers]
-        replicas = Replicas(
-            self._module, optimizers, settings.bucket_bytes, settings.average_buffers, mesh, self._per_rank
-        )
+        replicas = Replicas(self._module, optimizers, settings.bucket_bytes, settings.average_buffers, mesh)
         replicas.check_names()
         return settings.new_run(replicas, self._topology, gradients)
 
@@ -194,7 +192,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         epochs, steps = self._length(trainer)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
-        self._run.averaged_model.compare_shapes()
+        self._run.averaged_model.check_shapes()
         if self._topology.may_grow:
             check_first_values(self._run)
         elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
@@ -222,12 +220,12 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     def _synchronize_written(self) -> None:
         """Broadcast rank 0's values of what the program has written; trained parameters only if these have changed."""
-        per_rank = self._run.replicas.per_rank
         if self._run.values_have_changed(of_trained=True):
-            self._broadcast_tensors(tensors_without(self._module, per_rank))
+            own = self._run.replicas.own_buffers(self._topology.world)
+            self._broadcast_tensors(tensors_without(self._module, own))
             self._run.begin_from_module()
         else:  # a teacher, say
-            kept = per_rank.union(self._run.schedules.trained())
+            kept = self._run.schedules.trained()
             self._broadcast_tensors([p for name, p in self._module.named_parameters() if name not in kept])
             self._run.remember_values()
 

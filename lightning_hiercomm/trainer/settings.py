@@ -209,7 +209,8 @@ class HierarchicalArguments:
                 rank uses the dataloader's batch size.
             average_buffers: Average float buffers (BatchNorm statistics) together with the parameters; or the names of
                 those that are averaged, in which ``*`` is a wildcard, as in ``["*running_mean", "*running_var"]``. Each
-                rank keeps its own of the others, such as queues of samples.
+                rank keeps its own of the others, such as queues of samples, which may differ in shape between ranks,
+                and of buffers with ``persistent=False``.
             average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) in the
                 synchronizations of ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``;
                 once in full. Not for sharded modules.

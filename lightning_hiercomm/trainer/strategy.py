@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
     PassThroughDDP,
-    ignore_in_ddp,
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
@@ -30,7 +29,6 @@ from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
-from lightning_hiercomm.run.shapes import unequal_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
@@ -162,24 +160,17 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         settled = self._topology.num_nodes > 1 or self._settings.elastic is not None
-        own = self._per_rank if self._run_or_none is None else self._run.replicas.per_rank
-        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, own)
+        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, self._own_buffers)
 
     @override
     def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
         run = super()._new_run(mesh, gradients)
-        run.averaged_model.has_found_unequal = self._leave_to_ranks
         run.misuse.gradient_group = self._group_of_manual_gradients
         return run
 
     @property
     def _group_of_manual_gradients(self) -> Communicator | None:
         return None if self._module.automatic_optimization else self._group_of_gradients
-
-    def _leave_to_ranks(self, names: Collection[str]) -> None:
-        """Exchange no more tensors whose shapes differ between ranks."""
-        if isinstance(self.model, DistributedDataParallel):
-            ignore_in_ddp(self.model, names)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -190,21 +181,9 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
             self._run.misuse.gradient_group = self._group_of_manual_gradients
         # DDP ignores parameters that were frozen, or did not exist, when it was made
         if has_new_phase or any(p.requires_grad for p in self._frozen) or self._trains_new_parameters():
-            self._compare_in_node()
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
             self._wrap_in_ddp()
-
-    def _compare_in_node(self) -> None:
-        """Find tensors whose shapes differ between the ranks that DDP is about to broadcast to. Collective."""
-        if not self._topology.may_grow:
-            self._run.averaged_model.compare_shapes()
-            return
-        trained = {id(parameter) for optimizer in self._run.optimizers for parameter in trained_by(optimizer)}
-        unequal, _ = unequal_tensors(
-            self._module, self._topology.intra, self.root_device, self._per_rank, lambda each: id(each) in trained
-        )
-        self._per_rank.update(unequal)
 
     def _trains_new_parameters(self) -> bool:
         replicas, seen = [scheme.replica for scheme in self.schemes], self._seen

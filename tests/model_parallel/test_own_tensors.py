@@ -1,4 +1,4 @@
-"""Sharded nodes: buffers of other shapes on other ranks, and writes in validation hooks."""
+"""Sharded nodes: buffers that are left out of averages, and writes in validation hooks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Own(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("bank", torch.zeros(4))
+        self.register_buffer("best", torch.zeros(1))
         self.validations = 0
         self.started: list[Any] = []
 
@@ -46,7 +47,9 @@ def _program(folder: Path) -> dict[str, Any]:
     for name, scheme in SCHEMES.items():
         module = Own()
         saves = ModelCheckpoint(folder / name, save_last=True)
-        strategy = HierarchicalModelParallelStrategy(scheme, ranks_per_node=2, save_distributed_checkpoint=False)
+        strategy = HierarchicalModelParallelStrategy(
+            scheme, ranks_per_node=2, save_distributed_checkpoint=False, average_buffers=["best"]
+        )
         more = {"callbacks": [saves], "enable_checkpointing": True, "val_check_interval": 3}
         with warnings_with("what was written to the averaged model") as warned:
             trainer(strategy, **more).fit(module)

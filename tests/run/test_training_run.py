@@ -448,20 +448,6 @@ def test_validation_uses_the_mean_of_reassigned_buffers(scheme):
     assert assigning(scheme, work) == [[1.5, 1.5], [1.5, 1.5]]
 
 
-def test_a_reassigned_buffer_of_another_shape_stays_local():
-    def work(run: TrainingRun) -> list[float]:
-        layer = run.module[0]
-        see_and_step(run, 1.0)
-        layer.mean = torch.full((3,), float(run.topology.rank))
-        see = layer.see
-        layer.see = lambda value: None
-        see_and_step(run, 3.0)
-        layer.see = see
-        return layer.mean.tolist()
-
-    assert assigning(PeriodicAveraging(1), work) == [[0.0] * 3, [1.0] * 3]
-
-
 class Product(torch.optim.SGD):
     """An optimizer that multiplies matrices, as Muon does; with an autocast around it the result is narrower."""
 

@@ -164,7 +164,7 @@ class Masked(Quadratic):
         self.register_buffer("causal", torch.full((4, 4), -math.inf).triu(1))
         self.register_buffer("filled", torch.full((4,), torch.finfo(torch.float32).min))
         self.register_buffer("best", torch.tensor(math.inf))
-        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("seen", torch.zeros(()))
         self.norm = nn.BatchNorm1d(11, affine=False)
 
     def training_step(self, batch, batch_idx):

@@ -73,7 +73,6 @@ class ShardedAllReduce(Reducer):
             gets. Default: the mean.
         on_nonfinite: Unless ``"ignore"``, all ranks raise an error, and nothing is sent, if a rank holds values that
             are non-finite or too large for the wire.
-        checks_buffers: Whether to exclude buffers that a rank's module has replaced by another shape.
         weights: Returns the ranks' weights for a bucket at its launch; they sum to 1. Default: the topology's.
 
     Attributes:
@@ -91,12 +90,10 @@ class ShardedAllReduce(Reducer):
         buckets: Sequence[Bucket] | None = None,
         update_reference: UpdateReference | None = None,
         on_nonfinite: OnNonfinite = "ignore",
-        checks_buffers: bool = False,
         weights: Callable[[int], Sequence[float]] | None = None,
     ) -> None:
         self._replica = replica
         self._on_nonfinite = on_nonfinite
-        self._checks_buffers = checks_buffers
         self._preflight: Preflight | None = None  # of the last exchange, if it is checked
         self._weights = weights or (lambda _: topology.weights)
         self.buckets = list(replica.buckets if buckets is None else buckets)
@@ -127,8 +124,6 @@ class ShardedAllReduce(Reducer):
         """Return an int64 scalar on the device: 1 if this rank cannot send some buckets, otherwise 0."""
         leaving = [self.buckets[index] for index in indexes]
         found = torch.zeros((), dtype=torch.int64, device=self._replica.device)
-        if self._checks_buffers and any(bucket.keeps_equal and bucket.is_outdated for bucket in leaving):
-            return found.fill_(1)
         if self._on_nonfinite == "ignore":
             return found
         limits: dict[float, list[Bucket]] = {}
@@ -148,22 +143,9 @@ class ShardedAllReduce(Reducer):
 
     def check(self, verdict: Verdict, step: int) -> None:
         if verdict.is_flagged():
-            self._give_up_buffers(step)
-
-    def _give_up_buffers(self, step: int) -> None:
-        """Exclude buffers that a rank's module has replaced by another shape. Collective.
-
-        Raises:
-            NonfiniteError: On all ranks, if one holds values that cannot be sent, or there are no such buffers.
-        """
-        largest = {id(piece.tensor): self._largest(bucket) for bucket in self.buckets for piece in bucket.slices}
-        unfit = (None, None) if self._on_nonfinite == "ignore" else find_unfit(self._replica, largest)
-        found = self.topology.world.all_gather_object((unfit, self._replica.replaced_buffers))
-        replaced = {place for _, places in found for place in places}
-        if not replaced or any(any(unfit) for unfit, _ in found):
-            unfit_by_rank = {rank: unfit for rank, (unfit, _) in enumerate(found)}
-            raise NonfiniteError.of(unfit_by_rank, self.topology, step, self.wire.codec)
-        self._replica.give_up_buffers(replaced)
+            largest = {id(piece.tensor): self._largest(bucket) for bucket in self.buckets for piece in bucket.slices}
+            found = self.topology.world.all_gather_object(find_unfit(self._replica, largest))
+            raise NonfiniteError.of(dict(enumerate(found)), self.topology, step, self.wire.codec)
 
     # ---- synchronous ---------------------------------------------------------------------------------------------
 
@@ -179,8 +161,7 @@ class ShardedAllReduce(Reducer):
         if self._is_alone:
             return
         self.turn = turn
-        while Preflight(self.topology, step, self._is_unfit(indexes), self.through).is_flagged():
-            self._give_up_buffers(step)
+        self.check(Preflight(self.topology, step, self._is_unfit(indexes), self.through), step)
         in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
 
         def finish() -> None:
