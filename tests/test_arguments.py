@@ -23,7 +23,6 @@ from lightning_hiercomm.schemes import SCHEMES
 from lightning_hiercomm.schemes.components.merges import MERGES
 from lightning_hiercomm.schemes.components.outer import OuterOptimizer
 from lightning_hiercomm.schemes.components.schedules import Every, Staggered
-from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation
 from lightning_hiercomm.trainer.settings import Settings
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -46,7 +45,6 @@ CLASSES = [
     Every,
     Staggered,
     OuterOptimizer,
-    DelayCompensation,
     *MERGE_CLASSES,
 ]
 LIGHTNINGS_OWN = {

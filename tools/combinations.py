@@ -52,7 +52,6 @@ from lightning_hiercomm.schemes import (
     Staggered,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.steps_delay.rules import LocalUpdate
 
 Vectors = dict[int, Tensor]
 Gradient = Callable[[int, int, Sequence[str], Tensor], Tensor]
@@ -97,13 +96,6 @@ _SHAPES = {"a": (3,), "b": (2, 2), "c": (4,)}
 _SAID_EVERY = 250
 _HANGS = 20.0  # seconds; a run takes milliseconds, but not on a busy machine
 HALVES = (("a", "b"), ("c",))
-
-
-def _with_memory(update: LocalUpdate) -> None:
-    """A local rule of the user's own, with a tensor that it keeps."""
-    mean = update.state.setdefault("mean", torch.zeros_like(update.gradient))
-    mean.lerp_(update.gradient, 0.5)
-    update.weights.sub_(mean, alpha=update.learning_rate)
 
 
 _OUTER_SCHEDULERS = {"halving": partial(StepLR, step_size=1, gamma=0.5)}
@@ -198,8 +190,6 @@ class Combination:
         for name in ("fragments", "segments"):
             if isinstance(arguments.get(name), tuple):
                 arguments[name] = list(arguments[name])
-        if arguments.get("local_update") == "with memory":
-            arguments["local_update"] = _with_memory
         if self.scheme == "parameter_sync":
             arguments["reducer"] = (
                 _GRAPHS[arguments["reducer"]]() if arguments["reducer"] in _GRAPHS else arguments["reducer"]
@@ -373,7 +363,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
         return {
             "delay": delay,
             "warmup_steps": delay * draw.randint(0, 2),
-            "local_update": draw.choice(["glu", "glu", "sgd", "dc_asgd", "with memory"]),
+            "local_update": draw.choice(["glu", "glu", "sgd", "dc_asgd"]),
             "hold": draw.random() < 0.3,
         }
     if kind == "gossip":
@@ -1104,9 +1094,6 @@ class Delayed(Reference):
                 kept = self.kept_by_rule.get(rank, torch.zeros_like(g))
                 if rule == "sgd":
                     weights -= scale * rate * (g + decay * weights)
-                elif rule == "with memory":
-                    self.kept_by_rule[rank] = (kept + g) / 2
-                    weights -= rate * self.kept_by_rule[rank]
                 elif rule == "dc_asgd":
                     self.kept_by_rule[rank] = 0.95 * kept + 0.05 * g * g
                     strength = 2.0 / (self.kept_by_rule[rank] + 1e-7).sqrt()

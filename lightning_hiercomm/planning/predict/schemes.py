@@ -38,7 +38,6 @@ from lightning_hiercomm.schemes import (
 )
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.schemes.steps_delay.buckets import MIN_BUCKET_BYTES, MIN_BUCKETS
-from lightning_hiercomm.schemes.steps_delay.rules import DelayCompensation, glu
 
 # passes over the parameters (a read and a write of each) besides the collectives; rounded
 _MIXING_MERGE = 2.0  # several terms, on chunks that fit the cache
@@ -409,8 +408,8 @@ def _(scheme: StepsDelay, cluster: Cluster, workload: Workload, payload: Payload
 
 
 def _remembered_by(scheme: StepsDelay) -> int:
-    """Return the numbers per parameter that the local rule keeps on every rank; 0 for a user's own rule."""
-    return int(isinstance(scheme.rule, DelayCompensation) or (scheme.rule is glu and scheme.hold))
+    """Return the numbers per parameter that the local rule keeps on every rank."""
+    return int(scheme.local_update == "dc_asgd" or (scheme.local_update == "glu" and scheme.hold))
 
 
 def _push_groups(model_bytes: float) -> list[BucketGroup]:

@@ -65,6 +65,6 @@ def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor], local_up
     if local_update == "glu" and not isinstance(optimizer, SGD):
         raise ValueError(
             f"local_update='glu' estimates the global gradient from the steps of momentum SGD, and {kind} steps"
-            " differently. Use torch.optim.SGD, or choose local_update='sgd', 'dc_asgd' or a function of your own, with"
-            " a suitable local_lr_scale"
+            " differently. Use torch.optim.SGD, or choose local_update='sgd' or 'dc_asgd' with a suitable"
+            " local_lr_scale"
         )

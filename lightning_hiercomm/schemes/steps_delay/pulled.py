@@ -69,12 +69,12 @@ class PulledWeights:
 def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return a copy of a rule's state for a whole bucket, so that checkpoints do not depend on its parts."""
     tensors = {name: [state[name] for state in states] for name in states[0]} if states else {}
-    return {name: torch.cat(parts) if parts[0].dim() else parts[0].clone() for name, parts in tensors.items()}
+    return {name: torch.cat(parts) for name, parts in tensors.items()}
 
 
 def _cut(whole: Mapping[str, Tensor], parts: Sequence[Bucket]) -> list[dict[str, Tensor]]:
     lengths = [part.numel for part in parts]
-    tensors = {name: values.split(lengths) if values.dim() else [values] * len(parts) for name, values in whole.items()}
+    tensors = {name: values.split(lengths) for name, values in whole.items()}
     return [
         {name: values[place].to(part.device, copy=True) for name, values in tensors.items()}
         for place, part in enumerate(parts)

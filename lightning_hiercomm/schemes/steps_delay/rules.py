@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import checked_fields
+_DECAY, _STRENGTH = 0.95, 2.0  # of the mean square, and lambda_0
 
 
 @dataclass
 class LocalUpdate:
-    """The argument of a local rule, which changes :attr:`weights` in place, and no other tensor.
+    """The argument of a local rule, which changes :attr:`weights` in place, and of other tensors only its state.
 
     All tensors are 1-D, of one length, dtype and device, and hold some parameters of one param group. A rule is called
-    for one part of the parameters after another, always the same parts, and must treat each element separately.
+    for one part of the parameters after another, always the same parts.
 
     Attributes:
         weights: w'. The device's weights or, if a pull has arrived since the last iteration, the server's.
@@ -34,8 +33,7 @@ class LocalUpdate:
         alpha: Weight of the local gradient in GLU.
         beta: Weight of the global gradient in GLU.
         hold: Whether GLU's global gradient stays the same between pulls.
-        state: The rule's own tensors, 1-D as the others or of one number, kept between calls and in checkpoints. A rule
-            must not keep other tensors, because their memory is reused.
+        state: The rule's own tensors, kept between calls and in checkpoints.
     """
 
     weights: Tensor
@@ -53,9 +51,6 @@ class LocalUpdate:
     beta: float
     hold: bool
     state: dict[str, Tensor] = field(default_factory=dict)
-
-
-LocalRule: TypeAlias = Callable[[LocalUpdate], None]
 
 
 def glu(update: LocalUpdate) -> None:
@@ -104,48 +99,27 @@ def sgd(update: LocalUpdate) -> None:
     update.weights.sub_(direction, alpha=update.local_learning_rate)
 
 
-@checked_fields
-@dataclass(frozen=True)
-class DelayCompensation:
+def dc_asgd(update: LocalUpdate) -> None:
     """Local SGD with the delay compensation of DC-ASGD-a, the paper's second comparison (Section 4.4).
 
     A gradient taken at weights v but used at w' is corrected by a diagonal estimate of the Hessian::
 
-        mean_square := decay mean_square + (1 - decay) g * g
-        lambda       = strength / sqrt(mean_square + 1e-7)
+        mean_square := 0.95 mean_square + 0.05 g * g
+        lambda       = 2 / sqrt(mean_square + 1e-7)
         w'          := w' - loc_lr * (g + lambda * g * g * (w' - v) + wd * w')
 
     w' and v differ when a pull has just arrived; otherwise this is :func:`sgd`.
 
-    Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, Eq. 10 and 14.
-    There the server compensates; here the node does, as in the SSD-SGD paper.
-
-    Args:
-        decay: Of the mean square; the default is that paper's for CIFAR-10.
-        strength: lambda_0; likewise.
+    Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, Eq. 10 and 14,
+    with its constants for CIFAR-10. There the server compensates; here the node does, as in the SSD-SGD paper.
     """
-
-    decay: float = 0.95
-    strength: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} must be from 0 to less than 1")
-
-    def __call__(self, update: LocalUpdate) -> None:
-        """Apply one local step to the weights."""
-        gradient = update.gradient
-        mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
-        mean_square.mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
-        trust = self.strength * (mean_square + 1e-7).rsqrt_()
-        direction = (update.weights - update.taken_at).mul_(gradient).mul_(gradient).mul_(trust)
-        direction.add_(gradient).add_(update.weights, alpha=update.weight_decay)
-        update.weights.sub_(direction, alpha=update.local_learning_rate)
+    gradient = update.gradient
+    mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
+    mean_square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)
+    trust = _STRENGTH * (mean_square + 1e-7).rsqrt_()
+    direction = (update.weights - update.taken_at).mul_(gradient).mul_(gradient).mul_(trust)
+    direction.add_(gradient).add_(update.weights, alpha=update.weight_decay)
+    update.weights.sub_(direction, alpha=update.local_learning_rate)
 
 
-dc_asgd = DelayCompensation()
-"""The rule with the constants of its paper."""
-
-
-LOCAL_RULES: dict[str, LocalRule] = {"glu": glu, "sgd": sgd, "dc_asgd": dc_asgd}
-"""The local rules that have a name."""
+LOCAL_RULES: dict[str, Callable[[LocalUpdate], None]] = {"glu": glu, "sgd": sgd, "dc_asgd": dc_asgd}

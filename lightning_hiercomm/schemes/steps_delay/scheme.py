@@ -23,11 +23,8 @@ from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
 from lightning_hiercomm.schemes.steps_delay.pulled import PulledWeights
 from lightning_hiercomm.schemes.steps_delay.rules import (
     LOCAL_RULES,
-    LocalRule,
     LocalUpdate,
-    glu,
     hold_global_gradient,
-    sgd,
 )
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
@@ -77,10 +74,9 @@ class StepsDelay(Scheme):
         beta: Weight of the global gradient in GLU.
         local_lr_scale: The local learning rate divided by the server's. Default: for GLU
             ``(1 - dampening) / ((1 - momentum) (alpha + beta))`` of each param group (the paper's 4 at momentum 0.9),
-            for ``"sgd"`` the paper's 0.25, otherwise 1 (the paper's for ``"dc_asgd"``).
+            for ``"sgd"`` 0.25 and for ``"dc_asgd"`` 1, as in the paper.
         hold: Keep GLU's global gradient between pulls. False recomputes it from the drifting weights, as in the paper.
-        local_update: ``"glu"`` (the optimizer must be SGD), ``"sgd"``, ``"dc_asgd"``, or a function of a
-            ``LocalUpdate``.
+        local_update: The local rule: ``"glu"`` (the optimizer must be SGD), ``"sgd"`` or ``"dc_asgd"``.
 
     Raises:
         ValueError: For arguments out of range; and, when it is built, for optimizers that the scheme cannot serve.
@@ -94,7 +90,7 @@ class StepsDelay(Scheme):
         beta: float = 0.5,
         local_lr_scale: float | None = None,
         hold: bool = False,
-        local_update: Literal["glu", "sgd", "dc_asgd"] | LocalRule = "glu",
+        local_update: Literal["glu", "sgd", "dc_asgd"] = "glu",
     ) -> None:
         if delay < 1:
             raise ValueError(f"delay={delay} must be a positive number of steps")
@@ -107,10 +103,8 @@ class StepsDelay(Scheme):
             raise ValueError(f"local_lr_scale={local_lr_scale} must be positive, or None for what fits the rule")
         if local_lr_scale is None and local_update == "glu" and alpha + beta <= 0:
             raise ValueError(f"alpha={alpha} and beta={beta} must not add up to zero or less, or name a local_lr_scale")
-        if not callable(local_update) and local_update not in LOCAL_RULES:
-            raise ValueError(
-                f"local_update={local_update!r} must be one of {', '.join(LOCAL_RULES)}, or a function of a LocalUpdate"
-            )
+        if local_update not in LOCAL_RULES:
+            raise ValueError(f"local_update={local_update!r} must be one of {', '.join(LOCAL_RULES)}")
         self.delay = delay
         self.warmup_steps = warmup_steps
         self.alpha = alpha
@@ -137,19 +131,14 @@ class StepsDelay(Scheme):
                 f" {steps:.0f} optimizer steps: none is delayed. Choose a smaller multiple of delay={self.delay}."
             )
 
-    @property
-    def rule(self) -> LocalRule:
-        """The local rule."""
-        return self.local_update if callable(self.local_update) else LOCAL_RULES[self.local_update]
-
     def local_scale(self, group: Mapping[str, Any]) -> float:
         """The local learning rate of a param group, divided by the server's."""
         if self.local_lr_scale is not None:
             return self.local_lr_scale
-        if self.rule is glu:
+        if self.local_update == "glu":
             kept = 1.0 - float(group.get("momentum", 0.0))
             return (1.0 - _dampening_of(group)) / (kept * (self.alpha + self.beta))
-        return 0.25 if self.rule is sgd else 1.0
+        return 0.25 if self.local_update == "sgd" else 1.0
 
 
 @dataclass
@@ -375,8 +364,10 @@ class ServedStepsDelay(RunningStepsDelay):
                     **settings,
                 )
                 if has_gradient:
-                    self.config.rule(update)
-                elif self.config.rule is glu and self.config.hold:  # the other nodes' steps do not depend on it
+                    LOCAL_RULES[self.config.local_update](update)
+                elif (
+                    self.config.local_update == "glu" and self.config.hold
+                ):  # the other nodes' steps do not depend on it
                     hold_global_gradient(update)
                 if weights is not in_place:
                     part.unpack(weights)
