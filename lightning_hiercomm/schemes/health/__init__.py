@@ -1,1 +1,1 @@
-"""Checks for non-finite values, ranks at unequal steps, and unequal replicas inside a node."""
+"""Checks for non-finite values and ranks at unequal steps."""
