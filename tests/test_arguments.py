@@ -52,7 +52,7 @@ LIGHTNINGS_OWN = {
     *("process_group_backend", "timeout", "start_method", "gradient_as_bucket_view", "save_distributed_checkpoint"),
 }
 ARGUMENTS = [(cls, name) for cls in CLASSES for name in inspect.signature(cls).parameters if name not in LIGHTNINGS_OWN]
-WORDS = ("node", "none", "world", "leader", "sharded", "replace", "eq1", "delta", "glu", "sgd", "dc_asgd")
+WORDS = ("node", "world", "leader", "sharded", "replace", "eq1", "delta", "glu", "sgd", "dc_asgd")
 WORDS += ("elements", "parameters", "uniform", "cyclic", "roulette", "random_permutation", "ring", "full", "after_step")
 WORDS += ("before_step", "all", "blocking", "int8", "bfloat16", "consensus", "replica", "auto", "measure", "x", "y")
 
@@ -176,7 +176,7 @@ def test_python_3_10_evaluates_the_annotations_of_settings():
         (lambda: hiercomm.AllReduce(4), "AllReduce: too many positional arguments. It takes no arguments."),
         (lambda: hiercomm.AllReduce(sync_every=4), r"AllReduce has no argument 'sync_every'. It takes none\."),
         (
-            lambda: hiercomm.PeriodicAveraging(1, True, "none", *"abcdef"),
+            lambda: hiercomm.PeriodicAveraging(1, True, "after_step", *"abcdef"),
             r"PeriodicAveraging: too many positional .* It takes sync_every, at_ep",
         ),
         (lambda: Every(3, "run", 4), "Every: too many positional arguments. It takes period, of."),

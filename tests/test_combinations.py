@@ -30,7 +30,7 @@ def _parameter_sync(period, staleness, merge, reducer="sharded"):
         ("merge", merge),
         ("keep_local", 0.0),
     )
-    return (*composition, ("staleness", staleness), ("gradients", "node"))
+    return (*composition, ("staleness", staleness))
 
 
 @pytest.mark.parametrize("merge", ["eq1", "delta", "nesterov", "adam"])
@@ -65,4 +65,4 @@ def test_gossip_replicas_have_bit_equal_weights_after_a_resume():
 
 def test_an_optimizer_with_all_parameters_frozen_has_no_fragments():
     arguments = (("sync_every", 3), ("outer_optimizer", "momentum"), ("fragments", 2), ("staleness", 0))
-    check(Combination("diloco", (*arguments, ("gradients", "node")), two=True, unfreeze=5, freeze=1))
+    check(Combination("diloco", arguments, two=True, unfreeze=5, freeze=1))

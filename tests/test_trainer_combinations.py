@@ -28,7 +28,7 @@ def test_random_fits_equal_an_independent_calculation(first):
             raise
 
 
-PERIODIC = (("sync_every", 4), ("at_epoch_end", True), ("order", "after_step"), ("gradients", "node"))
+PERIODIC = (("sync_every", 4), ("at_epoch_end", True), ("order", "after_step"))
 
 
 @pytest.mark.parametrize("how", [{"accumulate": 2}, {"manual": True}], ids=["accumulated", "manual"])

@@ -330,17 +330,13 @@ _NAMED_PARTS = (("a",), ("c",), ("c", "a"), ("b", "c"))
 
 
 def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
-    gradients = draw.choice(["node", "node", "none"])
     if kind == "periodic":
         period = draw.choice([1, 2, 3, 4, None])
         arguments = {
             "sync_every": period,
             "at_epoch_end": period is None or draw.random() < 0.6,
             "order": draw.choice(["after_step", "after_step", "before_step"]),
-            "gradients": gradients,
         }
-        if gradients == "none" and draw.random() < 0.4:
-            arguments["node_sync_every"] = draw.randint(1, 3)
         return arguments
     if kind == "daso":
         period = draw.randint(1, 4)
@@ -355,7 +351,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "adapt": adapts,
             "threshold": draw.choice([0.0, 0.05]),
             "patience": draw.randint(0, 1),
-            "gradients": gradients,
             "narrow_phases": draw.choice(["all", "all", "blocking"]),
         }
     if kind == "steps_delay":
@@ -385,7 +380,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "fragments": fragments,
             "staleness": draw.randint(0, -(-period // parts) - 1),
             "keep_local": draw.choice([None, 0.0, 0.5]),
-            "gradients": gradients,
         }
     if kind == "parameter_sync":
         fragments = draw.choice([1, 2, 3, *_NAMED_PARTS])
@@ -401,7 +395,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "keep_local": draw.choice([0.0, 0.5]) if merge in ("replace", *_OUTER) else 0.0,
             "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]) if merge in _OUTER else None,
             "staleness": draw.randint(0, schedule.longest_staleness(fragments if isinstance(fragments, int) else 3)),
-            "gradients": gradients,
         }
     return {}
 
@@ -556,7 +549,7 @@ def _one_step(
         def gradient(x: Tensor, target: Tensor = target, half: Rank = half) -> Tensor:
             flat = x - target.to(x.dtype)
             if c.buffer == "statistics":
-                shares = half.scheme.config.gradients != "none"  # then DDP gives a node one value
+                shares = c.argument("hierarchical", True)  # then DDP gives a node one value
                 half.module.get_buffer("buffer").mul_(0.9).add_(0.1 * (topology.node if shares else topology.rank))
             return flat
 
@@ -705,10 +698,9 @@ class Reference:
     def gradients(self) -> Vectors:
         """Every rank's own, or its node's mean."""
         own = {rank: self.gradient(rank, self.step, self.names, values) for rank, values in self.x.items()}
-        is_alone = self.c.argument("gradients") == "none" or not self.c.argument("hierarchical", True)
         if self.c.scheme == "all_reduce" or self.step < self.c.synchronous_steps:
             own = dict.fromkeys(own, self.mean(own))
-        elif not is_alone:
+        elif self.c.argument("hierarchical", True):
             own = {r: self.node_mean(own, self.node_of[r]) for r in own}
         return {rank: self.c.clipped(gradient) for rank, gradient in own.items()}
 
@@ -794,7 +786,6 @@ class Averaging(Reference):
         self.keep = args.get("keep_local")
         if self.keep is None:
             self.keep = 0.5 if c.scheme == "diloco" and self.staleness else 0.0
-        self.gradients_kind = args.get("gradients", "node")
         self.fragments = args.get("fragments", 1)
         if c.scheme == "diloco":
             self.merge, self.schedule = args["outer_optimizer"], ("staggered", args["sync_every"])
@@ -802,7 +793,7 @@ class Averaging(Reference):
             self.schedule = args["schedule"]
         else:
             self.schedule = ("epoch", args["sync_every"])
-        self.is_alone = len(self.nodes) == 1 and (self.gradients_kind == "node" or len(self.nodes[0]) == 1)
+        self.is_alone = len(self.nodes) == 1
         for _, dropped, *_ in getattr(self, "flying", ()):  # whose outer steps count all the same
             self.end_round(dropped)
         self.parts = self.pieces(self.fragments)
@@ -895,7 +886,6 @@ class Averaging(Reference):
             self.put(rank, flat)
 
     def synchronize_now(self, parts: Sequence[int], step: int) -> None:
-        self.nodes_meet(parts)
         for part in parts:
             arrived = self.arrive(part, self.means(self.x, part))
             x = self.x
@@ -912,14 +902,6 @@ class Averaging(Reference):
         if self.c.argument("outer_scheduler") is not None and len(self.parts) - 1 in parts:
             self.outer_factor *= 0.5
 
-    def nodes_meet(self, parts: Sequence[int]) -> None:
-        """It is nodes that a graph knows: ranks that train alone go on with their node's mean when it leaves."""
-        if self.reducer in _GRAPHS and self.gradients_kind == "none":
-            x = self.x
-            for part in parts:
-                cut = {r: flat[self.parts[part]] for r, flat in x.items()}
-                self.write(part, {r: self.node_mean(cut, self.node_of[r]) for r in x})
-
     def turn(self, step: int, in_epoch: int, leaving: Sequence[int]) -> None:
         """Merge what has come, and send."""
         # one at a time: a new epoch restarts the count, and merges the pending exchange of the last one early
@@ -930,7 +912,6 @@ class Averaging(Reference):
                 self.merge_part(part, sent, arrived[part], step - sent_at)
             self.end_round(parts)
         if leaving:
-            self.nodes_meet(leaving)
             x = self.x
             landed = {part: self.arrive(part, self.means(x, part)) for part in leaving}
             self.flying.append((step + self.staleness, list(leaving), x, landed, step))
@@ -986,11 +967,6 @@ class Averaging(Reference):
             super().one_step(step, in_epoch, epoch, last)
             if is_due:
                 self.synchronize_now([0], step)
-        node_every = args.get("node_sync_every")
-        if node_every and in_epoch % node_every == 0 and not (args["order"] == "after_step" and is_due):
-            x = self.x
-            for rank in x:
-                self.put(rank, self.node_mean(x, self.node_of[rank]))
         has_averaged = is_due if args["order"] == "after_step" else self.knows_last
         if at_end and not has_averaged:
             self.synchronize_now([0], step)
@@ -1227,7 +1203,7 @@ def tolerance_of(c: Combination) -> float | None:
 
 
 def _check_equalities(c: Combination, records: list[list[Record]]) -> None:
-    shares = c.argument("gradients", "node") == "node" and c.argument("hierarchical", True)
+    shares = c.argument("hierarchical", True)
     for half in range(len(records[0])):
         ends = [ranks[half].end for ranks in records]
         for rank, end in enumerate(ends):
@@ -1277,7 +1253,7 @@ def _compare(c: Combination, records: list[Record], reference: Reference, tolera
 
 def _expected_statistics(c: Combination) -> float:
     """Return the final running mean; its steps are linear, so the time of averaging has no effect."""
-    shares = c.argument("gradients", "node") != "none" and c.argument("hierarchical", True)
+    shares = c.argument("hierarchical", True)
     node = {rank: number for number, ranks in enumerate(_NODES[c.nodes]) for rank in ranks}
     mean = 0.0
     for rank, weight in zip(c.ranks, c.weights_at(c.total), strict=True):

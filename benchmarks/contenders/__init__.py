@@ -193,7 +193,7 @@ def _ours(period: int) -> dict[str, Row]:
     rows["all_reduce_small"] = replace(rows["all_reduce"], title="AllReduce in buckets of 4 MB", options=small)
     for key in ("periodic", "diloco", "diloco_streaming"):  # as the peers' flat loops
         options = rows[key].options
-        options = {**options, "arguments": {**options["arguments"], "gradients": "none"}}
+        options = {**options, "strategy": {**options["strategy"], "ranks_per_node": 1}}
         title = f"{rows[key].title}, no averaging inside nodes"
         rows[f"{key}_alone"] = replace(rows[key], title=title, options=options, averages_in_node=False)
     quantised = ("all_reduce", "periodic2", "periodic4", "periodic", "diloco", "diloco_streaming")

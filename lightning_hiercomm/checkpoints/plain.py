@@ -103,8 +103,9 @@ class Checkpoints:
         tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
         left_out = run.replicas.directions | run.replicas.not_averaged
         numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
-        ranks_are_equal = all(scheme.replica.equal_in_node for scheme in run.schemes)
-        run.averaged_model.means.average_kept(numbers, ranks_are_equal)
+        ranks_differ = any(scheme.config.gradients == "none" for scheme in run.schemes)
+        if ranks_differ or not run.topology.is_one_node:
+            run.averaged_model.means.average_kept(numbers)
         checkpoint["state_dict"] = state_dict
 
     def check_places(self, places: Mapping[str, str], redrawn: str | None, topology: Topology) -> None:

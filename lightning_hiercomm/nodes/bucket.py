@@ -65,16 +65,15 @@ class Bucket:
         numel: Elements of all slices.
         dtype: Of every slice.
         device: Of every slice.
-        equal_in_node: Whether the ranks of a node hold identical values, unlike BatchNorm statistics.
         held_by: Name of the ranks that hold it in :attr:`~lightning_hiercomm.nodes.topology.Topology.holders`.
-        keeps_equal: Whether the mean of equal values has to be bit-equal to them, for any number of nodes.
+        keeps_equal: Whether the mean of equal values has to be bit-equal to them, for any number of nodes. Of buffers,
+            which also differ inside a node.
     """
 
     slices: tuple[TensorSlice, ...]
     numel: int
     dtype: torch.dtype
     device: torch.device
-    equal_in_node: bool
     held_by: str = "node"
     keeps_equal: bool = False
 
@@ -97,7 +96,7 @@ class Bucket:
 
     def cut(self, nbytes: int) -> list[Bucket]:
         """Cut the bucket into buckets of at most ``nbytes``."""
-        return filled_buckets(self.slices, nbytes, self.equal_in_node, self.held_by, self.keeps_equal)
+        return filled_buckets(self.slices, nbytes, self.held_by, self.keeps_equal)
 
     def view(self, gradients: bool = False) -> Tensor | None:
         """Return all values, or gradients, as a 1-D view; None if they are not contiguous."""
@@ -177,7 +176,6 @@ def in_cache_sized_parts(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
 def filled_buckets(
     slices: Sequence[TensorSlice],
     bucket_bytes: int,
-    equal_in_node: bool,
     held_by: str = "node",
     keeps_equal: bool = False,
 ) -> list[Bucket]:
@@ -199,10 +197,10 @@ def filled_buckets(
                 filled += length
                 start += length
                 if filled >= capacity:
-                    buckets.append(Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal))
+                    buckets.append(Bucket(tuple(held), filled, dtype, device, held_by, keeps_equal))
                     held, filled = [], 0
         if held:
-            buckets.append(Bucket(tuple(held), filled, dtype, device, equal_in_node, held_by, keeps_equal))
+            buckets.append(Bucket(tuple(held), filled, dtype, device, held_by, keeps_equal))
     return buckets
 
 

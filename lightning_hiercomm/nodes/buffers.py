@@ -82,11 +82,6 @@ class Buffers:
         self._shapes = [tensor.shape for tensor in tensors]
         self._homes = [homes.get(id(tensor)) for tensor in tensors]
 
-    @property
-    def homes(self) -> dict[int, Home]:
-        """The given homes, by the ``id`` of present tensors."""
-        return {id(t): home for t, home in zip(self.tensors, self._homes, strict=True) if home is not None}
-
     @torch.no_grad()
     def find(self) -> bool:
         """Find the layers' present buffers; return whether :attr:`tensors` has changed.

@@ -45,14 +45,12 @@ class Fragments:
         parameters: Also those with an empty shard on this rank.
         names: Names of parameters, by the tensor's ``id``.
         held: Which ranks hold them.
-        equal_in_node: Whether the ranks of the node hold identical values.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, str], held: Held, equal_in_node: bool) -> None:
+    def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, str], held: Held) -> None:
         self._parameters = parameters if held.shares else [tensor for tensor in parameters if tensor.numel()]
         self._names = names
         self._held = held
-        self._equal_in_node = equal_in_node
 
     def cut(self, into: int | Sequence[str]) -> list[list[Bucket]]:
         """Return the buckets of each fragment; see :meth:`Replica.cut`."""
@@ -60,11 +58,11 @@ class Fragments:
             return self._cut_shares(into)
         if not isinstance(into, int):
             groups = self._below(into)
-            return [whole_tensors(tensors, _UNBOUNDED, self._equal_in_node) for tensors in groups if tensors]
+            return [whole_tensors(tensors, _UNBOUNDED) for tensors in groups if tensors]
         largest = max((parameter.element_size() for parameter in self._parameters), default=1)
         elements = sum(parameter.numel() * parameter.element_size() for parameter in self._parameters) / largest
         part_bytes = -int(-elements // into) * largest
-        return [[bucket] for bucket in whole_tensors(self._parameters, part_bytes, self._equal_in_node)]
+        return [[bucket] for bucket in whole_tensors(self._parameters, part_bytes)]
 
     def _cut_shares(self, into: int | Sequence[str]) -> list[list[Bucket]]:
         """Cut by whole tensors and holders, which are equal on every rank."""
@@ -109,7 +107,7 @@ class Fragments:
                 held = [p for p in pieces if id(p.tensor) in ids and p.length]
                 own = tuple(p for p in held if (p.tensor.dtype, p.tensor.device) == (dtype, device))
                 numel = sum(piece.length for piece in own)
-                buckets.append(Bucket(own, numel, dtype, device, self._equal_in_node, held_by))
+                buckets.append(Bucket(own, numel, dtype, device, held_by))
         return buckets
 
     def _below(self, modules: Sequence[str]) -> list[list[Tensor]]:
@@ -137,10 +135,9 @@ class Fragments:
 def whole_tensors(
     tensors: Sequence[Tensor],
     bucket_bytes: int,
-    equal_in_node: bool,
     held_by: str = "node",
     keeps_equal: bool = False,
 ) -> list[Bucket]:
     """Fill buckets of at most ``bucket_bytes`` with whole tensors."""
     pieces = [TensorSlice(tensor, 0, tensor.numel()) for tensor in tensors]
-    return filled_buckets(pieces, bucket_bytes, equal_in_node, held_by, keeps_equal)
+    return filled_buckets(pieces, bucket_bytes, held_by, keeps_equal)

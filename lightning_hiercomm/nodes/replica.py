@@ -32,11 +32,9 @@ class Replica:
         bucket_bytes: Upper bound of a bucket's size. Non-contiguous tensors (``channels_last``) are never cut.
         named: Names of tensors, as ``module.named_parameters()`` gives them.
         shares: Specifications of sharded tensors, by the tensor's ``id``. This rank's shard may be empty.
-        equal_in_node: Whether the ranks of a node hold the same parameters at every step.
         homes: Where buffers are registered that layers may replace.
 
     Attributes:
-        equal_in_node: As above.
         held: Which ranks of the node hold each tensor.
         with_empty: The parameters, also those with an empty shard on this rank.
         names: The names, by the tensor's ``id``.
@@ -51,10 +49,8 @@ class Replica:
         bucket_bytes: int = BUCKET_BYTES,
         named: Iterable[tuple[str, Tensor]] = (),
         shares: Mapping[int, ShardSpec] | None = None,
-        equal_in_node: bool = True,
         homes: Mapping[int, Home] | None = None,
     ) -> None:
-        self.equal_in_node = equal_in_node
         self.with_empty = list({id(tensor): tensor for tensor in parameters}.values())
         self.parameters = [tensor for tensor in self.with_empty if tensor.numel()]
         self._buffers = Buffers([*{id(t): t for t in buffers if t.numel()}.values()], homes or {})
@@ -65,20 +61,11 @@ class Replica:
         self.buckets_of_parameters = [
             bucket
             for held_by, tensors in self.held.grouped(self.parameters).items()
-            for bucket in whole_tensors(tensors, bucket_bytes, equal_in_node, held_by)
+            for bucket in whole_tensors(tensors, bucket_bytes, held_by)
         ]
         self.buckets_of_buffers = _buckets_of_buffers(self.buffers, bucket_bytes)
         # only these have memory formats
         self._contiguous = [p for p in self.parameters if p.dim() in (4, 5) and p.is_contiguous()]
-
-    def of_ranks_that_differ(self) -> Replica:
-        """Return a replica of the same tensors whose values differ between the ranks of a node."""
-        homes = self._buffers.homes
-        new = Replica(
-            self.with_empty, self.buffers, self.bucket_bytes, (), self.held.shares, equal_in_node=False, homes=homes
-        )
-        new.names = self.names  # also of frozen parameters, which may name fragments
-        return new
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -165,7 +152,7 @@ class Replica:
         """
         of_buffers = set(map(id, self.buffers))
         names = {tensor: name for tensor, name in self.names.items() if tensor not in of_buffers}
-        parts = Fragments(self.with_empty, names, self.held, self.equal_in_node).cut(into)
+        parts = Fragments(self.with_empty, names, self.held).cut(into)
         if bucket_bytes is None:
             return parts
         return [[smaller for bucket in part for smaller in bucket.cut(bucket_bytes)] for part in parts]
@@ -190,4 +177,4 @@ class Replica:
 
 def _buckets_of_buffers(buffers: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     """Return buckets whose equal values, such as counters and tables, stay equal to the bit."""
-    return whole_tensors(buffers, bucket_bytes, equal_in_node=False, keeps_equal=True)
+    return whole_tensors(buffers, bucket_bytes, keeps_equal=True)

@@ -235,7 +235,7 @@ class AveragedModel:
             self._average_module()
 
     def _average_module(self) -> None:
-        ranks_differ = not all(scheme.replica.equal_in_node for scheme in self._schemes)
+        ranks_differ = any(scheme.config.gradients == "none" for scheme in self._schemes)
         if self._topology.num_nodes == 1 and not ranks_differ:
             return
         whole = self._replicas.whole()

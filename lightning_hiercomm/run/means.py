@@ -65,13 +65,12 @@ class RankMeans:
         broadcast_values(directions, self._topology.world)
 
     @outside_autocast()
-    def average_kept(self, tensors: Sequence[Tensor], equal_in_node: bool = False) -> None:
+    def average_kept(self, tensors: Sequence[Tensor]) -> None:
         """Average tensors with a mean, such as those that callbacks keep. Collective.
 
         Args:
             tensors: The same on all ranks.
-            equal_in_node: Whether the ranks of a node are known to hold equal values.
         """
         if tensors:
-            replica = Replica((), tensors, self._replicas.bucket_bytes, equal_in_node=equal_in_node)
-            ShardedAllReduce(replica, self._topology)()
+            replica = Replica((), tensors, self._replicas.bucket_bytes)
+            ShardedAllReduce(replica, self._topology, ranks_differ=True)()

@@ -61,7 +61,8 @@ class Scheme(Value):
     the :class:`RunningScheme` has the algorithm.
 
     Attributes:
-        gradients: The ranks over which gradients are averaged: ``"node"``, ``"world"``, or ``"none"`` (not averaged).
+        gradients: The ranks over which gradients are averaged: ``"node"`` or ``"world"``; or ``"none"``, not averaged,
+            of ``Gossip(hierarchical=False)``.
         first_gradients: The same in a first phase of the run; None if the scheme has no such phase.
         watches_loss: Whether :meth:`RunningScheme.end_epoch` needs the training loss.
     """
@@ -95,12 +96,7 @@ class Scheme(Value):
     def requirements(self) -> Requirements:
         """The scheme's requirements of a run; subclasses change them by :func:`dataclasses.replace`."""
         kind = type(self).__name__
-        alone = (
-            f"{kind}(gradients='none') trains a whole model on every rank, but the ranks of a node hold shards of one:"
-            " use gradients='node'"
-        )
         return Requirements(
-            needs_whole_parameters=alone if self.gradients == "none" else None,
             needs_fixed_nodes=f"{kind} does not support nodes that leave and join: use PeriodicAveraging or DiLoCo",
             needs_equal_data=f"{kind} needs equal numbers of steps on all nodes: use AllReduce, PeriodicAveraging or"
             " DiLoCo",
@@ -162,12 +158,12 @@ class RunningScheme(Generic[S]):
         topology = context.topology
         self.config = config
         self.gradients: Gradients = config.first_gradients or config.gradients
-        self.replica = _held_by_ranks(context.replica, config)
+        self.replica = context.replica
         self.topology = topology
         self.optimizer = context.optimizer
         self.wire = context.wire
         self.samples = context.samples
-        self.is_alone = topology.is_one_node and (config.gradients != "none" or topology.ranks_on_node == 1)
+        self.is_alone = topology.is_one_node
         self.state = self._new_state()
         self.guard = NonFiniteGuard(
             self.replica, topology, context.optimizer, context.policy, self.state, self.is_alone, self.wire
@@ -182,7 +178,7 @@ class RunningScheme(Generic[S]):
         Args:
             replica: All of them; their values are equal on all ranks.
         """
-        self.replica = _held_by_ranks(replica, self.config)
+        self.replica = replica
         self.state.unsynchronized_steps = 0
         self.guard.follow(self.replica)
         if self.samples is not None:
@@ -368,14 +364,9 @@ class RunningScheme(Generic[S]):
         if not self.is_alone:
             self.guard.check(self.replica.buckets_of_parameters)
 
-    def _new_background(self, waits_for_nodes: bool = True) -> Background:
-        """Make a thread (or stream) that overlaps with training, which :meth:`close` ends; for constructors.
-
-        Args:
-            waits_for_nodes: Whether its jobs wait for collectives between nodes.
-        """
-        defers = waits_for_nodes and self.topology.waits_on_host
-        background = Background(self.replica.device, self.topology.meter, defers=defers)
+    def _new_background(self) -> Background:
+        """Make a thread (or stream) that overlaps with training, which :meth:`close` ends; for constructors."""
+        background = Background(self.replica.device, self.topology.meter, defers=self.topology.waits_on_host)
         self.backgrounds.append(background)
         return background
 
@@ -384,12 +375,6 @@ class RunningScheme(Generic[S]):
         if self.optimizer is None:
             raise ValueError(f"{type(self.config).__name__} needs the optimizer that trains the replica")
         return self.optimizer
-
-
-def _held_by_ranks(replica: Replica, config: Scheme) -> Replica:
-    """Return the replica, with buckets held by ranks if ranks of a node do not average gradients."""
-    is_equal = config.gradients != "none"
-    return replica if replica.equal_in_node == is_equal else replica.of_ranks_that_differ()
 
 
 _MEMBERS_OF_RUNNING_SCHEME = {

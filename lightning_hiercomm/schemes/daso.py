@@ -78,8 +78,6 @@ class DASO(ParameterSync):
             must be logged by the end of the first cycling epoch; epochs that do not log it are skipped. Default: the
             loss that ``training_step`` returns. Either is averaged over all ranks.
         adapt: Change B and S when the loss stops falling, as above. False: keep them constant.
-        gradients: ``"node"``: average gradients over the ranks of a node at every step. ``"none"``: do not exchange
-            gradients; every rank trains alone, and exchanges average over all ranks.
         narrow_phases: Phases in which ``wire_dtype`` applies: ``"all"``, or ``"blocking"``, where asynchronous
             exchanges send full precision (the paper's section 3).
 
@@ -102,7 +100,6 @@ class DASO(ParameterSync):
         reducer: Literal["leader", "sharded"] = "leader",
         monitor: str | None = None,
         adapt: bool = True,
-        gradients: Literal["node", "none"] = "node",
         narrow_phases: Literal["all", "blocking"] = "all",
     ) -> None:
         if sync_every < 1:
@@ -125,7 +122,6 @@ class DASO(ParameterSync):
             reducer=reducer,
             merge=merge,
             staleness=staleness,
-            gradients=gradients,
         )
         self.sync_every = sync_every
         self.adapt = adapt

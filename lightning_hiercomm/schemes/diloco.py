@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
@@ -66,8 +66,6 @@ class DiLoCo(ParameterSync):
         keep_local: alpha, the weight of a node's own parameters when a fragment is merged, from 0 to 1. Default: 0.5
             with ``staleness`` (second paper) and 0 without (first paper). With ``staleness``, a resumed run keeps the
             checkpoint's alpha, or 0 if the checkpoint has none.
-        gradients: ``"node"``: average gradients over the ranks of a node at every step, so each node is one of the
-            papers' replicas. ``"none"``: do not exchange gradients, so each rank is one.
         outer_scheduler: Function that creates a learning-rate scheduler of the outer optimizer; it steps once per
             period. Default: a constant learning rate.
         warmup_steps: Length of the initial phase in which gradients are averaged over all nodes, as in ``AllReduce``: a
@@ -85,7 +83,6 @@ class DiLoCo(ParameterSync):
         fragments: int | list[str] = 1,
         staleness: int = 0,
         keep_local: float | None = None,
-        gradients: Literal["node", "none"] = "node",
         outer_scheduler: SchedulerFactory | None = None,
         warmup_steps: int | float = 0,
     ) -> None:
@@ -98,7 +95,6 @@ class DiLoCo(ParameterSync):
             fragments=fragments,
             merge=self.outer,
             staleness=staleness,
-            gradients=gradients,
         )
         self.sync_every = sync_every
         self.keep_local = keep_local

@@ -36,7 +36,7 @@ class Exchanger:
     """Exchanges fragments of a replica with other nodes, waited for or overlapped with training.
 
     All collectives between nodes use the same duplicated communicators, in the order of the program. The background
-    thread ``inbound`` completes exchanges; ``outbound`` sends values that differ inside a node.
+    thread ``inbound`` completes exchanges.
 
     Attributes:
         fragments: The model's fragments, each given by the indexes of its buckets.
@@ -52,7 +52,6 @@ class Exchanger:
         topology: Topology,
         wire: Wire,
         inbound: Background,
-        outbound: Background | None,
         samples: SampleWeights | None = None,
     ) -> None:
         # the normalized mean is one of differences from reference parameters
@@ -64,7 +63,6 @@ class Exchanger:
         self._topology = topology
         self._wire = wire
         self._inbound = inbound
-        self._outbound = outbound
         self._is_alone = reference.is_alone
         shares_communicators = self._is_alone or (topology.may_grow and not config.staleness)
         self._through = topology if shares_communicators else topology.duplicate()
@@ -117,7 +115,6 @@ class Exchanger:
                 wire,
                 # counting steps, a periodic graph could select the same neighbors at every synchronization
                 turn=lambda: 1 + state.fragments_sent // max(1, len(self.fragments)),
-                average_in_node=guard.average_in_node,
                 update_reference=self._reference.update,
                 check=partial(guard.check, weight=1.0),
             )
@@ -237,7 +234,7 @@ class Exchanger:
         """Launch the preflight of an exchange."""
         state = self._state
         indexes = self._buckets_of(outgoing)
-        verdict = self._overlapped.begin(state.steps, self._next_turn(), indexes, self._inbound, self._outbound)
+        verdict = self._overlapped.begin(state.steps, self._next_turn(), indexes, self._inbound)
         state.fragments_sent += len(outgoing)
         exchange = state.pending.start(state.steps, state.steps + staleness, outgoing, verdict)
         if self._topology.may_grow:
@@ -248,7 +245,7 @@ class Exchanger:
         needs_sent = self._reference.merge.needs_sent
         while waiting and exchange is not None:
             index = waiting.popleft()
-            exchange.buckets.append(self._overlapped.start(index, self._inbound, needs_sent, self._outbound))
+            exchange.buckets.append(self._overlapped.start(index, self._inbound, needs_sent))
 
     def _merge_up_to(self, last: int | None, due: PendingExchange) -> None:
         """Merge the remaining buckets of an exchange in their order, up to and including bucket ``last``, or all."""

@@ -22,9 +22,8 @@ from lightning_hiercomm.schemes.health.nonfinite import (
     is_unfit,
     values_of,
 )
-from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce, average_in_node
+from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 from lightning_hiercomm.schemes.state import SchemeState
 
 
@@ -100,22 +99,6 @@ class NonFiniteGuard:
             weights=weights,
         )
         average(self._state.steps)
-
-    def average_in_node(self, buckets: Sequence[Bucket]) -> None:
-        """Write the weighted mean over the ranks of this node, which train alone, to some buckets; blocks.
-
-        Raises:
-            NonfiniteError: On all ranks of the node, if that is the policy.
-        """
-        topology = self._topology
-        if topology.ranks_on_node == 1:
-            return
-        checked = () if self.policy.on_nonfinite == "ignore" else values_of(buckets)
-        unfit = is_unfit(checked).to(self.replica.device)
-        if Preflight(topology, self._state.steps, unfit, between_nodes=False).is_flagged():
-            found = topology.intra.all_gather_object(find_unfit(self.replica, {}))
-            raise self._error(dict(zip(topology.intra.ranks, found, strict=True)))
-        average_in_node(buckets, topology)
 
     def average_optimizer_state(self) -> None:
         """Average the optimizer's state if the policy asks for it; all nodes hold the same parameters."""

@@ -180,9 +180,7 @@ class OptimizerStateMean:
     def _replica_of(self, replica: Replica, tensors: Mapping[_Key, Tensor]) -> Replica:
         names = [replica.names.get(id(parameter), f"number {n}") for n, parameter in enumerate(replica.parameters)]
         named = [(f"{names[index]} in the optimizer's {name}", tensor) for (index, name), tensor in tensors.items()]
-        return Replica(
-            tensors.values(), bucket_bytes=replica.bucket_bytes, named=named, equal_in_node=replica.equal_in_node
-        )
+        return Replica(tensors.values(), bucket_bytes=replica.bucket_bytes, named=named)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

@@ -75,8 +75,6 @@ class ParameterSync(Scheme):
         merge: ``"replace"`` by the average, ``"eq1"`` (DASO's), ``"delta"`` (keeps local progress), an
             ``OuterOptimizer``, or another ``Merge``.
         staleness: Optimizer steps between sending and merging, while training continues. Default: 0, wait.
-        gradients: ``"node"``: gradients are averaged inside the node at every step. ``"none"``: every rank trains
-            alone between synchronizations, which then average inside the node as well.
 
     Attributes:
         merging: The merge, also if it was given by its name.
@@ -98,7 +96,6 @@ class ParameterSync(Scheme):
         reducer: ReducerName | Graph = "sharded",
         merge: Merge | MergeName = "replace",
         staleness: int = 0,
-        gradients: Literal["node", "none"] = "node",
     ) -> None:
         if isinstance(schedule, int) and schedule < 1:
             raise ValueError(
@@ -112,7 +109,6 @@ class ParameterSync(Scheme):
             raise ValueError(f"merge={merge!r} must be one of {', '.join(map(repr, MERGES))}, or a Merge")
         if staleness < 0:
             raise ValueError(f"staleness={staleness} must not be negative; 0 waits for the exchange")
-        self.gradients = gradients
         self.schedule = Every(schedule) if isinstance(schedule, int) else schedule
         self.fragments = fragments
         self.reducer = reducer
@@ -181,8 +177,6 @@ class ParameterSync(Scheme):
                 f"staleness={self.staleness} starts an exchange whenever one ends, so no node could join between them:"
                 " use less than the period"
             )
-        elif self.gradients == "none":
-            fixed = "gradients='none' gives every rank of a node other parameters, so none can be healed: use 'node'"
         return Requirements(
             needs_whole_parameters=general.needs_whole_parameters or whole,
             needs_fixed_nodes=fixed,
@@ -203,8 +197,6 @@ class ParameterSync(Scheme):
             return f"staleness={self.staleness} merges parameters whose weights are of an earlier step: use staleness=0"
         if self.first_phase:
             return f"warmup_steps={self.first_phase} begins with another scheme: use AllReduce, or leave it out"
-        if self.gradients == "none":
-            return "gradients='none' trains every rank alone, and only nodes may have unequal data: use 'node'"
         return None
 
     @property
@@ -295,7 +287,6 @@ class RunningParameterSync(RunningScheme[A]):
         self.reference = ReferenceParameters(config.merging, config.averages_all_nodes, self.is_alone, is_copied)
         self.state.reference = self.reference
         background = self._new_background()
-        outbound = None if config.gradients == "node" else self._new_background(waits_for_nodes=False)
         self.exchanger = Exchanger(
             config,
             self.state,
@@ -304,7 +295,6 @@ class RunningParameterSync(RunningScheme[A]):
             self.topology,
             self.wire,
             background,
-            outbound,
             self.samples,
         )
         self._cut()

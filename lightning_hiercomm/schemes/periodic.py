@@ -40,9 +40,8 @@ class PeriodicAveraging(ParameterSync):
     With plain SGD and ``sync_every=1`` this is synchronous data-parallel training; on nodes of one rank, local SGD.
 
     Source: "Node-based communication" (eDNNcomm), Algorithm 2, Eq. 8 and 9. Paper settings: ``sync_every=50`` with
-    batches of 64 (ImageNet, RNN); it gives no number for CIFAR. ``gradients="none"`` and ``node_sync_every``: Lin et
-    al. 2018, "Don't Use Large Mini-Batches, Use Local SGD", Algorithms 1 and 5 (hierarchical local SGD).
-    ``warmup_steps``: the same paper, section 3 (post-local SGD), which switches when the learning rate first falls.
+    batches of 64 (ImageNet, RNN); it gives no number for CIFAR. ``warmup_steps``: Lin et al. 2018, "Don't Use
+    Large Mini-Batches, Use Local SGD", section 3 (post-local SGD), which switches when the learning rate first falls.
 
     Args:
         sync_every: Optimizer steps between synchronizations, counted from the start of each epoch. None: synchronize at
@@ -52,10 +51,6 @@ class PeriodicAveraging(ParameterSync):
             The paper does not specify this default. ``"before_step"`` averages before it, as in the printed Algorithm
             2; replicas then differ by one local step. Manual optimization does not announce the last step of an epoch,
             so ``at_epoch_end`` averages after that step.
-        gradients: ``"node"``: average gradients over the ranks of a node at every step. ``"none"``: do not exchange
-            gradients; every rank trains alone between synchronizations.
-        node_sync_every: With ``gradients="none"``, optimizer steps between averages of parameters inside the node,
-            counted like ``sync_every``. None: ranks of a node synchronize only together with all nodes.
         warmup_steps: Length of the initial phase in which gradients are averaged over all nodes, as in ``AllReduce``: a
             number of optimizer steps, or a fraction of the run (a float below 1). Default: 0, no such phase.
 
@@ -69,25 +64,16 @@ class PeriodicAveraging(ParameterSync):
         sync_every: int | None = 50,
         at_epoch_end: bool = True,
         order: Literal["after_step", "before_step"] = "after_step",
-        gradients: Literal["node", "none"] = "node",
-        node_sync_every: int | None = None,
         warmup_steps: int | float = 0,
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of steps, or None for epoch ends only")
         if sync_every is None and not at_epoch_end:
             raise ValueError("sync_every=None needs at_epoch_end=True, or the nodes would never synchronize")
-        if node_sync_every is not None and node_sync_every < 1:
-            raise ValueError(f"node_sync_every={node_sync_every} must be a positive number of steps, or None")
-        if node_sync_every is not None and gradients != "none":
-            raise ValueError(
-                f"node_sync_every={node_sync_every} needs gradients='none': ranks that share gradients never differ"
-            )
-        super().__init__(schedule=Every(sync_every, of="epoch"), gradients=gradients)
+        super().__init__(schedule=Every(sync_every, of="epoch"))
         self.sync_every = sync_every
         self.at_epoch_end = at_epoch_end
         self.order = order
-        self.node_sync_every = node_sync_every
         self.warmup_steps = warmup_steps
         self._begin_synchronously(warmup_steps)
 
@@ -147,8 +133,6 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
     def after_step(self, last: bool) -> None:
         if self.config.order == "after_step" and self._is_due(self.state.step_in_epoch):
             self.average()
-        elif (every := self.config.node_sync_every) is not None and self.state.step_in_epoch % every == 0:
-            self.guard.average_in_node(self.replica.buckets_of_parameters)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         super().end_epoch(loss)

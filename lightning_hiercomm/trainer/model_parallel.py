@@ -181,7 +181,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     Raises:
         ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(reducer="leader")``,
-            ``Gossip(hierarchical=False)``, ``gradients="none"``.
+            ``Gossip(hierarchical=False)``.
     """
 
     strategy_name = "hierarchical_model_parallel"

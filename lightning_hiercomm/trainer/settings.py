@@ -165,7 +165,7 @@ class Settings:
         if self.scheme.gradients == "none":
             raise RuntimeError(
                 f"node_process_group: with {self.scheme!r} every rank trains a model of its own, so the ranks of a node"
-                " must not share its parameters or gradients: use gradients='node'"
+                " must not share its parameters or gradients: use hierarchical=True"
             )
         return process_group(topology.intra)
 

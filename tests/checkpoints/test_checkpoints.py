@@ -52,7 +52,7 @@ def on_two_nodes(scheme: Scheme, work, nodes=((0,), (1,))):
 def train(run: TrainingRun, epoch: int, steps: int) -> None:
     run.begin(epochs=4, steps=None)
     run.begin_epoch(epoch, dict)
-    shared_by = {"world": 0, "node": run.topology.node, "none": run.topology.rank}[run.schemes[0].config.gradients]
+    shared_by = {"world": 0, "node": run.topology.node}[run.schemes[0].config.gradients]
     for step in range(steps):
         for parameter in run.module.parameters():
             parameter.grad = torch.full_like(parameter, shared_by + 1)

@@ -942,7 +942,6 @@ def test_the_random_stream_of_a_gpu_is_restored_under_any_index(monkeypatch):
 @pytest.mark.parametrize(
     ("saved", "now"),
     [
-        (PeriodicAveraging(4, gradients="none"), PeriodicAveraging(4)),
         (DiLoCo(4, fragments=["layers.0"]), DiLoCo(4, fragments=["layers.3"])),
     ],
     ids=repr,

@@ -25,7 +25,7 @@ SCHEMES: dict[str, Scheme] = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
     "daso": DASO(2, 1, **CYCLING),
-    "alone": ParameterSync(2, staleness=2, gradients="none"),
+    "stale": ParameterSync(2, staleness=2),
     "streaming": DiLoCo(4, fragments=2, staleness=1),
     "gossip, overlapped": Gossip(segments=2, overlap=True),
 }
@@ -182,7 +182,7 @@ def test_ranks_of_a_node_launch_its_collectives_in_one_order(on_nonfinite, fake_
         return connect_and_note
 
     def work(topology) -> list[tuple[int, str]]:
-        trained(topology, with_policy(SCHEMES["alone"], on_nonfinite=on_nonfinite), wire=None)
+        trained(topology, with_policy(SCHEMES["stale"], on_nonfinite=on_nonfinite), wire=None)
         return topology.intra._launched  # noqa: SLF001
 
     launched = on_ranks(work, ((0, 1, 2), (3, 4)), connect=noting, waits_on_host=True)

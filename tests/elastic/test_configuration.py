@@ -82,7 +82,6 @@ def test_elastic_accepts_schemes_with_periodic_synchronization(scheme, wire):
         (partial(DASO, monitor="val_loss", reducer="sharded"), "monitor='val_loss'.*leave it out"),
         (partial(ParameterSync, schedule=4, staleness=4), "staleness=4.*use less than the period"),
         (partial(ParameterSync, reducer="leader"), "use reducer='sharded'"),
-        (partial(DiLoCo, gradients="none"), "can be healed: use 'node'"),
         (partial(PeriodicAveraging, order="before_step"), "use order='after_step'"),
     ],
 )

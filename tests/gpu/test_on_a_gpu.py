@@ -219,7 +219,7 @@ def test_a_model_in_cuda_graphs_trains_as_it_is(name, gpu):
 def run_again(environment: dict[str, str], *prefix: str) -> subprocess.CompletedProcess[str]:
     """The GPU's variants of some oracle traces, in a process of their own."""
     root = Path(__file__).parents[2]
-    paths = ["tests/schemes/test_ranks_that_differ.py", "tests/schemes/test_periodic.py"]
+    paths = ["tests/schemes/test_plain_means.py", "tests/schemes/test_periodic.py"]
     command = [*prefix, sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", *paths]
     return subprocess.run(command, cwd=root, env={**os.environ, **environment}, capture_output=True, text=True)
 

@@ -16,13 +16,11 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_hiercomm import (
     DASO,
-    DiLoCo,
     Elastic,
     Gossip,
     HeterogeneousBatches,
     HierarchicalModelParallelStrategy,
     ParameterSync,
-    PeriodicAveraging,
     StepsDelay,
 )
 from lightning_hiercomm.comm.meter import Meter
@@ -36,8 +34,6 @@ from lightning_hiercomm.nodes.topology import Topology
         ({"scheme": StepsDelay()}, "StepsDelay keeps the model on servers of its own: use HierarchicalStrategy"),
         ({"scheme": "steps_delay"}, "StepsDelay keeps the model on servers"),
         ({"scheme": Gossip(hierarchical=False)}, "every rank train a whole model .* use hierarchical=True"),
-        ({"scheme": PeriodicAveraging(gradients="none")}, "use gradients='node'"),
-        ({"scheme": DiLoCo(gradients="none")}, "use gradients='node'"),
         ({"scheme": DASO()}, "sends the whole model from one rank.* use reducer='sharded'"),
         ({"scheme": ParameterSync(reducer="leader")}, "use reducer='sharded'"),
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),

@@ -99,7 +99,7 @@ def test_a_buffer_that_is_resized_in_place_is_refused(size):
 def test_a_replicas_buckets_stay_and_hold_the_buffers_of_now():
     layer = Layer()
     homes, named = homes_of_buffers(layer), layer.named_buffers()
-    replica = Replica([], [layer.one, layer.two], bucket_bytes=16, named=named, homes=homes).of_ranks_that_differ()
+    replica = Replica([], [layer.one, layer.two], bucket_bytes=16, named=named, homes=homes)
     buckets = replica.buckets_of_buffers
     before = replica.snapshot()
     layer.one = torch.arange(3.0)[::2].repeat(2)[:3]

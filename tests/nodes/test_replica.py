@@ -69,7 +69,7 @@ def test_every_element_is_in_exactly_one_bucket(parameters, buffers, bucket_byte
 def test_a_bucket_holds_one_dtype_one_kind_and_no_more_than_fits(parameters, buffers, bucket_bytes):
     parameters, buffers = filled(parameters, 0), filled(buffers, 1)
     for bucket in Replica(parameters, buffers, bucket_bytes).buckets:
-        own = {id(tensor) for tensor in (parameters if bucket.equal_in_node else buffers)}
+        own = {id(tensor) for tensor in (buffers if bucket.keeps_equal else parameters)}
         assert all(piece.tensor.dtype == bucket.dtype and id(piece.tensor) in own for piece in bucket.slices)
         assert bucket.numel == sum(piece.length for piece in bucket.slices)
         capacity = max(1, bucket_bytes // bucket.dtype.itemsize)

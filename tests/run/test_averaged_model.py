@@ -239,7 +239,7 @@ def _averaging_program(folder):
     """Ranks of one node train alone."""
     said = {}
     for name, callback in (("on its own", Averages()), ("ema", EMAWeightAveraging(decay=0.5))):
-        scheme = PeriodicAveraging(100, at_epoch_end=False, gradients="none")
+        scheme = Gossip("ring", hierarchical=False, overlap=True)
         strategy = HierarchicalStrategy(scheme, ranks_per_node=2)
         saves = ModelCheckpoint(folder / name, save_last=True, save_on_train_epoch_end=True)
         arguments = {"devices": 2, "max_epochs": 2, "enable_checkpointing": True, "callbacks": [callback, saves]}

@@ -142,7 +142,7 @@ def test_a_module_with_unused_parameters_names_the_argument_it_needs(fit, scheme
 
 @pytest.mark.parametrize(
     ("strategy", "warned"),
-    [({}, 1), ({"scheme": AllReduce()}, 1), ({"scheme": PeriodicAveraging(2, gradients="none")}, 0)]
+    [({}, 1), ({"scheme": AllReduce()}, 1), ({"scheme": Gossip(hierarchical=False)}, 0)]
     + [({flag: True}, 0) for flag in ("find_unused_parameters", "static_graph")],
 )
 def test_unused_parameters_warn_at_one_rank_per_node(recwarn, strategy, warned):

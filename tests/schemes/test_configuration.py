@@ -36,7 +36,7 @@ from lightning_hiercomm.schemes import (
 
 WRITTEN: dict[str, Callable[[], Any]] = {
     "PeriodicAveraging(sync_every=50)": PeriodicAveraging,
-    "PeriodicAveraging(sync_every=None, gradients='none')": lambda: PeriodicAveraging(None, gradients="none"),
+    "PeriodicAveraging(sync_every=None, order='before_step')": lambda: PeriodicAveraging(None, order="before_step"),
     "AllReduce()": AllReduce,
     "DASO(sync_every=4)": DASO,
     "DASO(sync_every=8, staleness=2, merge='delta', monitor='loss')": lambda: DASO(8, 2, merge="delta", monitor="loss"),

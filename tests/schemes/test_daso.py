@@ -825,7 +825,7 @@ def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
 
 def test_narrow_phases_without_a_wire_change_nothing():
     def train(narrow_phases: str) -> list[list[list[float]]]:
-        cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "reducer": "sharded", "gradients": "none"}
+        cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "reducer": "sharded"}
         scheme = DASO(3, 2, narrow_phases=narrow_phases, **cycle)
         return [rank.trace for rank in on_nodes(steps(8), scheme, TWO_BY_TWO)]
 

@@ -73,25 +73,13 @@ def target_of(rank, numel):
         (DiLoCo(2), UNEQUAL, (1.0, 1.0, 3.0), {2: [1.67 / 3] * 3, 4: [-0.227 / 3] * 3, 6: [-0.8781] * 3}),
         (DiLoCo(2), UNEQUAL, (0.5, 1.5, 3.0), {2: [1.67 / 3] * 3, 4: [-0.227 / 3] * 3, 6: [-0.8781] * 3}),
         (
-            DiLoCo(2, gradients="none"),
-            UNEQUAL,
-            (0.5, 1.5, 3.0),
-            {
-                1: [0.95, 0.85, 0.7],
-                2: [1.67 / 3] * 3,
-                3: [1.67 / 3 - 0.05, 1.67 / 3 - 0.15, 1.67 / 3 - 0.3],
-                4: [-0.227 / 3] * 3,
-                6: [-0.8781] * 3,
-            },
-        ),
-        (
             DiLoCo(3, staleness=2, keep_local=0.0),
             TWO,
             (1.0, 3.0),
             {3: [0.734] * 2, 5: [0.534, 0.134], 6: [0.3546] * 2, 9: [-0.12686] * 2},
         ),
     ],
-    ids=["DiLoCo", "unequal nodes", "unequal ranks", "gradients of the own rank", "stale by two"],
+    ids=["DiLoCo", "unequal nodes", "unequal ranks", "stale by two"],
 )
 def test_one_weight_follows_the_trace(on_nodes, scheme, nodes, gradients, expected):
     for rank, seen in enumerate(on_nodes(constant(*gradients)(9), scheme, nodes)):
@@ -302,9 +290,8 @@ def test_an_outer_learning_rate_acts_on_the_merges_of_its_period(on_nodes):
         DiLoCo(3),
         DiLoCo(6, staleness=3),
         DiLoCo(6, fragments=2, staleness=2, keep_local=0.5),
-        DiLoCo(3, gradients="none"),
     ],
-    ids=["at once", "stale", "streaming", "every rank alone"],
+    ids=["at once", "stale", "streaming"],
 )
 def test_reading_the_averaged_model_at_every_step_changes_nothing(on_nodes, scheme, wire):
     def asking(rank):
@@ -511,7 +498,6 @@ def test_resumed_run_keeps_its_saved_local_share(on_nodes, caplog, kept, how):
         ({"staleness": -1}, "staleness=-1"),
         ({"keep_local": 1.5}, "keep_local=1.5 must be a weight from 0"),
         ({"keep_local": -0.1}, "keep_local=-0.1"),
-        ({"gradients": "world"}, "gradients='world' must be 'node' or 'none'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -539,9 +525,8 @@ def test_more_fragments_by_name_than_the_period_has_room_for_are_refused(on_node
         on_nodes(towards(23, 1), DiLoCo(6, fragments=["d"]), TWO, shapes=SEVENS)
 
 
-@pytest.mark.parametrize("gradients", ["node", "none"])
-def test_a_fragment_by_name_may_hold_nothing_that_is_trained_now(on_nodes, gradients):
-    scheme = DiLoCo(6, fragments=["a"], gradients=gradients)
+def test_a_fragment_by_name_may_hold_nothing_that_is_trained_now(on_nodes):
+    scheme = DiLoCo(6, fragments=["a"])
     before = on_nodes(lambda rank: rank.train(1.0), scheme, shapes=SEVENS, start=1.0, frozen=["a"])
     assert all(values.eq(1.0).all() for values in before)
 

@@ -28,11 +28,8 @@ def test_steps_equal_averaged_sgd_and_then_nodes_train_alone(run_oracle):
         assert trace.after_step[7] == trace.finished
 
 
-@pytest.mark.parametrize("gradients", ["node", "none"])
-def test_the_first_phase_is_all_reduce_to_the_bit(run_oracle, gradients):
-    periodic = run_oracle(
-        lambda: PeriodicAveraging(4, gradients=gradients, warmup_steps=6), steps_per_epoch=6, epochs=1, momentum=0.9
-    )
+def test_the_first_phase_is_all_reduce_to_the_bit(run_oracle):
+    periodic = run_oracle(lambda: PeriodicAveraging(4, warmup_steps=6), steps_per_epoch=6, epochs=1, momentum=0.9)
     baseline = run_oracle(AllReduce, steps_per_epoch=6, epochs=1, momentum=0.9)
     assert [trace.after_step for trace in periodic] == [trace.after_step for trace in baseline]
 
@@ -94,7 +91,7 @@ def test_the_schedule_of_diloco_counts_from_the_end_of_the_phase():
     [
         PeriodicAveraging(3, warmup_steps=4),
         DiLoCo(4, fragments=2, staleness=1, warmup_steps=4),
-        PeriodicAveraging(3, order="before_step", gradients="none", warmup_steps=4),
+        PeriodicAveraging(3, order="before_step", warmup_steps=4),
     ],
 )
 def test_a_resumed_run_equals_one_that_never_stopped(scheme, saved_after, wire):

@@ -136,32 +136,6 @@ def test_keep_local_keeps_a_share_of_the_nodes_own_parameters(on_nodes):
     assert_follows(traces, nodes, expected)
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize("merge", ["replace", "delta", "outer"])
-def test_ranks_that_share_no_gradients_are_averaged_in_the_node_as_well(on_nodes, merge, staleness):
-    nodes, x = ((0, 1), (2, 3, 4)), [torch.ones(23, dtype=torch.float64) for _ in range(5)]
-    targets, expected, sent = [target_of(rank) for rank in range(5)], [], None
-    reference = torch.nn.Parameter(torch.ones(23, dtype=torch.float64))
-    outer = SGD([reference], lr=0.7, momentum=0.9, nesterov=True)
-    for t in range(1, 10):
-        x = local_step(x, targets)
-        if (t + staleness) % 4 == 0:
-            sent = [own.clone() for own in x]
-        if t % 4 == 0:
-            mean = sum(sent) / 5
-            if merge == "outer":
-                reference.grad = reference.detach() - mean
-                outer.step()
-                mean = reference.detach().clone()
-            is_delta = merge == "delta" and staleness
-            x = [own + mean - own_sent if is_delta else mean for own, own_sent in zip(x, sent, strict=True)]
-        expected.append(x)
-    words = {"merge": OuterOptimizer() if merge == "outer" else merge, "staleness": staleness, "gradients": "none"}
-    traces = on_nodes(towards(9), ParameterSync(4, **words), nodes, shapes=SEVENS, dtype=torch.float64, bucket_bytes=48)
-    each = [[rank] for rank in range(5)]
-    assert_follows(traces, each, expected)
-
-
 def test_the_outer_scheduler_steps_before_the_next_exchange_is_merged(on_nodes):
     """An exchange that leaves when the one before it is merged is stepped with the next period's learning rate."""
 
@@ -334,7 +308,6 @@ SENTENCES = {
     "streaming": ParameterSync(Staggered(6), 2, staleness=2),
     "streaming eq1": ParameterSync(Staggered(6), ["c", "a"], reducer="leader", merge="eq1", staleness=1),
     "delta by turns": ParameterSync(4, reducer="leader", merge="delta", staleness=3),
-    "delta alone": ParameterSync(4, merge="delta", staleness=2, gradients="none"),
     "gossip": ParameterSync(2, 2, reducer=RandomPermutation()),
     "NoLoCo": ParameterSync(4, reducer=RandomPermutation(), merge=OuterOptimizer(partial(Adam, lr=0.1)), staleness=1),
     "epochs": ParameterSync(Every(3, of="epoch"), merge=OuterOptimizer(keep_local=0.5)),
@@ -400,8 +373,6 @@ def test_nodes_go_on_from_a_plain_state(on_nodes, sentence):
 
 @pytest.mark.parametrize("sentence", [*SENTENCES])
 def test_on_one_node_nothing_is_exchanged(on_nodes, sentence):
-    if SENTENCES[sentence].gradients == "none":
-        pytest.skip("its ranks synchronize inside the node")
     alone = on_nodes(towards(9), SENTENCES[sentence], ((0, 1, 2),), shapes=SEVENS)
     data_parallel = on_nodes(towards(9), ParameterSync(10**6), ((0, 1, 2),), shapes=SEVENS)
     assert all(torch.equal(one, other) for one, other in zip(alone, data_parallel, strict=True))
@@ -417,7 +388,6 @@ def test_on_one_node_nothing_is_exchanged(on_nodes, sentence):
         ({"reducer": "unknown"}, "reducer='unknown' must be 'sharded', 'leader' or a Graph"),
         ({"merge": "somehow"}, "merge='somehow' must be one of 'replace', 'eq1', 'delta', or a Merge"),
         ({"staleness": -1}, "staleness=-1 must not be negative"),
-        ({"gradients": "world"}, "gradients='world' must be 'node' or 'none'"),
         ({"reducer": "leader", "merge": OuterOptimizer()}, "reducer='leader' does not support OuterOptimizer"),
     ],
 )

@@ -12,7 +12,7 @@ from harness import on_nodes, on_ranks, place
 from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes import DirectedExponential, Full, ParameterSync, RandomPermutation, Ring
+from lightning_hiercomm.schemes import DirectedExponential, ParameterSync, RandomPermutation, Ring
 from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -28,16 +28,12 @@ NODES = {
 SCHEMES = {
     "periodic": PeriodicAveraging(1),
     "periodic, before the step": PeriodicAveraging(1, order="before_step"),
-    "ranks alone": PeriodicAveraging(2, gradients="none", node_sync_every=1),
     "DASO": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
     "DASO, delta": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta", reducer="sharded"),
-    "DASO, ranks alone": DASO(1, 1, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
     "DiLoCo": DiLoCo(2),
     "streaming DiLoCo": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
     "stale": ParameterSync(2, staleness=1),
-    "stale, ranks alone": ParameterSync(2, staleness=1, gradients="none"),
     "by a ring": ParameterSync(1, reducer=Ring()),
-    "by all, ranks alone": ParameterSync(1, reducer=Full(), gradients="none"),
     "by an exponential graph, stale": ParameterSync(2, reducer=DirectedExponential(), staleness=1),
     "gossip": Gossip(segments=3),
     "gossip over a ring": Gossip(Ring(), segments=2),
@@ -139,31 +135,6 @@ def test_a_mean_is_that_in_float64_rounded_once(nodes_of, kind, wire, dtype):
     assert all(torch.equal(bits(other), bits(found[0])) for other in found)
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("nodes_of", NODES)
-def test_mean_of_unequal_ranks_is_rounded_once_per_level(nodes_of, dtype):
-    nodes = NODES[nodes_of]
-    size = sum(map(len, nodes))
-    weights = [1.0 + rank % 3 for rank in range(size)]
-    of_rank = [numbers(dtype, seed=rank) for rank in range(size)]
-
-    def mean(values, by):
-        return sum(weight * value.double() for weight, value in zip(by, values, strict=True)) / sum(by)
-
-    def work(topology):
-        own = of_rank[topology.rank].to(place.device, copy=True)
-        ShardedAllReduce(Replica([own], bucket_bytes=128, equal_in_node=False), topology)(3)
-        return own
-
-    by_node = [mean([of_rank[r] for r in ranks], [weights[r] for r in ranks]) for ranks in nodes]
-    exact = mean(by_node, [sum(weights[r] for r in ranks) for ranks in nodes])
-    sizes = mean([values.abs() for values in by_node], [sum(weights[r] for r in ranks) for ranks in nodes])
-    found = on_ranks(work, nodes, weights)
-    bound = torch.finfo(dtype).eps * (sizes + exact.abs()) / 2 + torch.finfo(dtype).smallest_normal
-    assert bool(((found[0].double() - exact).abs() <= 1.001 * bound).all())
-    assert all(torch.equal(bits(other), bits(found[0])) for other in found)
-
-
 @pytest.mark.parametrize("count", range(2, 8))
 @pytest.mark.parametrize("is_overlapped", [False, True])
 def test_sixteen_bit_mean_sends_as_many_bytes_as_an_all_reduce(count, is_overlapped):
@@ -193,18 +164,6 @@ def test_statistics_cost_as_many_bytes_between_nodes_as_parameters(nodes_of):
 
     of_parameters, of_statistics = map(sum, zip(*on_ranks(work, NODES[nodes_of]), strict=True))
     assert of_statistics == pytest.approx(of_parameters, rel=0.05)  # except the padding to equal chunks
-
-
-def test_unequal_ranks_send_at_most_a_reduce_scatter_and_all_gather():
-    def work(topology):
-        own = torch.full((420,), float(topology.rank), dtype=torch.bfloat16, device=place.device)
-        ShardedAllReduce(Replica([own], bucket_bytes=2**20, equal_in_node=False), topology)(3)
-        assert own.tolist() == [3.0] * 420
-        return topology.meter.snapshot()["intra_bytes"]
-
-    # to the one rank of the node that carries all, and back from it; by all-reduce it was 1120 for everyone, and back
-    preflight = 2 * (2 * 2 / 3 * 3 * 8)  # three numbers in the node, and again for ranks without an inter-node group
-    assert on_ranks(work, ((0, 1, 2), (4, 3, 5), (6,))) == [*[840.0 + preflight] * 6, 0.0]
 
 
 @pytest.mark.parametrize("nodes_of", ["3 nodes", "7 nodes", "3+1"])

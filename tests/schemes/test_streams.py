@@ -36,11 +36,8 @@ CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
 SCHEMES: dict[str, Scheme] = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
-    "periodic, alone": PeriodicAveraging(2, gradients="none"),
     "daso": DASO(2, 1, **CYCLING),
     "daso, sharded delta": DASO(2, 2, merge="delta", reducer="sharded", **CYCLING),
-    "mean, alone": ParameterSync(2, staleness=2, gradients="none"),
-    "rotating, alone": ParameterSync(2, reducer="leader", staleness=2, gradients="none"),
     "diloco": DiLoCo(2),
     "streaming": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
     "gossip": Gossip(segments=3),
@@ -72,13 +69,13 @@ CASES = [(name, wire) for name in SCHEMES for wire in WIRES if (name, wire) != (
 
 @pytest.mark.parametrize(("name", "wire"), selected(CASES))
 def test_streams_are_ordered_and_give_the_bits_of_the_cpu(name, wire, request):
-    nodes = ANY_NODES if name in ("all_reduce", "mean, alone") else TWO_BY_TWO
+    nodes = ANY_NODES if name in ("all_reduce", "daso, sharded delta") else TWO_BY_TWO
     on_cpu = of_four_ranks(name, wire, nodes)
     request.getfixturevalue("fake_device")
     assert of_four_ranks(name, wire, nodes) == on_cpu
 
 
-@pytest.mark.parametrize("name", ["periodic", "mean, alone"])
+@pytest.mark.parametrize("name", ["periodic", "daso, sharded delta"])
 def test_sums_of_16_bits_are_ordered_too(name, request):
     def of_three_nodes() -> list[list[list[float]]]:
         return train(trained, that_looks(SCHEMES[name]), ((0, 1), (2,), (3,)), dtype=torch.bfloat16)
@@ -109,7 +106,6 @@ def waits_of(device: FakeDevice, rank: Rank, steps: int) -> list[list[str]]:
         # waits for nothing else, and once, however many buckets there are
         pytest.param(DASO(4, 1, **CYCLING), [[], ["an event"], [], []], id="daso"),
         pytest.param(ParameterSync(4, staleness=1), [[], [], [], ["an event"]], id="parameter_sync"),
-        pytest.param(ParameterSync(4, staleness=1, gradients="none"), [[], [], [], ["an event"]], id="alone"),
         # training waits for the exchange anyway
         pytest.param(PeriodicAveraging(4), [[], [], [], ["training"]], id="periodic"),
         pytest.param(DiLoCo(4), [[], [], [], ["training"]], id="diloco"),
@@ -143,7 +139,7 @@ def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
     [
         pytest.param(DASO(4, 3, **CYCLING), "bfloat16", id="the last reference"),
         pytest.param(DiLoCo(4, torch.optim.Adam, fragments=2, staleness=1), None, id="the outer optimizer's state"),
-        pytest.param(ParameterSync(2, staleness=1, gradients="none"), "int8", id="what the wire has kept back"),
+        pytest.param(ParameterSync(2, staleness=1), "int8", id="what the wire has kept back"),
         pytest.param(AllReduce(), "int8", id="what the gradients' wire has kept back"),
         pytest.param(StepsDelay(2, warmup_steps=0), None, id="the server's state"),
     ],

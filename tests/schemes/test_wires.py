@@ -30,11 +30,9 @@ TWO_OF_TWO, UNEQUAL, THREE = ((0, 1), (2, 3)), ((0, 1, 2), (3,), (4, 5)), ((0,),
 SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(4),
-    "periodic, alone": PeriodicAveraging(4, gradients="none", node_sync_every=2),
     "daso": DASO(4, 1, **CYCLING),
     "daso, sharded delta": DASO(4, 2, merge="delta", reducer="sharded", **CYCLING),
     "daso, waiting": DASO(2, 0, **CYCLING),
-    "daso, alone": DASO(4, 2, gradients="none", **CYCLING),
     "diloco": DiLoCo(4),
     "streaming": DiLoCo(8, fragments=2, staleness=1, keep_local=0.5),
     "gossip": Gossip(segments=3),
@@ -96,7 +94,6 @@ RESUMED = {
     "diloco, scheduler": DiLoCo(5, outer_scheduler=partial(StepLR, step_size=1, gamma=0.9)),
     "diloco, changing momentum": DiLoCo(5, outer_scheduler=partial(OneCycleLR, max_lr=1.0, total_steps=9)),
     "diloco, late Adam": DiLoCo(6, partial(Adam, lr=0.05), fragments=2, staleness=2, keep_local=0.5),
-    "diloco, alone": DiLoCo(6, fragments=3, staleness=1, gradients="none"),
     "gossip, unfair": Gossip(fair=None, segments=2),
     "gossip, unfair, overlapped": Gossip(fair=None, overlap=True, segments=2),
 }
@@ -142,7 +139,6 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, name, nodes, wire):
     [
         (AllReduce(), lambda m: 2 * (m - 1) / m),
         (PeriodicAveraging(4), lambda m: 2 * (m - 1) / m / 4),
-        (PeriodicAveraging(4, gradients="none", node_sync_every=2), lambda m: 2 * (m - 1) / m / 4),
         (DASO(2, 1, **CYCLING), lambda m: 2 * (m - 1) / m / 2),
         (DASO(4, 2, reducer="sharded", **CYCLING), lambda m: 2 * (m - 1) / m / 4),
         (DiLoCo(4, fragments=2, staleness=1), lambda m: 2 * (m - 1) / m / 4),
@@ -150,7 +146,7 @@ def test_an_exact_resume_goes_on_bit_by_bit(on_nodes, name, nodes, wire):
         (ParameterSync(4, reducer=RandomPermutation()), lambda m: 1 / 4),
         (ParameterSync(4, reducer=Ring()), lambda m: min(2, m - 1) / 4),
     ],
-    ids=["all_reduce", "periodic", "node_sync_every", "daso", "sharded", "diloco", "gossip", "NoLoCo", "ring"],
+    ids=["all_reduce", "periodic", "daso", "sharded", "diloco", "gossip", "NoLoCo", "ring"],
 )
 def test_a_step_costs_the_bytes_of_the_formula(on_nodes, scheme, models_per_step, nodes, wire):
     numel, steps = 98_304, 8  # whole blocks of codes on three and on four nodes

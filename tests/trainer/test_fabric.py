@@ -37,7 +37,6 @@ EPOCHS, STEPS = 2, 4
 SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(3),
-    "alone": PeriodicAveraging(3, gradients="none"),
     "daso": DASO(2, 1, warmup_epochs=1, cooldown_epochs=0),
     "steps_delay": StepsDelay(2, 2),
     "gossip": Gossip(hierarchical=False, overlap=True),
@@ -396,9 +395,7 @@ def growing(fabric, strategy):
     return [*seen, (module.weight.item(), module.bias.item())]
 
 
-@pytest.mark.parametrize(
-    "scheme", [AllReduce(), PeriodicAveraging(1), PeriodicAveraging(1, gradients="none")], ids=repr
-)
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
 @pytest.mark.parametrize("program", [unfreezing, growing])
 def test_unfrozen_or_added_parameters_get_equal_gradients(launched, scheme, program):
     weight, bias, expected = 1.0, 0.0, []

@@ -21,7 +21,6 @@ STEPS = 4
 SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
-    "alone": PeriodicAveraging(2, gradients="none"),
     "daso": DASO(2, 1, warmup_steps=1, cooldown_steps=0),
     "diloco": DiLoCo(2),
     "gossip": Gossip(),
@@ -185,7 +184,6 @@ def _read(folder, sizes):
     for name, freeze, finds_unused in (
         ("periodic", "", False),
         ("periodic", "head", True),
-        ("alone", "head", False),
         ("all_reduce", "head", False),
     ):
         strategy = HierarchicalStrategy(SCHEMES[name], ranks_per_node=sizes, find_unused_parameters=finds_unused)

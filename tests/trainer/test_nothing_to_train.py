@@ -19,7 +19,6 @@ STEPS = 3
 SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
-    "alone": PeriodicAveraging(2, gradients="none"),
     "daso": DASO(2, 1, warmup_steps=1, cooldown_steps=0),
     "diloco": DiLoCo(2),
     "gossip": Gossip(),

@@ -183,7 +183,7 @@ def test_hooks_around_the_step_may_communicate(borrow):
 
 def test_ranks_that_train_alone_have_no_process_group_of_their_node(borrow):
     def program(folder):
-        return outcome(folder, Sharded("node"), PeriodicAveraging(2, gradients="none"), 2)
+        return outcome(folder, Sharded("node"), Gossip(hierarchical=False), 2)
 
     for error, _, _ in borrow(program, ranks=2):
         assert "every rank trains a model of its own" in error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from lightning_hiercomm.schemes import (
     DASO,
@@ -39,7 +38,7 @@ def by_steps(scheme: ParameterSync, period: int) -> ParameterSync:
     """Return a scheme that does every ``period`` steps what another does at its own period."""
     parts = fragments_of(scheme)
     schedule = Every(period) if parts == 1 else Staggered(max(parts, period))
-    return ParameterSync(schedule, scheme.fragments, scheme.reducer, scheme.merging, gradients=_in_node(scheme))
+    return ParameterSync(schedule, scheme.fragments, scheme.reducer, scheme.merging)
 
 
 def fragments_of(scheme: ParameterSync) -> int:
@@ -78,14 +77,13 @@ def next_step(running: RunningScheme[Scheme], steps_of_epoch: int) -> Scheme:
     config = running.config
     if isinstance(config, DASO):
         if running.phase != "cycling":
-            return PeriodicAveraging(1, gradients=_in_node(config))
+            return PeriodicAveraging(1)
         scalars = running.scalars()
         return DASO(
             int(scalars["sync_every"]),
             int(scalars["staleness"]),
             merge="delta" if config.merging.needs_sent else "eq1",
             reducer="sharded" if config.reducer == "sharded" else "leader",
-            gradients=_in_node(config),
             narrow_phases=config.narrow_phases,
         )
     if running.phase == "warm-up":
@@ -93,9 +91,5 @@ def next_step(running: RunningScheme[Scheme], steps_of_epoch: int) -> Scheme:
     if isinstance(config, PeriodicAveraging) and (config.at_epoch_end or config.sync_every is None):
         averages = math.ceil(steps_of_epoch / (config.period or steps_of_epoch))
         every = max(1, round(steps_of_epoch / averages))
-        return PeriodicAveraging(every, gradients=_in_node(config), node_sync_every=config.node_sync_every)
+        return PeriodicAveraging(every)
     return config
-
-
-def _in_node(scheme: Scheme) -> Literal["node", "none"]:
-    return "none" if scheme.gradients == "none" else "node"

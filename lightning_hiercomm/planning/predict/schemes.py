@@ -14,7 +14,6 @@ from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, BUCKETS_IN_FLIGHT, CAC
 from lightning_hiercomm.planning.cluster import Cluster, Workload
 from lightning_hiercomm.planning.predict.cycles import fragments_of, sent_after
 from lightning_hiercomm.planning.predict.node import (
-    Average,
     BucketGroup,
     Node,
     average_in_node,
@@ -29,7 +28,6 @@ from lightning_hiercomm.schemes import (
     Graph,
     OuterOptimizer,
     ParameterSync,
-    PeriodicAveraging,
     RandomPermutation,
     Replace,
     Ring,
@@ -133,22 +131,18 @@ def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
     if scheme.is_exact_overlapped:
         payload = Payload(AsIs(), payload.dtype)
     exchange = _Exchange(scheme, node, payload)
-    in_node = scheme.node_sync_every if isinstance(scheme, PeriodicAveraging) else None
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0
     for step in range(1, steps + 1):
         leaving = sent_after(scheme, step)
         arrived = arrives.pop(step, ())
         quiet += 1
-        averages_in_node = in_node is not None and step % in_node == 0
-        if not (leaving or arrived or averages_in_node) and step < steps:
+        if not (leaving or arrived) and step < steps:
             continue
-        node.train(quiet, exchange.gradients)
+        node.train(quiet)
         quiet = 0
         if leaving and not scheme.staleness:
             exchange.synchronize(leaving)
-        elif averages_in_node:
-            exchange.average_in_node()
         else:
             exchange.overlap(arrived, leaving)
         if leaving and scheme.staleness:
@@ -164,11 +158,9 @@ class _Exchange:
         self._groups = bucket_groups(node.workload.model_bytes / fragments_of(scheme))
         self._outer_step = _OUTER_STEP + outer_copies(scheme) - 1 if isinstance(scheme.merging, OuterOptimizer) else 0.0
         self._in_flight: dict[int, list[Operation]] = {}
-        self.gradients: Average = average_in_node if scheme.gradients == "node" else untouched
 
     def synchronize(self, fragments: Sequence[int]) -> None:
         """Exchange fragments and wait, with a few buckets in flight."""
-        self._begin(fragments)
         node, in_flight = self._node, deque[tuple[BucketGroup, Operation]]()
 
         def finish() -> None:
@@ -184,22 +176,8 @@ class _Exchange:
         while in_flight:
             finish()
 
-    def average_in_node(self) -> None:
-        node = self._node
-        for group in self._groups:
-            packed = node.passes(group.bytes)
-            node.wait(node.intra("all_reduce", group, [packed]))
-            node.passes(group.bytes)
-
-    def _begin(self, leaving: Sequence[int]) -> None:
-        """Average ranks that train alone over their node first: the members of a graph are nodes."""
-        if self._scheme.gradients == "none" and isinstance(self._scheme.reducer, Graph):
-            for _ in leaving:
-                self.average_in_node()
-
     def overlap(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
         """Merge arrived fragments bucket by bucket, and send the next while the last buckets arrive."""
-        self._begin(leaving)
         node = self._node
         held = [task for fragment in arrived for task in self._in_flight.pop(fragment)]
         waiting = deque(fragment for fragment in leaving for _ in self._groups)
@@ -227,8 +205,6 @@ class _Exchange:
             updated = node.passes(group.bytes / node.num_shards, 1 + self._outer_step, resource, [received])
             return node.intra("broadcast", group, [updated], resource)
         senders = 1 if reducer == "leader" else node.num_shards
-        if self._scheme.gradients == "none":  # ranks of a node differ: sum their parameters first
-            packed = node.intra("reduce_scatter" if senders == node.num_shards else "all_reduce", group, [packed])
         shard = group.bytes / senders
         encoded = node.passes(shard, 1 + (0 if payload.is_exact else 1) + payload.passes, after=[packed])
         summed = _sum(node, group, payload, [encoded], senders)

@@ -49,8 +49,6 @@ class Preflight(Verdict):
         unfit: An int64 scalar on the ranks' device: 1 if this rank cannot send, otherwise 0.
         through: The duplicate of ``topology`` whose communicators run the exchange. Default: the topology itself.
         inbound: The background thread that completes the exchange.
-        outbound: The background thread that launches the exchange between nodes, if there is one.
-        between_nodes: Whether other nodes participate.
 
     Attributes:
         flag: The flag on the device, for later work in the stream of the exchange.
@@ -63,8 +61,6 @@ class Preflight(Verdict):
         unfit: Tensor,
         through: Topology | None = None,
         inbound: Background | None = None,
-        outbound: Background | None = None,
-        between_nodes: bool = True,
     ) -> None:
         super().__init__()
         self._topology = topology
@@ -75,31 +71,20 @@ class Preflight(Verdict):
         found[1].neg_()
         found[2] = unfit
         self.flag = found[2]
-        for background in (inbound, outbound):
-            if background is not None:
-                background.uses(found)
-        in_node = topology.intra.all_reduce(found, op="max")
-        launched: list[Handle] = []
-
-        def launch() -> None:
-            in_node.wait()
-            if communicators.inter is not None and between_nodes:
-                launched.append(communicators.inter.all_reduce(found, op="max", waiting=inbound is None))
+        if inbound is not None:
+            inbound.uses(found)
+        topology.intra.all_reduce(found, op="max").wait()
+        launched = finished
+        if communicators.inter is not None:
+            launched = communicators.inter.all_reduce(found, op="max", waiting=inbound is None)
 
         def complete() -> Tensor:
-            has_launched.wait()
-            while launched:
-                launched.pop().wait()
-            if between_nodes and (topology.ranks_on_node > topology.num_shards or topology.may_grow):
+            launched.wait()
+            if topology.ranks_on_node > topology.num_shards or topology.may_grow:
                 communicators.intra.all_reduce(found, op="max").wait()
             streams.keep_here(found)
             return found
 
-        has_launched = finished
-        if outbound is None:
-            launch()
-        else:
-            has_launched = outbound.submit(launch)
         self._found = complete() if inbound is None else inbound.read(complete)
         if inbound is None:
             self.wait()

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Communicator, Handle
-from lightning_hiercomm.comm.codec import AsIs
+from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.encoded_sum import Feedback
-from lightning_hiercomm.comm.wide_sum import is_short, send_parts
+from lightning_hiercomm.comm.wide_sum import send_parts
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
@@ -54,8 +53,8 @@ class ShardedAllReduce(Reducer):
 
     The ranks of a node hold the same parameters, so rank ``l`` of every node all-reduces only shard ``l`` of each
     bucket over its inter-node process group. Then the node gathers the shards, unless its ranks hold shards of the
-    model anyway. A node sends ``2 (M - 1) / M`` of the model, spread over all its links. Values that differ inside a
-    node are first averaged there by a reduce-scatter. While one bucket is gathered, the next ones are on the wire.
+    model anyway. A node sends ``2 (M - 1) / M`` of the model, spread over all its links. Buffers, which differ inside a
+    node, are first averaged there by a reduce-scatter. While one bucket is gathered, the next ones are on the wire.
 
     All ranks end with identical bits. Means of 16-bit numbers are summed in float32, of statistics in float64, and
     rounded once (a node's mean is also rounded before it is sent), so equal values stay unchanged.
@@ -74,6 +73,7 @@ class ShardedAllReduce(Reducer):
         on_nonfinite: Unless ``"ignore"``, all ranks raise an error, and nothing is sent, if a rank holds values that
             are non-finite or too large for the wire.
         weights: Returns the ranks' weights for a bucket at its launch; they sum to 1. Default: the topology's.
+        ranks_differ: Whether to average also on one node, whose ranks may hold different values.
 
     Attributes:
         turn: The number of exchanges before the last one.
@@ -91,6 +91,7 @@ class ShardedAllReduce(Reducer):
         update_reference: UpdateReference | None = None,
         on_nonfinite: OnNonfinite = "ignore",
         weights: Callable[[int], Sequence[float]] | None = None,
+        ranks_differ: bool = False,
     ) -> None:
         self._replica = replica
         self._on_nonfinite = on_nonfinite
@@ -101,7 +102,7 @@ class ShardedAllReduce(Reducer):
         self.through = through or topology
         self.wire = wire or Wire()
         self.turn = 0
-        self._is_alone = topology.is_one_node and replica.equal_in_node
+        self._is_alone = topology.is_one_node and not ranks_differ
         self._update_reference = update_reference
         self._sum = InterNodeSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
         self._feedback: list[Feedback] = []
@@ -172,8 +173,9 @@ class ShardedAllReduce(Reducer):
         for index in indexes:
             bucket = self.buckets[index]
             flat, route = bucket.pack(multiple_of=self.parts_of(index)), self._route(index)
-            averaged_in_node = self._average_in_node(index, flat, self.through.intra, route)
-            in_flight.append((bucket, flat, self._between_nodes(index, flat, averaged_in_node, route, waiting=True)))
+            if bucket.keeps_equal:  # buffers differ inside a node
+                send_parts(self.through.intra, route.shards(flat), route.in_node)()
+            in_flight.append((bucket, flat, self._between_nodes(index, flat, route, waiting=True)))
             if len(in_flight) == BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
@@ -181,43 +183,21 @@ class ShardedAllReduce(Reducer):
 
     # ---- asynchronous --------------------------------------------------------------------------------------------
 
-    def begin(
-        self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
-    ) -> Verdict:
+    def begin(self, step: int, turn: int, only: Sequence[int], background: Background) -> Verdict:
         self.turn = turn
-        preflight = Preflight(self.topology, step, self._is_unfit(only), self.through, background, outbound)
+        preflight = Preflight(self.topology, step, self._is_unfit(only), self.through, background)
         self._preflight = None if self._on_nonfinite == "ignore" else preflight
         return preflight
 
     @torch.no_grad()
-    def start(
-        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
-    ) -> PendingBucket:
+    def start(self, index: int, background: Background, keep_sent: bool = False) -> PendingBucket:
         bucket = self.buckets[index]
         sent = bucket.pack(multiple_of=self.parts_of(index))
         flat = sent.clone() if keep_sent else sent
-        used = (flat, *self.references[index : index + 1])  # an aborted run frees the reference parameters, too
-        for tensor in used:
+        for tensor in (flat, *self.references[index : index + 1]):  # an aborted run frees these, too
             background.uses(tensor)
-        route, nodes, preflight = self._route(index), self.topology.num_nodes, self._preflight
-        # training's own communicator, because the background thread uses the duplicate
-        averaged_in_node = self._average_in_node(index, flat, self.topology.intra, route)
-        if averaged_in_node is None:
-            complete_now = self._between_nodes(index, flat, None, route, preflight)
-            return PendingBucket(index, flat, sent, background.submit(complete_now), nodes)
-        assert outbound is not None
-        for tensor in used:
-            outbound.uses(tensor)
-        launched: list[Callable[[], None]] = []
-        is_sent = outbound.submit(
-            lambda: launched.append(self._between_nodes(index, flat, averaged_in_node, route, preflight))
-        )
-
-        def complete() -> None:
-            is_sent.wait()
-            launched.pop()()
-
-        return PendingBucket(index, flat, sent, background.submit(complete), nodes)
+        complete = self._between_nodes(index, flat, self._route(index), self._preflight)
+        return PendingBucket(index, flat, sent, background.submit(complete), self.topology.num_nodes)
 
     def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
         """Update the reference parameters, unless the exchange is flagged; write the result to ``part``."""
@@ -256,33 +236,10 @@ class ShardedAllReduce(Reducer):
     def _holders(self, index: int) -> Holders:
         return self.through.holders[self.buckets[index].held_by]
 
-    def _average_in_node(
-        self, index: int, flat: Tensor, intra: Communicator, route: _Route
-    ) -> Callable[[], None] | None:
-        """Start to average values that differ inside the node; return a function that waits; None if they are equal."""
-        if self.buckets[index].equal_in_node:
-            return None
-        topology = self.topology
-        if self.buckets[index].keeps_equal or is_short(flat.dtype):
-            return send_parts(intra, route.shards(flat), route.in_node)
-        weight, part = route.in_node[topology.local_rank], route.shard(flat)
-        if part.numel() * topology.ranks_on_node == flat.numel() and topology.ranks_on_node == topology.num_shards:
-            node_mean = torch.empty_like(part)
-            summed = intra.reduce_scatter(node_mean, flat, weight=weight)
-
-            def finish() -> None:
-                summed.wait()
-                streams.keep_here(node_mean)  # allocated on the stream of training
-                part.copy_(node_mean)
-
-            return finish
-        return intra.all_reduce(flat, weight=weight).wait
-
     def _between_nodes(
         self,
         index: int,
         flat: Tensor,
-        averaged_in_node: Callable[[], None] | None,
         route: _Route,
         preflight: Preflight | None = None,
         waiting: bool = False,
@@ -292,8 +249,6 @@ class ShardedAllReduce(Reducer):
         is_narrowed = self._is_narrowed(self.buckets[index])
         has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
         reference = self.references[index] if has_reference else None
-        if averaged_in_node is not None:
-            averaged_in_node()
         numel = min(part.numel(), self.buckets[index].numel)
         sent = sample(part[:numel])
         if reference is not None:
@@ -356,13 +311,3 @@ class LeaderAllReduce(ShardedAllReduce):
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
-
-
-@torch.no_grad()
-def average_in_node(buckets: Sequence[Bucket], topology: Topology) -> None:
-    """Replace values by their weighted mean over the ranks of this node; blocks."""
-    mean = InterNodeSum(AsIs(), topology.intra)
-    for bucket in buckets:
-        flat = bucket.pack()
-        mean.launch(flat, weights=topology.in_node(topology.weights))()
-        bucket.unpack(flat)

@@ -49,9 +49,7 @@ class Reducer(ABC):
         """Return the number of equal shards of a packed bucket."""
 
     @abstractmethod
-    def begin(
-        self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
-    ) -> Verdict:
+    def begin(self, step: int, turn: int, only: Sequence[int], background: Background) -> Verdict:
         """Launch the preflight of buckets that are to be started.
 
         Args:
@@ -59,23 +57,19 @@ class Reducer(ABC):
             turn: The number of exchanges before this one.
             only: The indexes of the buckets.
             background: As in :meth:`start`.
-            outbound: As in :meth:`start`.
 
         Returns:
             Its result, known before the first bucket has arrived.
         """
 
     @abstractmethod
-    def start(
-        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
-    ) -> PendingBucket:
+    def start(self, index: int, background: Background, keep_sent: bool = False) -> PendingBucket:
         """Start to average a bucket, overlapped with training.
 
         Args:
             index: Of the bucket.
             background: Completes the exchange, in the order of the starts.
             keep_sent: Whether to keep a copy of the sent values in :attr:`PendingBucket.sent`.
-            outbound: Launches the inter-node sum of values that differ inside the node; needed for these only.
         """
 
     @abstractmethod

@@ -222,8 +222,6 @@ def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
 class NeighborExchange(Reducer):
     """The plain mean of this node's and its peers' values, for graphs in which all nodes send as much as they receive.
 
-    Values that differ inside a node are averaged there first.
-
     Args:
         buckets: The buckets, each exchanged as a whole.
         graph: Selects the peers.
@@ -232,7 +230,6 @@ class NeighborExchange(Reducer):
         background: Completes exchanges in parallel with training.
         wire: The encoding of parameters, not of differences, because peers have no common reference.
         turn: Returns the number of the next exchange, from 1.
-        average_in_node: Writes the node's mean to buckets that differ among its ranks.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
         check: Raises an error if buckets cannot be sent.
     """
@@ -246,7 +243,6 @@ class NeighborExchange(Reducer):
         background: Background,
         wire: Wire,
         turn: Callable[[], int],
-        average_in_node: Callable[[Sequence[Bucket]], object],
         update_reference: UpdateReference | None = None,
         check: Callable[[Sequence[Bucket]], None] = lambda _: None,
     ) -> None:
@@ -257,7 +253,6 @@ class NeighborExchange(Reducer):
         self._peers = Peers(buckets, graph, topology, through, wire)
         self._background = background
         self._update_reference = update_reference
-        self._average_in_node = average_in_node
         self._check_values = check
         self._next_turn = turn
         self.disagreement = self._peers.disagreement
@@ -270,20 +265,13 @@ class NeighborExchange(Reducer):
                 self.sent_part(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)
             ]
 
-    def begin(
-        self, step: int, turn: int, only: Sequence[int], background: Background, outbound: Background | None = None
-    ) -> Verdict:
+    def begin(self, step: int, turn: int, only: Sequence[int], background: Background) -> Verdict:
         self._turn = self._next_turn()
-        leaving = [self.buckets[index] for index in only]
-        # ranks that train alone average inside the node first, because the graph connects nodes
-        self._average_in_node([bucket for bucket in leaving if not bucket.equal_in_node])
-        self._check_values(leaving)
+        self._check_values([self.buckets[index] for index in only])
         # no check for equal steps: ranks with other counts have other peers
         return Verdict()
 
-    def start(
-        self, index: int, background: Background, keep_sent: bool = False, outbound: Background | None = None
-    ) -> PendingBucket:
+    def start(self, index: int, background: Background, keep_sent: bool = False) -> PendingBucket:
         self._check(self._peers.round(self._turn, index))
         bucket = self.buckets[index]
         is_needed = self._peers.sends(index) or keep_sent

@@ -36,7 +36,6 @@ def test_averaging_costs_schemes_that_average_only():
     cluster = Cluster(2, 2, INSTANT, INSTANT)
     step = Workload(1e6, 0.03, 0.07, averaging=0.05)
     assert predict(PeriodicAveraging(4), cluster, step).seconds == pytest.approx(0.15)
-    assert predict(PeriodicAveraging(4, gradients="none"), cluster, step).seconds == pytest.approx(0.10)
 
 
 def test_averaging_costs_only_all_reduce_on_one_rank_nodes():

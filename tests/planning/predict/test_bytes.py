@@ -31,26 +31,16 @@ NUMEL = 2**17
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(4),
-    "periodic, every rank by itself": lambda: PeriodicAveraging(4, gradients="none"),
-    "periodic, averaged in the node": lambda: PeriodicAveraging(4, gradients="none", node_sync_every=1),
     "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
     "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
     "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
-    "daso, every rank by itself": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, gradients="none"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "gossip": Gossip,
     "gossip, overlapped": lambda: Gossip(overlap=True, segments=4),
     "sgp": lambda: Gossip("directed_exponential", segments=1),
     "diloco": lambda: DiLoCo(4),
     "diloco, streaming": lambda: DiLoCo(8, fragments=2, staleness=2),
-    "diloco, every rank by itself": lambda: DiLoCo(4, gradients="none"),
     "noloco": lambda: ParameterSync(Every(4), reducer=RandomPermutation(), merge=OuterOptimizer()),
-    "noloco, every rank by itself": lambda: ParameterSync(
-        Every(4), reducer=RandomPermutation(), merge=OuterOptimizer(), gradients="none"
-    ),
-    "late noloco, every rank by itself": lambda: ParameterSync(
-        Every(4), reducer=RandomPermutation(), merge=OuterOptimizer(), staleness=2, gradients="none"
-    ),
 }
 
 

@@ -41,7 +41,6 @@ SHAPES = {"a": 3, "b": 4, "c": 2}
 AVERAGING: dict[str, Callable[[], Scheme]] = {
     "periodic": lambda: PeriodicAveraging(2),
     "periodic, before the step": lambda: PeriodicAveraging(2, order="before_step"),
-    "periodic, no gradients": lambda: PeriodicAveraging(2, gradients="none"),
     "daso, waiting": lambda: DASO(2, 0, warmup_epochs=0, cooldown_epochs=0, adapt=False),
     "daso, eq1": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, adapt=False),
     "daso, delta": lambda: DASO(2, 2, warmup_epochs=0, cooldown_epochs=0, adapt=False, merge="delta"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -30,21 +29,17 @@ def waiting(topology, step, unfit):
     return Preflight(topology, step, number(unfit))
 
 
-def in_background(topology, step, unfit, threads=1):
-    backgrounds = [Background(place.device, topology.meter) for _ in range(threads)]
+def in_background(topology, step, unfit):
+    background = Background(place.device, topology.meter)
     try:
-        preflight = Preflight(topology, step, number(unfit), topology.duplicate(), *backgrounds)
+        preflight = Preflight(topology, step, number(unfit), topology.duplicate(), background)
         preflight.is_flagged()
     finally:
-        for background in backgrounds:
-            background.close()
+        background.close()
     return preflight
 
 
-leaving_in_background = partial(in_background, threads=2)
-
-
-@pytest.mark.parametrize("launch", [waiting, in_background, leaving_in_background])
+@pytest.mark.parametrize("launch", [waiting, in_background])
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("victim", [None, 0, 1, 2, 3])
 def test_every_rank_knows_whether_any_rank_cannot_send(nodes, victim, launch):
@@ -56,7 +51,7 @@ def test_every_rank_knows_whether_any_rank_cannot_send(nodes, victim, launch):
     assert on_ranks(work, NODES[nodes]) == [expected] * 4
 
 
-@pytest.mark.parametrize("launch", [waiting, in_background, leaving_in_background])
+@pytest.mark.parametrize("launch", [waiting, in_background])
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("steps", [(10**9, 10**9 + 1, 10**9 + 1, 10**9), (3, 3, 3, 2), (0, 4096, 8, 9)])
 def test_every_rank_names_its_own_step_and_the_range_of_all(nodes, steps, launch):
@@ -69,14 +64,6 @@ def test_every_rank_names_its_own_step_and_the_range_of_all(nodes, steps, launch
         where = f"rank {rank} (node {[rank in ranks for ranks in NODES[nodes]].index(True)})"
         difference = f"after {steps[rank]} optimizer steps, others after {min(steps)} to {max(steps)}"
         assert message.startswith(f"{where} synchronizes {difference}")
-
-
-def test_ranks_of_one_node_check_each_other_without_other_nodes():
-    def work(topology):
-        preflight = Preflight(topology, topology.node, number(int(topology.rank == 1)), between_nodes=False)
-        return preflight.is_flagged(), topology.meter.snapshot()["inter_messages"]
-
-    assert on_ranks(work, NODES["2 + 2"]) == [(True, 0), (True, 0), (False, 0), (False, 0)]
 
 
 @pytest.mark.parametrize("nodes", NODES)

@@ -1,4 +1,4 @@
-"""Synchronizations of ranks that share gradients with their node and of ranks that do not, against means in float64."""
+"""Synchronizations against means in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import on_nodes, with_policy
 
-from lightning_hiercomm import DASO, Gossip, PeriodicAveraging
+from lightning_hiercomm import Gossip, PeriodicAveraging
 from lightning_hiercomm.schemes import ParameterSync
 from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Full, RandomPermutation, Ring
 
@@ -37,7 +37,7 @@ def target_of(rank: int) -> torch.Tensor:
     return torch.arange(7, dtype=torch.float64) * (rank + 1) - 3.0 * rank
 
 
-def plainly(nodes, weights, reducer, staleness, gradients):
+def plainly(nodes, weights, reducer, staleness):
     """Every rank's values after each step, with nothing but means."""
     total = sum(weights)
     w = [weight / total for weight in weights]
@@ -65,13 +65,10 @@ def plainly(nodes, weights, reducer, staleness, gradients):
     trace, on_the_way, turn = [], None, -1
     for step in range(1, STEPS + 1):
         slopes = [x[r] - target_of(r) for r in range(len(x))]
-        if gradients == "node":
-            slopes = [mean(slopes, nodes[of[r]]) for r in range(len(x))]
+        slopes = [mean(slopes, nodes[of[r]]) for r in range(len(x))]
         x = [own - LR * slope for own, slope in zip(x, slopes, strict=True)]
         sends = (step + staleness) % PERIOD == 0
-        if len(nodes) > 1 or (gradients == "none" and len(x) > 1):  # else there is no other rank
-            if sends and not isinstance(reducer, str):
-                x = [mean(x, nodes[of[r]]) for r in range(len(x))]
+        if len(nodes) > 1:  # else there is no other replica
             if staleness and step % PERIOD == 0 and on_the_way is not None:
                 x, on_the_way = on_the_way, None
             if sends:
@@ -86,11 +83,10 @@ def plainly(nodes, weights, reducer, staleness, gradients):
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("gradients", ["node", "none"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("staleness", [0, 1, PERIOD])
 @pytest.mark.parametrize("place", NODES)
-def test_every_rank_holds_the_plain_mean(gradients, way, staleness, place):
+def test_every_rank_holds_the_plain_mean(way, staleness, place):
     nodes, reducer = NODES[place], WAYS[way]
     weights = [1.0 + 0.5 * rank for rank in range(sum(map(len, nodes)))] if isinstance(reducer, str) else None
 
@@ -100,9 +96,9 @@ def test_every_rank_holds_the_plain_mean(gradients, way, staleness, place):
             rank.train(lambda x: x - target)
         return torch.tensor(rank.trace, dtype=torch.float64)
 
-    scheme = ParameterSync(PERIOD, reducer=reducer, staleness=staleness, gradients=gradients)
+    scheme = ParameterSync(PERIOD, reducer=reducer, staleness=staleness)
     arguments = {"shapes": [(4,), (3,)], "dtype": torch.float64, "inner": INNER, "bucket_bytes": 2**20}
-    expected = plainly(nodes, weights or [1.0] * sum(map(len, nodes)), reducer, staleness, gradients)
+    expected = plainly(nodes, weights or [1.0] * sum(map(len, nodes)), reducer, staleness)
     ranks = on_nodes(work, scheme, nodes, weights=weights, timeout=10.0, **arguments)
     for number, trace in enumerate(ranks):
         own = torch.stack([values[number] for values in expected])
@@ -112,12 +108,10 @@ def test_every_rank_holds_the_plain_mean(gradients, way, staleness, place):
 @pytest.mark.parametrize(
     "scheme", [PeriodicAveraging(2, at_epoch_end=False), ParameterSync(2)], ids=["periodic", "parameter_sync"]
 )
-@pytest.mark.parametrize("gradients", ["node", "none"])
 @pytest.mark.parametrize("place", NODES)
-def test_the_optimizers_state_is_the_mean_over_all_ranks_that_differ(scheme, gradients, place):
+def test_the_optimizers_state_is_the_mean_over_all_nodes(scheme, place):
     nodes = NODES[place]
     weights = [1.0 + rank for rank in range(sum(map(len, nodes)))]
-    scheme = type(scheme)(2, gradients=gradients, **({"at_epoch_end": False} if "Periodic" in repr(scheme) else {}))
     scheme = with_policy(scheme, average_optimizer_state=True)
 
     def work(rank):
@@ -128,13 +122,12 @@ def test_the_optimizers_state_is_the_mean_over_all_ranks_that_differ(scheme, gra
     inner = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     found = on_nodes(work, scheme, nodes, weights=weights, dtype=torch.float64, inner=inner)
     slope = sum(w * (rank + 1) for rank, w in enumerate(weights)) / sum(weights)
-    if gradients == "none" or len(nodes) > 1:
+    if len(nodes) > 1:
         assert found == [(pytest.approx(1.9 * slope, abs=1e-12), pytest.approx(-0.29 * slope, abs=1e-12))] * len(found)
 
 
-@pytest.mark.parametrize("gradients", ["node", "none"])
-def test_optimizer_state_is_averaged_once_all_nodes_have_it(gradients):
-    scheme = with_policy(PeriodicAveraging(1, at_epoch_end=False, gradients=gradients), average_optimizer_state=True)
+def test_optimizer_state_is_averaged_once_all_nodes_have_it():
+    scheme = with_policy(PeriodicAveraging(1, at_epoch_end=False), average_optimizer_state=True)
 
     def work(rank):
         momenta = []
@@ -158,20 +151,10 @@ def test_weights_that_change_while_an_exchange_leaves_do_not_move_anybody():
             rank.topology.set_weights([1.0 + step % 3, 2.0, 1.0, 3.0 - step % 2])
         return rank.trace
 
-    scheme = ParameterSync(3, staleness=2, gradients="none")
+    scheme = ParameterSync(3, staleness=2)
     arguments = {"shapes": [(5,)], "dtype": torch.float64, "start": 2.0, "wire": "bfloat16", "bucket_bytes": 16}
     for trace in on_nodes(work, scheme, NODES["2x2"], **arguments):
         torch.testing.assert_close(torch.tensor(trace), torch.full((12, 5), 2.0), rtol=0, atol=1e-14)
-
-
-def test_daso_adapted_to_every_step_resumes_with_independent_ranks():
-    def work(rank):
-        for _ in range(20):
-            rank.train()
-        return rank.values.item()
-
-    scheme = DASO(1, 1, gradients="none", warmup_epochs=0, cooldown_epochs=0, adapt=False)
-    assert len(on_nodes(work, scheme, NODES["2x2"], timeout=5.0, epochs=1)) == 4
 
 
 @pytest.mark.parametrize("graph", [Ring(), Full(), DirectedExponential(2), *map(RandomPermutation, ("uniform", None))])
