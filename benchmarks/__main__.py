@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import gpu, gradients, prediction, report, scaling, startup
+from benchmarks import gpu, gradients, report, scaling, startup
 from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
@@ -113,16 +113,6 @@ def make_parser() -> argparse.ArgumentParser:
     timeline.add_argument("--mbit", type=float, default=500.0)
     timeline.add_argument("--show", type=int, default=10, help="steps to show")
     timeline.set_defaults(command=timeline_command)
-
-    foresight = commands.add_parser("prediction", help="step times as the planner predicts them, against measured ones")
-    _common(foresight, prediction.PREDICTED_ROWS)
-    foresight.add_argument("--layouts", nargs="+", type=_layout_of, default=list(prediction.LAYOUTS), metavar="2x2")
-    foresight.add_argument("--mbit", type=float, nargs="+", default=list(prediction.RATES), help="link rates")
-    foresight.add_argument("--workload", choices=sorted(WORKLOADS), help="default: by the link's rate")
-    foresight.add_argument("--repetitions", type=int, default=3)
-    foresight.add_argument("--steps", type=int, default=8, help="least number of steps on the clock")
-    foresight.add_argument("--stored", action="store_true", help="predict stored measurements again")
-    foresight.set_defaults(command=prediction_command)
 
     papers = commands.add_parser("papers", help="the five papers' claims on small tasks, with the papers' numbers")
     papers.add_argument("numbers", nargs="*", metavar="NUMBER", help="of papers: 000 to 004, or 'tasks'; default: all")
@@ -391,32 +381,6 @@ def _setting_name(arguments: argparse.Namespace, mbit: float | None) -> str:
     return f"{arguments.workload}-{arguments.nodes}x{arguments.ranks_per_node}-{rate}"
 
 
-def prediction_command(arguments: argparse.Namespace) -> None:
-    """Probe, predict and measure every layout at every rate."""
-    path = arguments.out / "prediction.json"
-    rates = arguments.mbit if why_no_namespaces() is None else [0.0]
-    for nodes, ranks in arguments.layouts if not arguments.stored else ():
-        for mbit in rates:
-            workload = arguments.workload or prediction.workload_for(mbit)
-            keys = ("probe", *arguments.rows)
-            steps = {
-                key: prediction.steps_on_the_clock(key, workload, nodes, ranks, mbit, arguments.steps) for key in keys
-            }
-            jobs = [
-                speed_job(key, workload, repetition, 1, steps[key], arguments.timeout)
-                for repetition in range(arguments.repetitions)
-                for key in keys
-            ]
-            jobs.append(speed_job("probe", workload, arguments.repetitions, 1, steps["probe"], arguments.timeout))
-            arguments.nodes, arguments.ranks_per_node = nodes, ranks
-            for _, results, note in _session(arguments, jobs, [mbit]):
-                found = prediction.setting_of(jobs, results, nodes, ranks, mbit, note)
-                prediction.save([found], path)
-                print(prediction.table(prediction.compare(found)), flush=True)
-    stored = [row for setting in prediction.load(path) for row in prediction.compare(setting)]
-    print(prediction.table(stored), path, sep="\n")
-
-
 def papers_command(arguments: argparse.Namespace) -> None:
     """Play what is not known yet; write the tables and figures of everything that is stored."""
     from benchmarks.papers.command import papers
@@ -474,11 +438,6 @@ def documents_command(_: argparse.Namespace) -> None:
 def _rate_of_row(text: str) -> tuple[str, float]:
     row, _, rate = text.partition("=")
     return row, float(rate)
-
-
-def _layout_of(text: str) -> tuple[int, int]:
-    nodes, _, ranks = text.partition("x")
-    return int(nodes), int(ranks)
 
 
 def report_command(arguments: argparse.Namespace) -> None:

@@ -8,12 +8,13 @@ GitHub shows the README and some pages of results without Sphinx. There a table 
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -25,9 +26,9 @@ from benchmarks.papers.paired import difference
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import Results, known_results
 from benchmarks.settings import ALONE, NARROW, OURS, PEERS
-from lightning_hiercomm import AllReduce, PeriodicAveraging, Scheme
-from lightning_hiercomm.planning.cluster import INTER_LATENCY, INTRA_LATENCY, Cluster, Link, Workload
-from lightning_hiercomm.planning.predict.cost import predict
+from lightning_hiercomm.planning.plan import RULE, Cluster, recommended, rows_of
+from lightning_hiercomm.planning.plan import report as plan_of
+from lightning_hiercomm.planning.quantities import shown_number
 
 _ROWS = {
     "README": ["ddp", "all_reduce_bf16", "all_reduce_int8", "all_reduce_int4", "periodic", "diloco"],
@@ -36,8 +37,8 @@ _ROWS = {
 """Of the tables of a page."""
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-ACCURACY = CHECKOUT / "lightning_hiercomm/planning/predict/accuracy.csv"
-"""What ``plan`` knows of accuracy."""
+ACCURACY = CHECKOUT / "lightning_hiercomm/planning/accuracy.csv"
+"""The accuracy that ``plan`` quotes."""
 RESULTS = CHECKOUT / "benchmarks" / "results"
 PAGES = tuple(
     CHECKOUT / name
@@ -46,6 +47,7 @@ PAGES = tuple(
         "benchmarks/results/tuned/README.md",
         "docs/howto/choose_a_scheme.md",
         "docs/howto/compress.md",
+        "docs/howto/plan_a_cluster.md",
     )
 )
 """Pages with tables between comments."""
@@ -61,9 +63,11 @@ def substitutions() -> str:
 
 def accuracy_table() -> str:
     """Return the contents of :data:`ACCURACY`, from what is stored in ``benchmarks/results/front``."""
-    lines = ["nodes,scheme,sync_every,wire_dtype,low,high"]
-    lines += [",".join(map(str, row)) for row in front.accuracy_rows(RESULTS / "front")]
-    return "\n".join(lines) + "\n"
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(("method", "nodes", "optimizer", "steps", "mean", "low", "high"))
+    lines.writerows(front.accuracy_rows(RESULTS / "front"))
+    return text.getvalue()
 
 
 def written(page: str) -> str:
@@ -201,42 +205,51 @@ def _advice() -> str:
     return "\n".join(lines)
 
 
-_INT8 = ('wire_dtype="int8"', AllReduce(), "int8", "AllReduce, int8")
-_INT4 = ('wire_dtype="int4"', AllReduce(), "int4", "AllReduce, int4")
-_TOP4 = ('wire_dtype="top4"', AllReduce(), "top4", "AllReduce, top4")
-_PERIODIC = ('PeriodicAveraging(2), wire_dtype="top4"', PeriodicAveraging(2), "top4", "PeriodicAveraging(2), top4")
 _CLUSTERS = (
-    (25.6, 4, 8, 10, 0.12, *_INT8, "8-adamw-short-cnn"),
-    (25.6, 2, 4, 1, 0.12, *_INT4, "2-adamw-short-cnn"),
-    (125, 2, 8, 1, 0.3, *_TOP4, "2-adamw-short-cnn"),
-    (1300, 8, 8, 10, 0.8, *_TOP4, "8-adamw-short-cnn"),
-    (125, 8, 8, 1, 0.3, *_PERIODIC, "8-adamw-short-cnn"),
+    (25.6, 4, 8, 10, 0.12),
+    (25.6, 2, 4, 1, 0.12),
+    (125, 2, 8, 1, 0.3),
+    (1300, 8, 8, 10, 0.8),
+    (125, 8, 8, 1, 0.3),
+    (1300, 16, 8, 0.1, 0.8),
+    (1300, 2, 8, 0.01, 0.8),
 )
-"""Million parameters, nodes, GPUs each, Gbit/s, seconds of a step; what to write; the measured method and setting."""
+"""Million parameters, nodes, GPUs each, Gbit/s, seconds of a step."""
 
 
 def _clusters() -> str:
-    """Return what to write on example clusters, with the predicted speed and the loss of accuracy measured nearest."""
+    """Return what ``plan`` recommends on example clusters."""
     lines = [
-        "| parameters, cluster, c | T / c | write `HierarchicalStrategy` of | a step, against DDP | accuracy, on |",
-        "|---|--:|---|--:|--:|",
+        "| parameters, cluster, c | T / c | write `HierarchicalStrategy` of | DDP | one node | points of accuracy |",
+        "|---|--:|---|--:|--:|--:|",
     ]
-    for millions, nodes, ranks, gbits, seconds, arguments, scheme, wire, method, setting in _CLUSTERS:
-        ratio = 2 * (nodes - 1) / nodes * 32e6 * millions / (1e9 * gbits) / seconds
-        cluster = f"{millions:,} M, {nodes} nodes of {ranks} GPUs, {gbits} Gbit/s, {seconds} s"
-        sooner = _predicted_speed(scheme, wire, 1e6 * millions, nodes, ranks, 1e9 * gbits / 8, seconds)
-        loss = f"{_front(setting, method)}, {_ADVICE[setting]}"
-        lines.append(f"| {cluster} | {ratio:.1f} | `{arguments}` | {sooner:.1f}x | {loss} |")
+    for millions, nodes, ranks, gbits, seconds in _CLUSTERS:
+        cluster = Cluster(nodes, 1e9 * gbits / 8, 50e-6, 1e6 * millions, seconds, ranks)
+        rows = rows_of(cluster)
+        best = recommended(cluster, rows)
+        shown = f"{millions:,} M, {nodes} nodes of {ranks} GPUs, {gbits} Gbit/s, {seconds} s"
+        cells = [f"`{best.choice.arguments}`", f"{shown_number(rows[0].seconds / best.seconds)}x"]
+        cells += [f"{shown_number(best.speed)}x", str(best.accuracy)]
+        if best.speed < 1:
+            cells = ["one node alone", f"{shown_number(rows[0].seconds / seconds / nodes)}x", "1x", ""]
+        lines.append("| " + " | ".join([shown, shown_number(cluster.ratio), *cells]) + " |")
     return "\n".join(lines)
 
 
-def _predicted_speed(
-    scheme: Scheme, wire: str, parameters: float, nodes: int, ranks: int, bandwidth: float, seconds: float
-) -> float:
-    """Return DDP's predicted time of a step, divided by a scheme's, as ``plan`` predicts them."""
-    cluster = Cluster(nodes, ranks, Link(math.inf, INTRA_LATENCY), Link(bandwidth, INTER_LATENCY))
-    workload = Workload.of_step(parameters, seconds)
-    return predict(None, cluster, workload).seconds / predict(scheme, cluster, workload, wire).seconds
+def _rule() -> str:
+    """Return the rule of ``plan``."""
+    lines = ["| T / c | write `HierarchicalStrategy` of | why |", "|---|---|---|"]
+    for choice in RULE:
+        holds = f"below {choice.below:g}" if choice is not RULE[-1] else f"above {RULE[-2].below:g}"
+        arguments = f"instead `{choice.arguments}`" if choice.is_ddp else f"`{choice.arguments}`"
+        lines.append(f"| {holds} | {arguments} | {choice.why} |")
+    return "\n".join(lines)
+
+
+def _plan() -> str:
+    """Return what ``plan`` prints for the first example cluster."""
+    millions, nodes, ranks, gbits, seconds = _CLUSTERS[0]
+    return f"```text\n{plan_of(Cluster(nodes, 1e9 * gbits / 8, 50e-6, 1e6 * millions, seconds, ranks))}\n```"
 
 
 _RATES = (
@@ -327,11 +340,6 @@ def _memory(*only: str) -> str:
     return "\n".join(lines)
 
 
-def _once(name: str) -> str:
-    """A number that was measured a single time, by a run whose own file was not kept: what is known of it is stored."""
-    return str(json.loads((RESULTS / "once.json").read_text())[name]["value"])
-
-
 def _sooner(setting: str, baseline: str = "ddp") -> str:
     """Return the seconds until a target accuracy on a real link, and the ratio to those of another row."""
     stored = json.loads((RESULTS / "compressed" / f"accuracy-{setting}.json").read_text())
@@ -364,19 +372,12 @@ def _with_accuracy(lines: Sequence[str], rows: Sequence[str]) -> str:
     return "\n".join(f"{line} {' '.join(cells)}" for line, cells in zip(lines, added, strict=True))
 
 
-@cache
-def _predictions(probes: str, percent: str) -> str:
-    """How many were within so many percent: of the first probe, or of the mean of all; or on settings held out."""
-    is_held_out = probes == "held-out"
-    rows = _predicted(probes if is_held_out else "prediction", only_first=is_held_out or probes == "first")
-    return f"{sum(abs(row.ratio - 1) <= float(percent) / 100 for row in rows)} of {len(rows)}"
-
-
-def _predicted(name: str, only_first: bool) -> list[prediction.Compared]:
-    settings = prediction.load(RESULTS / f"{name}.json")
-    if only_first:
-        settings = [replace(setting, profiles=setting.profiles[:1]) for setting in settings]
-    return [row for setting in settings for row in prediction.compare(setting)]
+def _predictions(*what: str) -> str:
+    """Return a table of modeled and measured steps of the larger model, or how many of all differ by some percent."""
+    rows = list(prediction.compare(RESULTS))
+    if not what:
+        return prediction.table([row for row in rows if row.cell.workload == "mlp11m"])
+    return f"{sum(abs(row.ratio - 1) <= float(what[0]) / 100 for row in rows)} of {len(rows)}"
 
 
 def _elastic() -> str:
@@ -392,11 +393,6 @@ def _elastic() -> str:
         kept = (stored["kept_waits_alone"], stored["kept_with_restarts"])
         lines.append("| " + " | ".join([*cells, *(f"{100 * share:.1f} %" for share in kept)]) + " |")
     return "\n".join(lines)
-
-
-def _held_out() -> str:
-    """Predicted from one probe in front, on settings that the model was not revised on."""
-    return prediction.table(_predicted("held-out", only_first=True)).rpartition("\n\n")[0]
 
 
 MEASURED = {
@@ -417,7 +413,7 @@ MEASURED = {
     "table_tuned_32": "tuned / nodes-32",
     "table_tuned_long8": "tuned / long-8",
     "table_rare2": "tuned / rare-2",
-    "table_held_out": "held-out",
+    "table_predictions": "predictions",
     "table_elastic": "elastic",
     "nodes4_periodic2": "tuned / nodes-4 / PeriodicAveraging(2) / AllReduce",
     "nodes4_steps08": "tuned / nodes-4 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
@@ -478,14 +474,7 @@ MEASURED = {
     "ratio_lightning_postlocal": (
         "speed / mlp11m-2x2-500mbit / Lightning post-local SGD(16), hook registered by hand / PeriodicAveraging(16)"
     ),
-    "predictions_first_10": "predictions / first / 10",
-    "predictions_first_20": "predictions / first / 20",
-    "predictions_all_10": "predictions / all / 10",
-    "predictions_all_20": "predictions / all / 20",
-    "predictions_heldout_10": "predictions / held-out / 10",
-    "predictions_heldout_20": "predictions / held-out / 20",
-    "one_job_ms": "once / one job, ms",
-    "one_job_later_ms": "once / the same job an hour later, ms",
+    "predictions_20": "predictions / 20",
 }
 """Names of substitutions, and the paths of what they stand for."""
 
@@ -504,8 +493,8 @@ _KINDS: dict[str, Callable[..., str]] = {
     "sooner": _sooner,
     "accuracy": _accuracy,
     "memory": _memory,
-    "once": _once,
     "predictions": _predictions,
-    "held-out": _held_out,
+    "rule": _rule,
+    "plan": _plan,
     "elastic": _elastic,
 }

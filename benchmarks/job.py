@@ -92,7 +92,6 @@ class Record:
     traffic: list[tuple[float, int]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
     disagreement: float | None = None
-    profile: dict[str, Any] | None = None
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -34,9 +34,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks import zoo
+from benchmarks.simulate.tasks import Examples, Task, Turn
 from benchmarks.workloads import WORKLOADS, character_windows, judged, loss_of
-from lightning_hiercomm.planning.cluster import PlanningError
-from lightning_hiercomm.planning.simulate.tasks import Examples, Task, Turn
 
 _SEGMENTATION = Path(__file__).resolve().parents[1] / "examples" / "segmentation"
 _PICTURES = (512, 128)  # to train on, and held out; of 32 x 64 pixels
@@ -61,7 +60,7 @@ def _example() -> tuple[Any, Any]:
     try:
         return importlib.import_module("data"), importlib.import_module("model")
     except ImportError as error:
-        raise PlanningError("the task segmentation needs torchvision: pip install torchvision") from error
+        raise ValueError("the task segmentation needs torchvision: pip install torchvision") from error
     finally:
         sys.path.remove(str(_SEGMENTATION))
         for name in ("data", "model"):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from lightning_hiercomm.planning.cluster import PlanningError
-from lightning_hiercomm.planning.simulate.tasks import Examples, Task, Turn
+from benchmarks.simulate.tasks import Examples, Task, Turn
 
 _WINDOW = 16  # characters that the next one is predicted from
 _MOST_CHARACTERS = 200_000
@@ -33,7 +32,7 @@ def _digits() -> tuple[Examples, Examples]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise PlanningError("this task needs scikit-learn: pip install scikit-learn") from error
+        raise ValueError("this task needs scikit-learn: pip install scikit-learn") from error
     images, labels = load_digits(return_X_y=True)
     return _split(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
 
@@ -43,7 +42,7 @@ def _mnist1d() -> tuple[Examples, Examples]:
     try:
         from mnist1d.data import get_dataset_args, make_dataset
     except ImportError as error:
-        raise PlanningError("this task needs mnist1d: pip install mnist1d") from error
+        raise ValueError("this task needs mnist1d: pip install mnist1d") from error
     made = make_dataset(get_dataset_args())
 
     def pair(suffix: str) -> Examples:

@@ -34,7 +34,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["substitution"]
 # written by `python -m benchmarks documents`
 myst_substitutions = json.loads(Path(__file__).with_name("measured.json").read_text())
-myst_substitutions |= {f"help_{name}": _help(name) for name in ("doctor", "probe", "plan", "simulate", "lighthouse")}
+myst_substitutions |= {f"help_{name}": _help(name) for name in ("doctor", "plan", "lighthouse")}
 highlight_language = "none"  # equations in docstrings are no programs; blocks in Markdown name their language
 
 autodoc_member_order = "bysource"

@@ -86,14 +86,6 @@ def _bounds() -> dict[str, Row]:
 
 def _every_step() -> dict[str, Row]:
     return {
-        "probe": Row(
-            title="what `probe` measures",
-            module="probe",
-            options={"seconds": 3.0},
-            bound="compute",
-            traffic="none",
-            averages_in_node=False,
-        ),
         "loop": Row(
             title="Lightning's loop, no communication",
             module="lightning",

@@ -6,8 +6,8 @@ import time
 
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Point, Site, schedule
-from lightning_hiercomm.planning.simulate.tasks import Batches, judge, loss_of, momentum_sgd
+from benchmarks.simulate.simulation import Curve, Experiment, Point, Site, schedule
+from benchmarks.simulate.tasks import Batches, judge, loss_of, momentum_sgd
 
 
 def asynchronous(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve:

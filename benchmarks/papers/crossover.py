@@ -12,7 +12,7 @@ from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
-from lightning_hiercomm.planning.simulate.simulation import Experiment
+from benchmarks.simulate.simulation import Experiment
 from lightning_hiercomm.schemes import AllReduce, DirectedExponential, Gossip, Scheme
 
 TASK = PERCEPTRON

@@ -16,8 +16,8 @@ from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
-from lightning_hiercomm.planning.cluster import Link
-from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
+from benchmarks.predict.cluster import Link
+from benchmarks.simulate.simulation import Experiment, Site
 from lightning_hiercomm.schemes import DASO, AllReduce, Context, Scheme
 from lightning_hiercomm.schemes.daso import RunningDASO
 

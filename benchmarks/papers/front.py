@@ -1,13 +1,12 @@
 """The front of accuracy and time: how much sooner does a method reach the accuracy of float32 all-reduce?
 
 Every method is tuned and judged as in :mod:`benchmarks.papers.tuned`, and the runs that judge are evaluated on the way.
-What a step would take comes from the cost model of :mod:`lightning_hiercomm.planning.predict`, for a model of realistic
+What a step would take comes from the cost model of :mod:`benchmarks.predict`, for a model of realistic
 size (:data:`WORKLOAD`): stored are accuracies by step, so that other assumptions need no new run.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,8 +31,9 @@ from benchmarks.papers.paired import Difference, difference
 from benchmarks.papers.power_sgd import PowerSGD, shapes_of, share_sent
 from benchmarks.papers.tuned import Climb, Comparison, Contender, load, rate_of
 from benchmarks.papers.wires import wire_named
-from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.predict.cost import Prediction, predict
+from benchmarks.predict.cluster import Cluster, Link, Workload
+from benchmarks.predict.cost import Prediction, predict
+from lightning_hiercomm.planning.plan import RULE
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation
 
@@ -453,16 +453,24 @@ def table(comparison: Comparison, known: Mapping[str, Climb]) -> str:
     return (partial_mark if missing else "") + "\n".join(lines)
 
 
+_PLANNED = ("2-adamw-short-cnn", "8-adamw-short-cnn", "32-adamw-short-cnn", "8-sgd-short-cnn", "8-adamw-long-cnn")
+"""Settings that ``plan`` quotes."""
+
+
 def accuracy_rows(folder: Path) -> Iterator[tuple[str | int | float, ...]]:
-    """Yield what the planner knows of accuracy: nodes, scheme, period, payload type, and the ends of the interval."""
-    for comparison in SETTINGS.values():
-        for row in rows(comparison, load(comparison, folder)):
-            parts = re.fullmatch(r"(\w+)(?:\((\d+)[^)]*\))?(?:, delta)?(?:, (bfloat16|int8|int4|top4))?", row.way.name)
-            is_ours = row.way.family != "power_sgd"
-            if is_ours and row.apart is not None and parts is not None:
-                scheme, period, wire = parts.groups()
-                low, high = row.apart.low, row.apart.high
-                yield comparison.arena.nodes, scheme, int(period or 1), wire or "float32", round(low, 2), round(high, 2)
+    """Yield what ``plan`` quotes: method, nodes, optimizer, steps, mean difference, and the ends of its interval."""
+    for choice in RULE:
+        for comparison in map(SETTINGS.__getitem__, _PLANNED):
+            arena = comparison.arena
+            if choice.measured is not None and (
+                choice.steps == arena.steps or not (choice.steps or "long" in arena.name)
+            ):
+                (apart,) = (
+                    row.apart for row in rows(comparison, load(comparison, folder)) if row.way.name == choice.measured
+                )
+                assert apart is not None
+                ends = (round(value, 3) for value in (apart.mean, apart.low, apart.high))
+                yield choice.measured, arena.nodes, arena.optimizer, arena.steps, *ends
 
 
 def title(comparison: Comparison) -> str:

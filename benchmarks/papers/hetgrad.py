@@ -10,10 +10,10 @@ from benchmarks.papers.pictures import legend, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
+from benchmarks.simulate.simulation import Experiment
+from benchmarks.simulate.tasks import momentum_sgd
 from benchmarks.zoo import adam
 from lightning_hiercomm.batches.partition import StepCost, Weighting, divide, rank_weights
-from lightning_hiercomm.planning.simulate.simulation import Experiment
-from lightning_hiercomm.planning.simulate.tasks import momentum_sgd
 from lightning_hiercomm.schemes import AllReduce
 
 GLOBAL_BATCH = 64

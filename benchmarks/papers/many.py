@@ -32,10 +32,10 @@ from benchmarks.papers.networks import (
 )
 from benchmarks.papers.perceptron import PERCEPTRON
 from benchmarks.papers.wires import NodeMean, ParameterMean, StateMean, decoded
+from benchmarks.simulate.simulation import schedule
+from benchmarks.simulate.tasks import Examples, Task, shuffled
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.comm.codec import AsIs, Codec
-from lightning_hiercomm.planning.simulate.simulation import schedule
-from lightning_hiercomm.planning.simulate.tasks import Examples, Task, shuffled
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Graph, RandomPermutation, Ring
 

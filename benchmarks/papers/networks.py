@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.simulate.tasks import Examples, Task
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.simulate.tasks import Examples, Task
 
 Split = tuple[Examples, Examples, Examples]
 """Examples to train on, to tune by, and to judge by."""

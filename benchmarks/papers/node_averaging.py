@@ -13,8 +13,8 @@ from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Sample, Setting, Study
+from benchmarks.simulate.simulation import Experiment
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.simulate.simulation import Experiment
 from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging, Scheme
 
 NODES = (4, 8, 12, 16, 20)

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from benchmarks.simulate.tasks import OptimizerMaker
 from benchmarks.tasks import adamw
 from benchmarks.zoo import adam
-from lightning_hiercomm.planning.simulate.tasks import OptimizerMaker
 
 
 class AdaBelief(Optimizer):

@@ -11,7 +11,7 @@ PREFACE = """# The papers' claims, played here
 
 `python -m benchmarks papers` (one of them: `python -m benchmarks papers 003`). The replicas are threads of one process
 and run the schemes' own code, bit for bit what processes compute; seconds are those of a virtual clock that goes by
-the cost model of `lightning_hiercomm.planning` on the paper's cluster, not of this machine. The tasks are small enough
+the cost model of `benchmarks.predict` on the paper's cluster, not of this machine. The tasks are small enough
 for two processor cores, so **accuracies are not the papers' accuracies**: what can be compared is which method is
 higher at one learning rate. That is not which is better: [where both sides are tuned](../tuned/README.md) most of it
 turns out to be how large a rate a method stands. Replicas draw from all examples, with replacement; the 1,000 held-out

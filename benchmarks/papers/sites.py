@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.simulate.simulation import Site
+from benchmarks.predict.cluster import Cluster, Link, Workload
+from benchmarks.simulate.simulation import Site
 
 _RESNET50 = 25.6e6
 _GBIT = 1e9 / 8
@@ -11,7 +11,7 @@ _GBIT = 1e9 / 8
 
 def _site(ranks_per_node: int, inter: float, step: float, intra: float = 300e9) -> Site:
     links = Link(intra, 5e-6), Link(inter, 20e-6)
-    return Site(Cluster(2, ranks_per_node, *links), Workload.of_step(_RESNET50, step, state_per_parameter=1.0))
+    return Site(Cluster(2, ranks_per_node, *links), Workload.of_step(_RESNET50, step))
 
 
 SITES = {

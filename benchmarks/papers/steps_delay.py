@@ -14,9 +14,9 @@ from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
-from lightning_hiercomm.planning.cluster import Link
-from lightning_hiercomm.planning.predict.cost import predict
-from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
+from benchmarks.predict.cluster import Link
+from benchmarks.predict.cost import predict
+from benchmarks.simulate.simulation import Experiment, simulate
 from lightning_hiercomm.schemes import AllReduce, Scheme, StepsDelay
 
 NODES = 4

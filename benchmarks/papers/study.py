@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.papers.paired import difference
-from lightning_hiercomm.planning.simulate.simulation import Curve, Experiment, Site, simulate
+from benchmarks.simulate.simulation import Curve, Experiment, Site, simulate
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
 
 _LOOKS = 20
@@ -33,7 +33,7 @@ class Setting:
         key: What the results call it; no two settings of a study have the same.
         make: Gives the experiment of a seed.
         site: What the virtual clock goes by.
-        play: What trains: :func:`~lightning_hiercomm.planning.simulate.simulation.simulate`, or something that it has
+        play: What trains: :func:`~benchmarks.simulate.simulation.simulate`, or something that it has
             no scheme for.
         looks: How often the averaged model is judged.
     """

@@ -10,9 +10,9 @@ from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
 from benchmarks.papers.pictures import legend, lines, panels, save
 from benchmarks.papers.report import table
 from benchmarks.papers.study import Results, Setting, Study
+from benchmarks.predict.cluster import Cluster, Link, Workload
+from benchmarks.simulate.simulation import Experiment, Site
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
 from lightning_hiercomm.schemes import AllReduce
 
 BATCHES = (32, 128, 512, 2048)

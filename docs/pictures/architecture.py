@@ -32,7 +32,7 @@ CAPTIONS = {
     "control": "detects failed and stuck ranks, and stops all of them",
     "elastic": "nodes that leave and join: quorum, transaction, healing",
     "nodes": "topology, process groups, replicas, buckets",
-    "planning": "doctor, probe, plan and simulate",
+    "planning": "doctor, and plan: which scheme a cluster needs",
     "run": "one fit without a Trainer: gradients, the averaged model, traffic",
     "schemes": "when and how replicas synchronize",
     "trainer": "strategies, their hooks and settings, the monitor",

@@ -7,12 +7,11 @@ import math
 import re
 from collections.abc import Mapping
 
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_SIZES = {f"{prefix}byte": factor for prefix, factor in _PREFIXES.items()}
+_DURATIONS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 _BANDWIDTHS = {
-    **_SIZES,
+    **{f"{prefix}byte": factor for prefix, factor in _PREFIXES.items()},
     **{f"{prefix}{bit}": factor / 8 for prefix, factor in _PREFIXES.items() for bit in ("bit", "b")},
 }
 _NUMBER = re.compile(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*(\S*)\s*", re.IGNORECASE)
@@ -23,39 +22,30 @@ class QuantityError(argparse.ArgumentTypeError, ValueError):
 
 
 def bandwidth(text: str) -> float:
-    """Read ``"10gbit"``, ``"300gbyte"``, ``"10Gb/s"``, ``"10Gbps"`` or ``"300GB/s"`` as bytes per second.
+    """Read ``"10Gbit/s"``, ``"10gbit"``, ``"10Gbps"`` or ``"1.25GB/s"`` as bytes per second.
 
     Raises:
         QuantityError: If it is anything else, or not positive.
     """
-    return _read(re.sub(r"(/s|ps)\s*$", "", text), _BANDWIDTHS, "a bandwidth such as 10gbit or 300gbyte")
-
-
-def size(text: str) -> float:
-    """Read ``"80gbyte"``, ``"80GB"`` or ``"24gib"`` as bytes.
-
-    Raises:
-        QuantityError: If it is anything else, or not positive.
-    """
-    return _read(re.sub(r"b\s*$", "B", text), _SIZES, "a size such as 80gbyte or 24gib")
+    return _read(re.sub(r"(/s|ps)\s*$", "", text), _BANDWIDTHS, "a rate such as 10Gbit/s")
 
 
 def duration(text: str) -> float:
-    """Read ``"50us"``, ``"2.5ms"``, ``"0.4s"``, ``"0.4"`` or ``"20min"`` as seconds.
+    """Read ``"50us"``, ``"2.5ms"``, ``"0.4s"`` or ``"0.4"`` as seconds.
 
     Raises:
         QuantityError: If it is anything else, or not positive.
     """
-    return _read(text, _DURATIONS, "a duration such as 50us or 0.4s")
+    return _read(text, _DURATIONS, "a duration such as 0.12s or 50us")
 
 
 def count(text: str) -> float:
-    """Read ``"1.3e9"``, ``"1.3b"`` or ``"350m"``.
+    """Read ``"1.3e9"``, ``"1.3b"`` or ``"350M"``.
 
     Raises:
         QuantityError: If it is anything else, or not positive.
     """
-    return _read(text.lower(), _COUNTS, "a number such as 1.3e9 or 350m")
+    return _read(text.lower(), _COUNTS, "a number such as 125M")
 
 
 def _read(text: str, units: Mapping[str, float], what: str) -> float:
@@ -74,25 +64,32 @@ def _read(text: str, units: Mapping[str, float], what: str) -> float:
 
 def shown_bytes(value: float) -> str:
     """Return ``"1.3 GB"``."""
-    value = _rounded(value)  # first, or 999.6 kB would become 1,000 kB
-    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= factor:
-            return f"{_three_digits(value / factor)} {prefix}B"
-    return f"{value:.3g} B"
+    return _shown(value, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
+
+
+def shown_rate(value: float) -> str:
+    """Return ``"10 Gbit/s"`` of bytes per second."""
+    return _shown(8 * value, {"Tbit/s": 1e12, "Gbit/s": 1e9, "Mbit/s": 1e6, "kbit/s": 1e3, "bit/s": 1.0})
 
 
 def shown_seconds(value: float) -> str:
     """Return ``"12.5 ms"``."""
-    value = _rounded(value)
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= factor:
-            return f"{_three_digits(value / factor)} {unit}"
-    return f"{value * 1e9:.3g} ns" if value else "0 s"
+    return _shown(value, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
 
 
-def _three_digits(value: float) -> str:
-    return f"{_rounded(value):,.0f}" if value >= 100 else f"{value:.3g}"
+def shown_count(value: float) -> str:
+    """Return ``"125 M"``."""
+    return _shown(value, {"G": 1e9, "M": 1e6, "k": 1e3, "": 1.0}).rstrip()
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
+def _shown(value: float, units: Mapping[str, float]) -> str:
+    """Return three digits with the largest unit that fits, or the smallest unit."""
+    value = float(f"{value:.3g}")  # first, or 999.6 kB would become 1,000 kB
+    unit, factor = next(((unit, factor) for unit, factor in units.items() if value >= factor), [*units.items()][-1])
+    return f"{shown_number(value / factor)} {unit}"
+
+
+def shown_number(value: float) -> str:
+    """Return three digits."""
+    value = float(f"{value:.3g}")
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

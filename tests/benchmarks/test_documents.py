@@ -19,7 +19,6 @@ def test_substitutions_equal_the_stored_results():
     assert SUBSTITUTIONS.read_text() == documents.substitutions(), "python -m benchmarks documents"
 
 
-@pytest.mark.nightly
 def test_the_planner_knows_the_stored_accuracy():
     assert documents.ACCURACY.read_text() == documents.accuracy_table(), "python -m benchmarks documents"
 
@@ -38,13 +37,13 @@ _QUANTITY = (
 # Targets, defaults, assumptions, examples, definitions, arithmetic and the papers' claims, by page.
 _NO_MEASUREMENT = {
     "README.md": {"95 %"},
-    "docs/explanation/cost_model.md": {"10 %", "20 %"},
+    "docs/explanation/cost_model.md": {"20 %"},
     "docs/explanation/elastic.md": {"30 times"},
     "docs/explanation/front.md": {"93 %", "95 %"},
     "docs/explanation/papers.md": {"1 to 11 points", "110 %", "95 %"},
     "docs/howto/choose_a_scheme.md": {"95 %"},
     "docs/howto/debug_a_hang.md": {"30 seconds"},
-    "docs/howto/plan_a_cluster.md": {"5 %", "95 %"},
+    "docs/howto/plan_a_cluster.md": {"95 %"},
     "docs/howto/slurm.md": {"90 seconds"},
     "docs/howto/two_sites.md": {"40 ms"},
     "docs/reference/schemes/daso.md": {"3 %"},

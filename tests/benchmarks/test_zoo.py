@@ -7,9 +7,8 @@ import sys
 import pytest
 import torch
 
+from benchmarks.simulate.tasks import Batches
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.cluster import PlanningError
-from lightning_hiercomm.planning.simulate.tasks import Batches
 
 NEEDS = {"digits": "sklearn", "mnist1d": "mnist1d", "rnn": "mnist1d", "gru": "mnist1d", "lstm": "mnist1d"}
 
@@ -47,5 +46,5 @@ def test_a_missing_package_is_named_with_its_remedy(package, monkeypatch):
     name = next(task for task, needed in NEEDS.items() if needed == package)
     TASKS[name].load.cache_clear()
     monkeypatch.setitem(sys.modules, f"{package}.{'datasets' if package == 'sklearn' else 'data'}", None)
-    with pytest.raises(PlanningError, match=r"pip install (scikit-learn|mnist1d)"):
+    with pytest.raises(ValueError, match=r"pip install (scikit-learn|mnist1d)"):
         TASKS[name].load()

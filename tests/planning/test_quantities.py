@@ -18,7 +18,6 @@ from lightning_hiercomm.planning import quantities
         ("300gbyte", 3e11),
         ("300GB/s", 3e11),
         ("1e2 mbit", 1.25e7),
-        ("1 GiByte", 2.0**30),
         ("8bit", 1.0),
     ],
 )
@@ -28,15 +27,10 @@ def test_bandwidths(text, value):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("50us", 5e-5), ("2.5 ms", 2.5e-3), ("0.4", 0.4), ("0.4s", 0.4), ("2min", 120), ("3h", 10800), ("2d", 172800)],
+    [("50us", 5e-5), ("2.5 ms", 2.5e-3), ("0.4", 0.4), ("0.4s", 0.4)],
 )
 def test_durations(text, value):
     assert quantities.duration(text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(("text", "value"), [("80gbyte", 8e10), ("80GB", 8e10), ("24gib", 24 * 2.0**30), ("512B", 512)])
-def test_sizes(text, value):
-    assert quantities.size(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("text", "value"), [("1.3e9", 1.3e9), ("1.3b", 1.3e9), ("350M", 3.5e8), ("7", 7)])
@@ -47,17 +41,15 @@ def test_counts(text, value):
 @pytest.mark.parametrize(
     ("reader", "text", "message"),
     [
-        (quantities.bandwidth, "10", "10gbit or 300gbyte"),
-        (quantities.bandwidth, "10 parsec", "not a bandwidth"),
-        (quantities.bandwidth, "fast", "not a bandwidth such as 10gbit"),
+        (quantities.bandwidth, "10", "10Gbit/s"),
+        (quantities.bandwidth, "10 parsec", "not a rate"),
+        (quantities.bandwidth, "fast", "not a rate such as 10Gbit/s"),
         (quantities.bandwidth, "0gbit", "must be positive"),
         (quantities.bandwidth, "1e999gbit", "must be positive and finite"),
         (quantities.duration, "4 hours", "not a duration"),
         (quantities.duration, "-4", "not a duration"),
         (quantities.duration, "0.4/s", "not a duration"),
         (quantities.count, "350m/s", "not a number"),
-        (quantities.size, "80gbyte/s", "not a size"),
-        (quantities.size, "80", "not a size"),
         (quantities.count, "1.2.3", "not a number"),
         (quantities.count, "3 dozen", "not a number"),
     ],
@@ -77,8 +69,12 @@ def test_invalid_quantities_are_refused(reader, text, message):
         (quantities.shown_seconds(0.0125), "12.5 ms"),
         (quantities.shown_seconds(0.99951), "1 s"),
         (quantities.shown_seconds(12345), "12,300 s"),
-        (quantities.shown_seconds(0), "0 s"),
-        (quantities.shown_seconds(2e-8), "20 ns"),
+        (quantities.shown_seconds(0), "0 us"),
+        (quantities.shown_seconds(2e-7), "0.2 us"),
+        (quantities.shown_rate(1.25e9), "10 Gbit/s"),
+        (quantities.shown_count(1.25e8), "125 M"),
+        (quantities.shown_number(1282.6), "1,280"),
+        (quantities.shown_number(0.01547), "0.0155"),
     ],
 )
 def test_quantities_are_shown_with_three_digits(shown, value):

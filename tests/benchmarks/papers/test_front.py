@@ -10,7 +10,7 @@ from benchmarks.papers import front, tuned
 from benchmarks.papers.many import Arena
 from benchmarks.papers.paired import Difference
 from benchmarks.papers.tuned import TUNING_SEEDS, Climb
-from lightning_hiercomm.planning.cluster import Workload
+from benchmarks.predict.cluster import Workload
 from lightning_hiercomm.schemes import DASO, PeriodicAveraging
 
 pytest.importorskip("mnist1d")

@@ -29,10 +29,10 @@ from benchmarks.papers.many import (
 from benchmarks.papers.networks import CHARACTERS, NORMALIZED, character_split
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.wires import wire_named
+from benchmarks.simulate.simulation import Experiment, simulate
+from benchmarks.simulate.tasks import Batches
 from benchmarks.tasks import adamw
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.simulate.simulation import Experiment, simulate
-from lightning_hiercomm.planning.simulate.tasks import Batches
 from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,

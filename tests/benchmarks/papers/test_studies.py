@@ -15,9 +15,9 @@ from benchmarks.papers.asynchronous import asynchronous
 from benchmarks.papers.optimizers import AdaBelief
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import known_results
+from benchmarks.predict.cluster import Cluster, Link, Workload
+from benchmarks.simulate.simulation import Experiment, Site, simulate
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.simulate.simulation import Experiment, Site, simulate
 from lightning_hiercomm.schemes import AllReduce
 
 

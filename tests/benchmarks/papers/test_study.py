@@ -7,9 +7,9 @@ import math
 import pytest
 
 from benchmarks.papers.study import Results, Sample, Setting
+from benchmarks.predict.cluster import Cluster, Link, Workload
+from benchmarks.simulate.simulation import Experiment, Site
 from benchmarks.zoo import TASKS
-from lightning_hiercomm.planning.cluster import Cluster, Link, Workload
-from lightning_hiercomm.planning.simulate.simulation import Experiment, Site
 from lightning_hiercomm.schemes import AllReduce, Gossip, PeriodicAveraging
 
 SITE = Site(Cluster(2, 1, Link(math.inf), Link(1e7)), Workload.of_step(1e6, 1.0))

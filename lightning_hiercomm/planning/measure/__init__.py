@@ -1,1 +1,0 @@
-"""Measurements: the doctor, the probe, and timed training steps."""

@@ -1,0 +1,110 @@
+"""Measure the network between nodes: round trips, latency and rate."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from lightning_hiercomm.comm import streams
+from lightning_hiercomm.nodes.topology import Topology
+
+_CONNECTIONS = 5
+_TIMEOUT = 5.0
+
+_FIRST_BYTES, _MOST_BYTES = 2**18, 2**26
+_GROWTH = 4
+_LONG_ENOUGH = 0.5  # seconds of an all-reduce: a larger one would not tell more
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between nodes.
+
+    Attributes:
+        rate: Bytes per second that a node sends, all its ranks together.
+        latency: Seconds of a message without content.
+    """
+
+    rate: float
+    latency: float
+
+
+def measured(topology: Topology, device: torch.device) -> Network | None:
+    """Measure all-reduces between nodes over the run's own backend, in less than a minute on most networks; collective.
+
+    An all-reduce of M nodes passes ``2 (M - 1)`` messages one after another, and each of the ranks that communicate
+    sends ``2 (M - 1) / M`` times its tensor.
+
+    Returns:
+        The network; None on one node.
+    """
+    nodes = topology.num_nodes
+    if nodes == 1:
+        return None
+    empty = _seconds(topology, torch.zeros(nodes, device=device))
+    size = _FIRST_BYTES
+    while True:
+        tensor = torch.zeros(size // 4, device=device)
+        taken = _seconds(topology, tensor, repeats=1)
+        if taken > _LONG_ENOUGH or size >= _MOST_BYTES:
+            break
+        size *= _GROWTH
+    if taken < _LONG_ENOUGH:
+        taken = _seconds(topology, tensor)
+    sent = topology.num_shards * 2 * (nodes - 1) / nodes * size
+    return Network(sent / max(taken - empty, 1e-9), empty / (2 * (nodes - 1)))
+
+
+def _seconds(topology: Topology, tensor: torch.Tensor, repeats: int = _REPEATS) -> float:
+    """Return the median time of an all-reduce between nodes, on the slowest rank."""
+    taken: list[float] = []
+    for _ in range(1 + repeats):  # the first one opens connections
+        topology.world.barrier()
+        streams.synchronize(tensor.device)
+        began = time.perf_counter()
+        if topology.inter is not None:
+            topology.inter.all_reduce(tensor).wait()
+        streams.synchronize(tensor.device)
+        taken.append(max(topology.world.all_gather_object(time.perf_counter() - began)))
+    return median(taken[1:])
+
+
+def round_trips(topology: Topology, host: str) -> tuple[int, list[float | None]]:
+    """Connect every rank to an ephemeral port of rank 0; collective.
+
+    Args:
+        topology: The nodes.
+        host: Rank 0's address.
+
+    Returns:
+        The port, and every rank's round trip to rank 0: 0 on rank 0 itself, None where it cannot connect.
+    """
+    leads = topology.rank in {ranks[0] for ranks in topology.nodes}
+    with contextlib.ExitStack() as stack:
+        port = 0
+        if topology.rank == 0:
+            backlog = topology.world_size + _CONNECTIONS * topology.num_nodes
+            server = stack.enter_context(socket.create_server(("", 0), backlog=backlog))
+            port = server.getsockname()[1]
+        port = topology.world.all_gather_object(port)[0]
+        own: float | None = 0.0 if topology.rank == 0 else None
+        with contextlib.suppress(OSError):
+            if topology.rank != 0:
+                own = _connect_seconds(host, port, _CONNECTIONS if leads else 1)
+        return port, topology.world.all_gather_object(own)
+
+
+def _connect_seconds(host: str, port: int, connections: int) -> float:
+    """Return the seconds of the fastest of a few TCP connections, which is one round trip."""
+    taken = []
+    for _ in range(connections):
+        began = time.perf_counter()
+        with socket.create_connection((host, port), timeout=_TIMEOUT):
+            taken.append(time.perf_counter() - began)
+    return min(taken)

@@ -1,0 +1,122 @@
+"""Predicted bytes are those that the meter counts when the real schemes run."""
+
+from __future__ import annotations
+
+import pytest
+from harness import Rank, on_nodes
+
+from benchmarks.predict.cluster import Cluster, Link, Workload
+from benchmarks.predict.cost import predict
+from benchmarks.predict.cycles import cycle
+from benchmarks.predict.node import Node
+from benchmarks.predict.schemes import Payload, follow
+from lightning_hiercomm.nodes.topology import nodes_by_count
+from lightning_hiercomm.schemes import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    DirectedExponential,
+    Every,
+    Full,
+    Gossip,
+    OuterOptimizer,
+    ParameterSync,
+    PeriodicAveraging,
+    RandomPermutation,
+    Ring,
+    StepsDelay,
+)
+
+NUMEL = 2**17
+SCHEMES = {
+    "all_reduce": AllReduce,
+    "periodic": lambda: PeriodicAveraging(4),
+    "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
+    "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
+    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
+    "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
+    "gossip": Gossip,
+    "gossip, overlapped": lambda: Gossip(overlap=True, segments=4),
+    "sgp": lambda: Gossip("directed_exponential", segments=1),
+    "diloco": lambda: DiLoCo(4),
+    "diloco, streaming": lambda: DiLoCo(8, fragments=2, staleness=2),
+    "noloco": lambda: ParameterSync(Every(4), reducer=RandomPermutation(), merge=OuterOptimizer()),
+}
+
+
+def on(nodes: int, ranks_per_node: int) -> Cluster:
+    return Cluster(nodes, ranks_per_node, Link(1e10), Link(1e9))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
+def test_predicted_bytes_are_those_of_a_scheme(name, nodes, ranks_per_node):
+    check(SCHEMES[name], nodes, ranks_per_node)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["all_reduce", "periodic", "daso, sharded", "gossip", "diloco, streaming"])
+def test_predicted_payloads_have_the_size_of_real_ones(name, wire):
+    check(SCHEMES[name], 3, 2, wire)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "steps_delay"])
+def test_gradients_are_cast(name):
+    check(SCHEMES[name], 2, 2, "bfloat16")
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
+def test_gossip_inside_a_node_sends_nothing_between_nodes(graph, nodes, ranks_per_node):
+    scheme, ranks, steps, segments = Gossip(graph, hierarchical=False), nodes * ranks_per_node, 6, 8
+    pairs = [
+        (rank // ranks_per_node, peer // ranks_per_node)
+        for step in range(steps, 2 * steps)
+        for segment in range(segments)
+        for rank, peers in enumerate(graph.send_to(ranks, step, segment))
+        for peer in peers
+    ]
+    crossing, size = sum(one != other for one, other in pairs), 4 * NUMEL / segments / nodes
+    inter, intra = metered(scheme, nodes, ranks_per_node, (steps, 2 * steps), None)
+    assert inter == pytest.approx(crossing * size, rel=5e-3)
+    assert intra == pytest.approx((len(pairs) - crossing) * size, rel=5e-3)
+    predicted = predict(scheme, on(nodes, ranks_per_node), Workload.of_step(NUMEL, 0.1)).inter_bytes
+    if isinstance(graph, RandomPermutation):  # which has drawn some peers more often than others
+        assert predicted == pytest.approx(ranks_per_node * 4 * NUMEL * (ranks - ranks_per_node) / (ranks - 1))
+    else:
+        assert predicted == pytest.approx(crossing * size / steps)
+
+
+def metered(scheme, nodes, ranks_per_node, steps, wire):
+    """Bytes that a node's ranks count between two numbers of steps: to other nodes, and among themselves."""
+
+    def train(rank: Rank) -> list[tuple[float, float]]:
+        seen = []
+        for step in range(1, max(steps) + 1):
+            rank.train()
+            if step in steps:
+                rank.scheme.state.settle()
+                seen.append((rank.meter.bytes["inter"], rank.meter.bytes["intra"]))
+        return seen
+
+    ranks = nodes_by_count(ranks_per_node, nodes * ranks_per_node)
+    everyone = on_nodes(train, scheme, ranks, shapes={"a": NUMEL // 2, "b": NUMEL // 2}, wire=wire, epochs=10)
+    return [sum(after[level] - before[level] for before, after in everyone) / nodes for level in (0, 1)]
+
+
+def check(make, nodes, ranks_per_node, wire=None):
+    scheme, cluster = make(), on(nodes, ranks_per_node)
+    workload = Workload.of_step(NUMEL, 0.1)
+    period = max(4, cycle(scheme))
+    inter, intra = metered(scheme, nodes, ranks_per_node, (period, 2 * period), wire)
+    predicted = predict(scheme, cluster, workload, wire).inter_bytes * period
+    # not predicted: the preflight of every synchronization, and the padding of unequal parts
+    assert predicted == pytest.approx(inter, rel=5e-3)
+    counted = []
+    for steps in (period, 2 * period):
+        node = Node(cluster, workload)
+        follow(scheme, node, Payload.named(wire, workload), steps)
+        counted.append(node.intra_bytes)
+    assert counted[1] - counted[0] == pytest.approx(intra, rel=5e-3)

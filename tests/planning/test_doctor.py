@@ -1,0 +1,163 @@
+"""Findings of ``doctor`` and their remedies."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.planning import doctor
+from lightning_hiercomm.planning.doctor import Finding
+
+GOOD = {
+    "torch": "2.15.0",
+    "lightning": "2.6.6",
+    "torchmetrics": "1.0",
+    "lightning-hiercomm": "0.1.0",
+}
+
+
+def levels(findings):
+    return [finding.level for finding in findings]
+
+
+def test_good_versions_are_one_line():
+    found = doctor.versions(GOOD.get)
+    assert found.level == "ok"
+    assert "lightning 2.6.6, torch 2.15.0, torchmetrics 1.0, lightning-hiercomm 0.1.0" in found.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ({"lightning": "2.6.3"}, "!=2.6.3"),
+        ({"lightning": "2.5.0"}, ">=2.6.1"),
+        ({"lightning": None}, "pip install 'lightning"),
+        ({"torch": "2.3.1"}, "pip install 'torch>=2.4'"),
+    ],
+)
+def test_other_versions_come_with_a_remedy(changed, remedy):
+    found = doctor.versions({**GOOD, **changed}.get)
+    assert found.level == "FAIL"
+    assert remedy in found.remedy
+
+
+INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": None, "ib0": "10.1.0.5"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "level", "text"),
+    [
+        ("GLOO_SOCKET_IFNAME", None, "ok", "is not set, gloo uses"),
+        ("GLOO_SOCKET_IFNAME", "eth0", "ok", "GLOO_SOCKET_IFNAME=eth0"),
+        ("GLOO_SOCKET_IFNAME", "eth", "FAIL", "this machine has lo 127.0.0.1, eth0 10.0.0.5"),
+        ("NCCL_SOCKET_IFNAME", "ib", "ok", "NCCL_SOCKET_IFNAME=ib"),
+        ("NCCL_SOCKET_IFNAME", "=ib", "FAIL", "this machine has"),
+        ("NCCL_SOCKET_IFNAME", "wlan,eth", "ok", "wlan,eth"),
+    ],
+)
+def test_the_interface_of_the_backend_is_reported(variable, value, level, text):
+    found = doctor.interface(variable, {} if value is None else {variable: value}, INTERFACES)
+    assert found.level == level
+    assert text in found.text
+
+
+def test_this_machines_interfaces_are_found():
+    assert "lo" in doctor.interfaces()
+
+
+def test_an_unresolved_master_address_fails():
+    found = list(doctor.addresses({"MASTER_ADDR": "no-such-host.invalid"}, 4, is_alone=False))
+    assert found[0].level == "FAIL"
+    assert "no-such-host.invalid does not resolve" in found[0].text
+    assert levels(doctor.addresses({"MASTER_ADDR": "127.0.0.1"}, 4, is_alone=False))[0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("own", "environment", "ranks", "is_alone", "level"),
+    [
+        (None, {}, 4, False, "FAIL"),
+        (None, {"GLOO_SOCKET_IFNAME": "eth0"}, 4, False, "ok"),
+        ("127.0.1.1", {}, 4, False, "FAIL"),
+        ("127.0.1.1", {}, 4, True, "ok"),
+        ("127.0.1.1", {}, 1, False, "note"),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, 4, False, "ok"),
+        ("10.0.0.5", {}, 4, False, "ok"),
+    ],
+)
+def test_a_host_name_on_loopback_fails_on_several_machines(monkeypatch, own, environment, ranks, is_alone, level):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "_resolved", lambda name: own)
+    (found,) = doctor.addresses(environment, ranks, is_alone)
+    assert found.level == level
+    assert level != "FAIL" or "export GLOO_SOCKET_IFNAME=" in found.remedy
+
+
+def machine(boot: str) -> tuple[str, str]:
+    return f"host-{boot}", boot
+
+
+def test_unusual_layouts_are_reported():
+    a, b = machine("a"), machine("b")
+    assert levels(doctor.layout([[0, 1], [2, 3]], [a, a, b, b])) == ["ok"]
+    assert "several nodes are one machine" in list(doctor.layout([[0, 1], [2, 3]], [a] * 4))[1].text
+    assert "unequal" in list(doctor.layout([[0, 1], [2]], [a, a, b]))[1].text
+    assert "trains as DDP does" in list(doctor.layout([[0, 1]], [a, a]))[1].text
+    torn = list(doctor.layout([[0, 1], [2, 3]], [a, b, b, b]))
+    assert torn[1].level == "FAIL"
+
+
+def in_threads(work, size=3):
+    def body(rank, world):
+        return work(Topology([[r] for r in range(size)], rank, world.connect(rank), Meter()))
+
+    return ThreadWorld(size).run(body)
+
+
+def test_a_reachable_port_is_ok():
+    found = in_threads(lambda topology: list(doctor.control_port(topology, "127.0.0.1")))
+    assert [levels(each) for each in found] == [["ok", "ok"]] * 3
+    assert "the longest round trip to the first node takes " in found[1][1].text
+
+
+def test_ranks_that_cannot_reach_the_port_are_named(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    for (found,) in in_threads(lambda topology: list(doctor.control_port(topology, "127.0.0.1"))):
+        assert found.level == "FAIL"
+        assert "ranks 1-2 cannot reach 127.0.0.1" in found.text
+
+
+def test_equal_findings_of_several_ranks_are_one_line():
+    same, odd = Finding("ok", "same"), [Finding("note", f"odd {rank // 2}", "fix") for rank in range(3)]
+    shown = [str(finding) for finding in doctor.gathered([[same, each] for each in odd])]
+    assert shown == ["ok    same", "note  ranks 0-1: odd 0: fix", "note  rank 2: odd 1: fix"]
+
+
+def test_one_process_examines_itself(capsys, monkeypatch):
+    assert doctor.examine() == 0
+    shown = capsys.readouterr().out
+    assert "python 3" in shown
+    assert "start this with torchrun" in shown
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert doctor.examine() == 1
+    assert "FAIL  GLOO_SOCKET_IFNAME=nonesuch0" in capsys.readouterr().out
+
+
+def test_doctor_names_gpus_with_backend_and_interface(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
+    said = [finding.text for finding in doctor.local_findings(1)]
+    assert "4 GPUs (A GPU), backend nccl" in said
+    shared = [finding.text for finding in doctor.local_findings(8, local_rank=4) if finding.level == "FAIL"]
+    assert "4 GPUs (A GPU), but more ranks: nccl refuses two ranks on a GPU" in shared
+    assert any("NCCL_SOCKET_IFNAME" in text for text in said)

@@ -1,0 +1,112 @@
+"""`doctor` and `plan` on several ranks, as launchers start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from forked import ForkedPython, stand_in_for_python
+from ports import free_port
+
+SECONDS = 60
+
+
+def run_ranks(folder: Path, environments: list[dict[str, str]], *arguments: str) -> list[str]:
+    """Start one process for each environment; returns what they said."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        ForkedPython(["-m", "lightning_hiercomm", *arguments], {**common, **own}, folder / f"rank-{rank}", folder)
+        for rank, own in enumerate(environments)
+    ]
+    said = []
+    for process in processes:
+        text, _ = process.communicate(timeout=SECONDS)
+        said.append(text)
+        assert process.returncode == 0, said
+    return said
+
+
+def torchrun(nodes: int, ranks: int) -> list[dict[str, str]]:
+    port = str(free_port())
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(nodes * ranks),
+            "LOCAL_RANK": str(rank % ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "GROUP_RANK": str(rank // ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": "none",
+        }
+        for rank in range(nodes * ranks)
+    ]
+
+
+def slurm(nodes: int, ranks: int) -> list[dict[str, str]]:
+    job = {
+        "SLURM_JOB_ID": str(free_port() - 15_000),  # Lightning makes it the port
+        "SLURM_JOB_NAME": "planning",
+        "SLURM_NTASKS": str(nodes * ranks),
+        "SLURM_NTASKS_PER_NODE": str(ranks),
+        "SLURM_NNODES": str(nodes),
+        "SLURM_NODELIST": "127.0.0.1",
+    }
+    return [
+        {**job, "SLURM_PROCID": str(r), "SLURM_NODEID": str(r // ranks), "SLURM_LOCALID": str(r % ranks)}
+        for r in range(nodes * ranks)
+    ]
+
+
+def test_plan_under_torchrun_measures_the_network(tmp_path):
+    first, *others = run_ranks(tmp_path, torchrun(2, 1), "plan", "--params", "25M", "--step-time", "0.1s")
+    assert "2 nodes, " in first
+    assert "Recommended: " in first
+    assert others == [""]
+
+
+def test_doctor_names_missing_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("HIERCOMM_TEST", "1")
+    first, *_ = torchrun(2, 1)
+    process = ForkedPython(
+        [
+            "-c",
+            "from datetime import timedelta; from lightning_hiercomm.planning import doctor;"
+            "doctor._PATIENCE = timedelta(seconds=2); raise SystemExit(doctor.examine())",
+        ],
+        {**os.environ, **first, "OMP_NUM_THREADS": "1"},
+        tmp_path / "alone",
+        tmp_path,
+    )
+    said, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "not all ranks reached 127.0.0.1" in said
+    assert "rank 1 of 2 did not come" in said
+    assert "python 3" in said
+
+
+def test_doctor_under_slurm_finds_nodes_and_ports(tmp_path):
+    first, *others = run_ranks(tmp_path, slurm(2, 2), "doctor")
+    assert "4 ranks connected over gloo by SLURMEnvironment" in first
+    assert "ranks 0-1; node 1" in first
+    assert "several nodes are one machine" in first
+    assert "every rank reaches an ephemeral port" in first
+    assert others == [""] * 3
+
+
+@pytest.mark.slow
+def test_doctor_under_mpiexec_finds_one_node(mpiexec, tmp_path):
+    command, environment = mpiexec("openmpi", 2)
+    done = subprocess.run(
+        [*command, stand_in_for_python(), "-m", "lightning_hiercomm", "doctor"],
+        env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks connected over gloo by MPIEnvironment" in done.stdout
+    assert "all ranks are one node" in done.stdout

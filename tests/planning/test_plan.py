@@ -1,0 +1,209 @@
+"""The rule, the model of a step and the recommendation, on numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lightning_hiercomm.__main__ import main
+from lightning_hiercomm.planning import plan
+from lightning_hiercomm.planning.plan import RULE, Accuracy, Choice, Cluster, nearest, recommended, report, rows_of
+
+GIGABYTE = 0.25e9  # parameters
+DDP, INT8, INT4, TOP4, PERIODIC2, PERIODIC4, DILOCO = RULE
+
+
+def on(nodes: int = 2, rate: float = 1e9, step: float = 1.0, latency: float = 0.0, ranks: int = 1) -> Cluster:
+    """Two nodes send each other a gigabyte: one second."""
+    return Cluster(nodes, rate, latency, GIGABYTE, step, ranks)
+
+
+@pytest.mark.parametrize(("nodes", "seconds"), [(2, 1.0), (4, 1.5), (8, 1.75)])
+def test_a_synchronization_sends_twice_the_model_without_an_nth(nodes, seconds):
+    assert on(nodes).synchronization == pytest.approx(seconds)
+    assert on(nodes, step=0.5).ratio == pytest.approx(2 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("choice", "step", "seconds"),
+    [
+        (INT8, 1.0, 1.0),  # 0.25 s hide behind 0.67 s
+        (INT4, 0.15, 0.15 + 1 / 8 - 0.1),
+        (TOP4, 0.03, 0.03 + 1 / 16 - 0.02),
+        (PERIODIC2, 0.01, 0.01 + 1 / 32),  # nothing hides
+        (PERIODIC4, 0.01, 0.01 + 1 / 64),
+        (DILOCO, 0.01, 0.01 + 1 / 800),
+        (DDP, 0.3, 0.3 + 1 - 0.2),
+        (DDP, 6.0, 6.0),
+    ],
+    ids=lambda value: value.arguments if isinstance(value, Choice) else str(value),
+)
+def test_steps_take_what_the_page_says(choice, step, seconds):
+    # the scales of the codecs' blocks add at most 2 %
+    assert on(step=step).seconds(choice) == pytest.approx(seconds, rel=0.02)
+
+
+def test_latency_counts_once_per_message_of_a_ring():
+    far = on(4, rate=math.inf, latency=0.01)
+    assert far.seconds(PERIODIC2) == pytest.approx(1 + 6 * 0.01 / 2)
+    assert far.seconds(INT8) == 1.0
+    assert on(4, rate=math.inf, latency=0.2).seconds(INT8) == pytest.approx(1 + 6 * 0.2 - 2 / 3)
+
+
+def test_bytes_per_step_are_those_that_a_node_sends():
+    assert on(4).bytes_per_step(DDP) == pytest.approx(1.5e9)
+    assert on(4, ranks=8).bytes_per_step(DDP) == pytest.approx(2 * 31 / 32 * 1e9)  # a ring over all ranks
+    assert on(4, ranks=8).bytes_per_step(INT8) == pytest.approx(1.5e9 / 4, rel=0.01)
+    assert on(4).bytes_per_step(PERIODIC4) == pytest.approx(1.5e9 / 64, rel=0.05)
+
+
+def test_speed_counts_samples_of_all_nodes():
+    assert on(4, step=10.0).speed(INT8) == 4.0
+    assert on(2, rate=1e6).speed(DDP) == pytest.approx(2 / 1000, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"nodes": 1}, "give at least 2"), ({"ranks": 0}, "ranks_per_node=0")]
+)
+def test_impossible_clusters_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        on(**arguments)
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.4, 0.4, "no loss seen"),
+        (-1.0, 0.1, "no loss seen"),
+        (-1.05, 1.97, "not clear"),
+        (-0.8, -0.1, "loss seen"),
+        (-3.0, -2.0, "loss seen"),
+    ],
+)
+def test_no_loss_is_not_said_of_an_interval_below_one_point(low, high, verdict):
+    assert Accuracy("it", 8, "adamw", 744, 0.0, low, high).verdict == verdict
+
+
+def test_the_nearest_measurement_has_the_optimizer_and_then_enough_nodes():
+    found = [nearest(INT8, nodes, "adamw") for nodes in (2, 3, 8, 9, 4096)]
+    assert [row.nodes for row in found if row] == [2, 8, 8, 32, 32]
+    sgd = nearest(INT8, 32, "sgd")
+    assert sgd is not None
+    assert (sgd.nodes, sgd.optimizer) == (8, "sgd")
+    assert nearest(DDP, 8, "adamw") is None
+
+
+def test_diloco_is_quoted_from_the_run_with_most_synchronizations():
+    for optimizer in ("adamw", "sgd"):
+        row = nearest(DILOCO, 32, optimizer)
+        assert row is not None
+        assert row.setting == "8 nodes, AdamW, 2,976 steps"
+
+
+def test_every_row_of_the_rule_was_measured():
+    assert {choice.measured for choice in RULE[1:]} == {row.method for row in plan.stored()}
+
+
+# ---- the recommendation ----------------------------------------------------------------------------------------------
+
+
+def ratios() -> list[Cluster]:
+    return [
+        on(nodes, step=1 / ratio)
+        for nodes in (2, 8, 32)
+        for ratio in (0.05, 0.5, 2.1, 5, 7.9, 10, 16, 21, 22, 30, 33, 60, 65, 500, 5000)
+    ]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_no_other_row_without_a_loss_is_faster(optimizer):
+    for cluster in ratios():
+        rows = rows_of(cluster, optimizer)
+        best = recommended(cluster, rows)
+        assert all(row.seconds >= best.seconds for row in rows if row.loses_nothing)
+
+
+def test_the_row_that_holds_is_recommended_unless_another_is_faster_without_a_loss():
+    for cluster in ratios():
+        rows = rows_of(cluster)
+        holds = next(row for row in rows if cluster.ratio < row.choice.below)
+        best = recommended(cluster, rows)
+        assert best == holds or (best.seconds < holds.seconds and best.loses_nothing)
+
+
+def test_a_row_of_less_risk_is_preferred_where_it_is_faster():
+    # latency: at every second step the nodes wait for 2 (M - 1) messages, and gradients hide as many
+    cluster = on(8, rate=1.75e9 / 25 / 1.0, latency=0.05)
+    best = recommended(cluster, rows_of(cluster))
+    assert cluster.ratio == pytest.approx(25)
+    assert best.seconds == min(row.seconds for row in rows_of(cluster)[:5])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (
+            (
+                "--params",
+                "25.6M",
+                "--nodes",
+                "4",
+                "--link",
+                "10Gbit/s",
+                "--ranks-per-node",
+                "8",
+                "--step-time",
+                "0.12s",
+            ),
+            'Recommended: HierarchicalStrategy(wire_dtype="int8")',
+        ),
+        (
+            ("--params", "1.3e9", "--nodes", "16", "--link", "100Mbit/s", "--step-time", "800ms"),
+            'Recommended: HierarchicalStrategy(DiLoCo(100), wire_dtype="int4")\nA step waits T / 800.',
+        ),
+        (
+            ("--params", "1M", "--nodes", "2", "--link", "100Gbit/s", "--step-time", "1s"),
+            'Recommended: Trainer(strategy="ddp")',
+        ),
+    ],
+)
+def test_the_command_prints_a_table_and_the_line_to_write(flags, line, capsys):
+    assert main(["plan", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert line in shown
+    assert sum(row.startswith(">") for row in shown.splitlines()) == 1
+    assert "by a simple model, not measured" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_one_node_alone_is_recommended_where_it_is_faster():
+    shown = report(Cluster(2, 1.25e6, 50e-6, 1.3e9, 0.8))
+    assert "Recommended: one node alone. 2 nodes are 3.8 times slower, also with HierarchicalStrategy(DiLoCo" in shown
+    assert "%" not in shown.split("points:")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nodes", "4"], "--nodes and --link belong together"),
+        (["--link", "1Gbit/s"], "--nodes and --link belong together"),
+        ([], "give --nodes and --link, or start this on the nodes"),
+        (["--nodes", "1", "--link", "1Gbit/s"], "nodes=1: give at least 2"),
+    ],
+)
+def test_wrong_flags_get_one_line(flags, message, capsys):
+    assert main(["plan", "--params", "1M", "--step-time", "1s", *flags]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
+def test_a_quantity_without_a_unit_gets_one_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--params", "1M", "--step-time", "1s", "--link", "10"])
+    assert "'10' is not a rate such as 10Gbit/s" in capsys.readouterr().err
