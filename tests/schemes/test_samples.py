@@ -18,7 +18,6 @@ PLAIN_SUM = partial(torch.optim.SGD, lr=1.0)
 
 SCHEMES = [
     PeriodicAveraging(2),
-    PeriodicAveraging(2, gradients="node"),
     ParameterSync(2),
     ParameterSync(2, reducer="leader"),
     DiLoCo(2, PLAIN_SUM),
