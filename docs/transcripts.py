@@ -111,9 +111,7 @@ class Session:
 
     def record_elastic(self) -> None:
         """Kill one of two elastic nodes while they train; write what the other one prints."""
-        self.start(
-            f"{{bin}}/python -m lightning_hiercomm lighthouse --min-nodes 1 --dead-after 2 --bind {LIGHTHOUSE}", "light"
-        )
+        self.start(f"{{bin}}/python -m lightning_hiercomm lighthouse --dead-after 2 --bind {LIGHTHOUSE}", "light")
         self.wait_for("listens", "light")
         node = f"{ELASTIC} examples/elastic.py"
         a = self.start(node, "a", HIERCOMM_LIGHTHOUSE=LIGHTHOUSE, HIERCOMM_NODE="a")

@@ -62,7 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     lighthouse = commands.add_parser("lighthouse", help="serve the nodes of an elastic run; start it once per run")
-    lighthouse.add_argument("--min-nodes", type=int, default=1, help="nodes that training needs; default: 1")
     lighthouse.add_argument("--bind", metavar="HOST:PORT", help="the address to listen at; default: port 29510")
     lighthouse.add_argument(
         "--dead-after", type=float, default=5.0, help="seconds until a silent node is removed; default: %(default)s"
@@ -74,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 def _lighthouse(arguments: argparse.Namespace) -> int:
     from lightning_hiercomm.elastic.lighthouse import serve
 
-    return serve(arguments.bind, arguments.min_nodes, arguments.dead_after)
+    return serve(arguments.bind, arguments.dead_after)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -38,7 +38,7 @@ class Cluster:
         folder: For what they write.
         start: Starts `python *arguments` in a session of its own, given its environment and a file for its output.
         dead_after: Seconds.
-        min_nodes: Of the lighthouse.
+        min_nodes: Of all nodes.
         lives: How often a node is started again at most.
         namespaces: By node, the network namespace in which it is; the lighthouse's is under ``"lighthouse"``.
         address: Of the lighthouse.
@@ -98,7 +98,7 @@ class Cluster:
         self._lighthouse = self._start(self._lighthouse_command(), environment, self.folder / "lighthouse.log")
 
     def _lighthouse_command(self) -> list[str]:
-        bind = ["--bind", f"{self._address}:{self.port}", "--min-nodes", str(self.min_nodes)]
+        bind = ["--bind", f"{self._address}:{self.port}"]
         return [str(LIGHTHOUSE), "lighthouse", *bind, "--dead-after", str(self.dead_after)]
 
     def stop_lighthouse(self) -> None:

@@ -18,7 +18,6 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.membership import Membership
-from lightning_hiercomm.elastic.memory import RunMemory
 from lightning_hiercomm.elastic.quorum import Quorum, Request
 from lightning_hiercomm.elastic.rendezvous import Surroundings
 from lightning_hiercomm.elastic.signature import Signer
@@ -44,7 +43,7 @@ class Died(BaseException):
 
 
 class ThreadLighthouse:
-    """A lighthouse with its observer: forms a quorum when the last members, or all living nodes, have asked."""
+    """A lighthouse: forms a quorum when the last members, or all living nodes, have asked."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -52,7 +51,6 @@ class ThreadLighthouse:
         self.alive: dict[str, str] = {}
         self._last: set[str] = set()
         self._answers: dict[str, list[Mapping[str, Any]]] = {}
-        self.memory = RunMemory()
         self.min_nodes = 1  # of the first quorum
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
@@ -82,8 +80,7 @@ class ThreadLighthouse:
         is_fast = bool(self._last) and self._last <= asking
         if len(asking) >= self.min_nodes and (is_fast or asking >= set(self.alive)):
             everyone = [self._asking[replica_id] for replica_id in sorted(asking)]
-            self._answers |= {replica_id: [*everyone, self.memory.to_json()] for replica_id in asking}
-            self.memory = self.memory.after(everyone)
+            self._answers |= dict.fromkeys(asking, everyone)
             self._last, self._asking = asking, {}
             self.min_nodes = 1
             self._changed.notify_all()

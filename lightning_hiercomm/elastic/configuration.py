@@ -65,9 +65,8 @@ class Elastic:
         address = self.lighthouse or os.environ.get("HIERCOMM_LIGHTHOUSE", "")
         if not address:
             raise ValueError(
-                "elastic nodes need a lighthouse: start `python -m lightning_hiercomm lighthouse --min-nodes"
-                f" {self.min_nodes}` on one machine, and give its HOST:PORT to every node as HIERCOMM_LIGHTHOUSE, or as"
-                " elastic='HOST:PORT'"
+                "elastic nodes need a lighthouse: start `python -m lightning_hiercomm lighthouse` on one machine, and"
+                " give its HOST:PORT to every node as HIERCOMM_LIGHTHOUSE, or as elastic='HOST:PORT'"
             )
         return check_address(address, "HIERCOMM_LIGHTHOUSE")
 

@@ -1,4 +1,4 @@
-"""The lighthouse (torchft): sends every node the requests of all that are alive, and keeps a record of each run."""
+"""The lighthouse (torchft): sends every node the requests of all that are alive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from datetime import timedelta
 from typing import Any
 
 from lightning_hiercomm.elastic.configuration import Elastic, check_address, check_torchft
-from lightning_hiercomm.elastic.memory import RunMemory
 
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT = 24 * 3600.0
 """How long the lighthouse waits for a node that is alive to ask, in seconds: no period may be longer."""
-
-_OBSERVER = "lighthouse"
 
 
 class TorchftLighthouse:
@@ -131,16 +128,6 @@ class TorchftLighthouse:
             self._is_silent = self._is_silent or (was_suspended and self._answer is None)
 
 
-def observe(address: str, dead_after: float, min_nodes: int, ended: threading.Event) -> None:
-    """Take part in every quorum, to give nodes the record of their run; runs in the lighthouse's process."""
-    lighthouse, memory = TorchftLighthouse(address, dead_after), RunMemory(min_nodes)
-    while not ended.is_set():
-        answer = lighthouse.ask(_OBSERVER, memory.to_json(), 0.5)
-        if answer is not None:
-            memory = memory.after(answer)
-    lighthouse.leave()
-
-
 def own_address(towards: str) -> str:
     """Return this machine's address on the route to ``"host:port"``."""
     host, port = towards.rsplit(":", 1)
@@ -150,16 +137,15 @@ def own_address(towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510) -> int:
+def serve(bind: str | None, dead_after: float, port: int = 29510) -> int:
     """Run a lighthouse until SIGINT or SIGTERM; for the command line.
 
     Args:
         bind: ``"host:port"`` to listen at. Default: this machine's own address, and ``port``.
-        min_nodes: With fewer nodes all wait.
         dead_after: Seconds of silence after which a node counts as lost.
         port: Without ``bind``.
     """
-    Elastic(min_nodes=min_nodes, dead_after=dead_after)  # checks both
+    Elastic(dead_after=dead_after)  # checks it
     check_torchft()
     if bind is None:
         try:
@@ -171,7 +157,7 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        with lighthouse(bind, min_nodes, dead_after):
+        with lighthouse(bind, dead_after):
             print(f"the lighthouse listens; on every node: HIERCOMM_LIGHTHOUSE={bind}", flush=True)
             ended.wait()
     except RuntimeError as error:  # torchft's: the port is taken, or the address is another machine's
@@ -182,27 +168,22 @@ def serve(bind: str | None, min_nodes: int, dead_after: float, port: int = 29510
 
 
 @contextlib.contextmanager
-def lighthouse(bind: str, min_nodes: int, dead_after: float) -> Iterator[str]:
-    """Run a lighthouse with its observer in this process, and yield its ``"host:port"``."""
+def lighthouse(bind: str, dead_after: float) -> Iterator[str]:
+    """Run a lighthouse in this process, and yield its ``"host:port"``."""
     os.environ.setdefault("RUST_LOG", "warn")
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(
         bind=bind,
-        min_replicas=2,  # the observer and one node: nodes wait for min_nodes themselves
+        min_replicas=1,  # nodes wait for min_nodes themselves
         join_timeout_ms=int(1000 * JOIN_TIMEOUT),
         quorum_tick_ms=50,
         heartbeat_timeout_ms=int(1000 * dead_after),
     )
-    host, ended = bind.rpartition(":")[0], threading.Event()
+    host = bind.rpartition(":")[0]
     local = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
-    address = f"{local}:{server.address().rpartition(':')[2]}"
-    observer = threading.Thread(target=observe, args=(address, dead_after, min_nodes, ended), daemon=True)
-    observer.start()
     try:
-        yield address
+        yield f"{local}:{server.address().rpartition(':')[2]}"
     finally:
-        ended.set()
         with contextlib.suppress(Exception):
             server.shutdown()
-        observer.join(dead_after)

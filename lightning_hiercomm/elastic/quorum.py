@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -112,43 +112,6 @@ class Request(Member):
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """The lighthouse's record of the latest fit of a run.
-
-    Attributes:
-        fit: Its id; later fits have greater ids.
-        syncs: The most synchronizations of a member.
-        has_trained: Whether there is state to lose.
-        finished_at: After how many synchronizations it has ended on a node; -1 if on none.
-    """
-
-    fit: str = ""
-    syncs: int = 0
-    has_trained: bool = False
-    finished_at: int = -1
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it has ended on a node, and no other node has continued since."""
-        return self.finished_at >= self.syncs
-
-    def after(self, requests: Sequence[Request]) -> RunRecord:
-        """Return the record after a quorum of these requests, all of this run."""
-        fit = max((request.fit for request in requests), default="")
-        if not fit or fit < self.fit:
-            return self
-        before = self if fit == self.fit else RunRecord(fit)
-        members = [request for request in requests if request.fit == fit]
-        syncs = max(before.syncs, *(member.syncs for member in members))
-        finished_at = max(before.finished_at, *(member.finished_at for member in members))
-        return RunRecord(fit, syncs, True, finished_at)
-
-    def has_finished_after(self, member: Member) -> bool:
-        """Return whether the fit has ended on other nodes after more synchronizations than this member's."""
-        return self.fit == member.fit and self.finished_at > member.syncs
-
-
-@dataclass(frozen=True)
 class Quorum:
     """The nodes of one synchronization.
 
@@ -210,7 +173,6 @@ class Quorum:
 def compute_quorum(
     requests: Sequence[Request],
     replica_id: str,
-    record: RunRecord | None = None,
     min_nodes: int = 1,
     max_nodes: int | None = None,
 ) -> Quorum:
@@ -219,7 +181,6 @@ def compute_quorum(
     Args:
         requests: Those of all nodes, from the lighthouse.
         replica_id: This node's.
-        record: The lighthouse's record of the run, if any.
         min_nodes: With fewer nodes all wait.
         max_nodes: The most nodes that take part.
 
@@ -245,13 +206,12 @@ def compute_quorum(
             f"node {me.node!r} was started again, which replaces this incarnation. If two nodes share a machine, give"
             " each its own HIERCOMM_NODE."
         )
-    record = record and record.after([*latest.values()])
     present = sorted((each for each in latest.values() if not each.is_finished or each is me), key=in_order)
     joining = [request for request in present if not request.has_state]
     with_state = [request for request in present if request.has_state]
     if not with_state:
-        return _begin(joining, me, record, min_nodes, max_nodes)
-    if record is not None and me.has_state and record.has_finished_after(me):
+        return _begin(joining, me, min_nodes, max_nodes)
+    if me.has_state and _ended_at(latest.values(), me.fit) > me.syncs:
         raise RunFinished
     syncs = max(member.syncs for member in with_state)
     members = _with_one_history([member for member in with_state if member.syncs == syncs])
@@ -267,8 +227,8 @@ def compute_quorum(
         )
     members = [member for member in members if member.position == position]
     if len(members) + len(joining) < min_nodes:
-        is_over = record is not None and record.is_finished
         few = f"{len(members) + len(joining)} of at least {min_nodes} nodes are there"
+        is_over = _ended_at(latest.values(), members[0].fit) >= syncs
         return Quorum(waits=few, is_hopeless=is_over, is_finished=is_over)
     room = len(joining) if max_nodes is None else max(0, max_nodes - len(members))
     admitted = joining[:room] if all(member.admits for member in members) else []
@@ -293,24 +253,23 @@ def _majority_position(members: Sequence[Request]) -> str:
     return Counter(member.position for member in oldest_first).most_common(1)[0][0]
 
 
-def _begin(
-    joining: Sequence[Request], me: Request, record: RunRecord | None, min_nodes: int, max_nodes: int | None
-) -> Quorum:
+def _ended_at(requests: Iterable[Request], fit: str) -> int:
+    """Return after how many synchronizations a fit has ended on a node that these know; -1 if on none."""
+    return max((request.finished_at for request in requests if request.fit == fit), default=-1)
+
+
+def _begin(joining: Sequence[Request], me: Request, min_nodes: int, max_nodes: int | None) -> Quorum:
     """Begin a fit from the newest checkpoint that a node has loaded, because no node has the run's state."""
     has_checkpoint = any(request.checkpoint_step for request in joining)
     is_expected = all(request.expects_state for request in joining)
-    if record is not None and record.is_finished and is_expected and not has_checkpoint:
-        over = "this run has finished: no node is left that has its state"
-        return Quorum(is_hopeless=True, is_finished=True, waits=over)
     if len(joining) < min_nodes:
         return Quorum(waits=f"{len(joining)} of at least {min_nodes} nodes are there")
-    is_lost = is_expected if record is None else record.has_trained and not record.is_finished
-    if is_lost and not has_checkpoint:
+    if is_expected and not has_checkpoint:
         return Quorum(
             is_hopeless=True,
-            waits="this run has trained, and no node is left that has its state: it would begin at step 0 again. Give"
-            " fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new run, with"
-            " another HIERCOMM_RUN or a new lighthouse",
+            waits="this run has trained or finished, and no node is left that has its state: it would begin at step 0"
+            " again. Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new"
+            " run, instead of restarting a node",
         )
     step = max(request.checkpoint_step for request in joining)
     members = [request for request in joining if request.checkpoint_step == step][:max_nodes]

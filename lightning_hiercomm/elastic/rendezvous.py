@@ -14,7 +14,6 @@ from torch.distributed import Store
 
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse
-from lightning_hiercomm.elastic.memory import RunMemory
 from lightning_hiercomm.elastic.quorum import NodeRefused, Quorum, Request, RunFinished, StaleReplica, compute_quorum
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -82,7 +81,7 @@ class Rendezvous:
             me = replace(me, replica_id=f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}")
         self.me: Request = self._shared(me)
         self.last: Quorum | None = None
-        self._memory: RunMemory | None = None
+        self._has_seen_end = False  # of all members, while it was joining
         self._failures: tuple[frozenset[str], int] = frozenset(), 0  # in a row, and of which members
         self._others_at = 0  # the most known synchronizations of other members of this fit
         if around.lighthouse is not None:
@@ -118,7 +117,6 @@ class Rendezvous:
                 reported = quorum.waits
                 time.sleep(0.05)
             elif quorum.source_of(self.me.replica_id) is not None or self._connect(quorum):
-                self._warn_if_again(quorum)
                 self.last = quorum
                 return quorum
             else:
@@ -155,28 +153,19 @@ class Rendezvous:
         answer = around.lighthouse.ask(me.replica_id, around.signer.signed(me.to_json()), _POLL)
         if answer is None:
             return None
-        self._memory = RunMemory.find(answer)
         sent = [(data, request) for data in answer if (request := Request.from_json(data)) is not None]
         requests = [request for data, request in sent if around.signer.verifies(data)]
-        if not me.has_state and any(each.run == me.run and each.has_state for each in requests):
+        with_state = [each for each in requests if each.run == me.run and each.has_state]
+        if not me.has_state and with_state:
             self.me = replace(me, expects_state=True)
+            self._has_seen_end = max(each.finished_at for each in with_state) >= max(each.syncs for each in with_state)
         if len(requests) < len(sent) and not any(each.has_state for each in requests):
             strangers = [request.node for _, request in sent if request not in requests]
             return Quorum(waits=f"nodes {strangers} have another HIERCOMM_TOKEN, or none")
-        memory = self._memory or RunMemory()
-        record = None if self._memory is None else memory.record(me.run)
-        min_nodes = max(around.elastic.min_nodes, memory.min_nodes)
-        return compute_quorum(requests, me.replica_id, record, min_nodes, around.elastic.max_nodes)
-
-    def _warn_if_again(self, quorum: Quorum) -> None:
-        me, record = self.me, (self._memory or RunMemory()).record(self.me.run)
-        is_again = record.is_finished and record.fit not in _ended_here and not me.checkpoint_step
-        if is_again and quorum.begins and quorum.index(me.replica_id) == 0:
-            log.warning(
-                "node %s begins at step 0, although a run of this name has finished. To go on with that, give"
-                " fit(ckpt_path='last'); to tell runs apart, set HIERCOMM_RUN",
-                me.node,
-            )
+        quorum = compute_quorum(requests, me.replica_id, around.elastic.min_nodes, around.elastic.max_nodes)
+        if quorum.waits and not me.has_state and self._has_seen_end:
+            return replace(quorum, is_hopeless=True, is_finished=True)
+        return quorum
 
     # ---- stale replicas --------------------------------------------------------------------------------------------
 

@@ -24,8 +24,11 @@ from typing_extensions import override
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.elastic.lighthouse import lighthouse
-from lightning_hiercomm.elastic.quorum import RunFinished
+from lightning_hiercomm.elastic.quorum import NodeRefused, RunFinished
 from lightning_hiercomm.trainer.ray import WORKER_IS_NODE
+
+_lighthouse: Any = None
+"""The actor of this worker's run."""
 
 
 class ElasticTorchConfig(TorchftConfig):  # type: ignore[misc]
@@ -45,7 +48,7 @@ class ElasticTorchConfig(TorchftConfig):  # type: ignore[misc]
             run_config=RunConfig(failure_config=FailureConfig(max_failures=100)),
         ).fit()
 
-    Source: Ray's ``TorchftConfig`` (ray-project/ray#61156, #61475), whose own lighthouse keeps no record of the run.
+    Source: Ray's ``TorchftConfig`` (ray-project/ray#61156, #61475).
 
     Args:
         elastic: The one that the strategy gets. Its ``lighthouse``, if given, is used instead of an actor.
@@ -86,53 +89,65 @@ class _UntilFinished(TorchConfigContextManager):  # type: ignore[misc]
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        return isinstance(error, RunFinished)
+        if error is None and _lighthouse is not None:
+            ray.get(_lighthouse.finish.remote())
+        return isinstance(error, RunFinished) or (
+            isinstance(error, NodeRefused) and _lighthouse is not None and ray.get(_lighthouse.has_finished.remote())
+        )
 
 
 class _Lighthouse:
-    def __init__(self, port: int, min_nodes: int, dead_after: float) -> None:
+    """Serves the lighthouse, unless there is one, and stores whether a worker has finished."""
+
+    def __init__(self, address: str | None, port: int, dead_after: float) -> None:
         host = ray.util.get_node_ip_address()
         bind = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._running = contextlib.ExitStack()
-        self._address = self._running.enter_context(lighthouse(bind, min_nodes, dead_after))
+        self._address = address or self._running.enter_context(lighthouse(bind, dead_after))
+        self._has_finished = False
 
     def address(self) -> str:
         return self._address
+
+    def finish(self) -> None:
+        self._has_finished = True
+
+    def has_finished(self) -> bool:
+        return self._has_finished
 
 
 class _ElasticBackend(_TorchftBackend):  # type: ignore[misc]
     """Starts our lighthouse instead of Ray's, and makes every worker a node."""
 
-    _lighthouse: Any = None
+    _actor: Any = None
 
     @override
     def _maybe_create_lighthouse_actor(self, backend_config: ElasticTorchConfig) -> str:
-        return f"http://{self._address(backend_config)}"
+        return f"http://{ray.get(self._lighthouse(backend_config).address.remote())}"
 
-    def _address(self, config: ElasticTorchConfig) -> str:
-        elastic = config.elastic
-        if elastic.lighthouse is not None:
-            return elastic.lighthouse
-        if self._lighthouse is None:
+    def _lighthouse(self, config: ElasticTorchConfig) -> Any:
+        if self._actor is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(_Lighthouse).options(num_cpus=0, scheduling_strategy=here)  # workers may use all CPUs
-            self._lighthouse = actor.remote(config.port, elastic.min_nodes, elastic.dead_after)
-        return str(ray.get(self._lighthouse.address.remote()))
+            self._actor = actor.remote(config.elastic.lighthouse, config.port, config.elastic.dead_after)
+        return self._actor
 
     @override
     def on_start(self, worker_group: Any, backend_config: ElasticTorchConfig) -> None:
         super().on_start(worker_group, backend_config)
         is_again = isinstance(worker_group, ReplicaGroup)
-        worker_group.execute(_set_variables, self._address(backend_config), is_again)
+        worker_group.execute(_begin, self._lighthouse(backend_config), is_again)
 
 
-def _set_variables(address: str, is_again: bool) -> None:
+def _begin(lighthouse: Any, is_again: bool) -> None:
     """Set what torchrun would set for a node of one rank; Ray's are those of a world of all workers."""
+    global _lighthouse
+    _lighthouse = lighthouse
     worker = ray.train.get_context().get_world_rank()
     os.environ.update(
         {
             WORKER_IS_NODE: "1",
-            "HIERCOMM_LIGHTHOUSE": address,
+            "HIERCOMM_LIGHTHOUSE": ray.get(lighthouse.address.remote()),
             "HIERCOMM_NODE": f"worker-{worker}",  # also on another machine, where it replaces the lost one
             "RANK": "0",
             "WORLD_SIZE": "1",

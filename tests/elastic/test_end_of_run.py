@@ -58,19 +58,6 @@ def test_a_waiting_node_that_is_asked_to_leave_leaves(ranks, waits_for):
     assert nodes.end() == {("0", local): True for local in range(ranks)}
 
 
-@pytest.mark.parametrize("min_nodes", [1, 2])
-def test_node_that_is_restarted_after_the_end_ends_with_69(min_nodes, caplog):
-    """Also if the lighthouse requires more nodes than one."""
-    nodes = threads("periodic")
-    assert len(nodes.play(train)) == 2
-    nodes.lights.memory = replace(nodes.lights.memory, min_nodes=min_nodes)
-    nodes.start(1, train, restarts=1)
-    with pytest.raises(RunFinished) as ended:
-        nodes.end()
-    assert ended.value.code == 69
-    assert [message for message in caplog.messages if " ends: " in message] == [f"node 1 ends: {ended.value}"]
-
-
 @pytest.mark.usefixtures("short_hope")
 def test_node_does_not_wait_for_others_that_have_ended():
     """Its epoch was longer; it waited forever for another node to come."""
@@ -92,32 +79,6 @@ def test_node_does_not_wait_for_others_that_have_ended():
     has_ended.set()
     with pytest.raises(RunFinished):
         nodes.end()
-
-
-@pytest.mark.parametrize("suspended", [("1",), ("1", "2")], ids=str)
-def test_suspended_nodes_do_not_begin_another_end(suspended):
-    """They would go on alone from where they were suspended."""
-    nodes, names = threads("periodic"), ("0", *suspended)
-    barrier = threading.Barrier(len(names), lambda: [nodes.lights.lose(node) for node in suspended])
-    is_over = threading.Event()
-
-    def wait(own: ElasticRank) -> None:
-        barrier.wait(10.0)
-        if own.node != "0":
-            assert is_over.wait(10.0)
-
-    def work(own: ElasticRank):
-        own.join()
-        return own.train(9, {3: lambda: wait(own)})
-
-    nodes.lights.min_nodes = len(names)
-    for node in names:
-        nodes.start(node, work)
-    nodes.started[0].join(60.0)
-    is_over.set()
-    for thread in nodes.started:
-        thread.join(10.0)
-    assert {node: type(error) for (node, _), error in nodes.errors.items()} == dict.fromkeys(suspended, RunFinished)
 
 
 def test_node_goes_on_alone_when_a_callback_has_ended_another():
@@ -179,43 +140,3 @@ def test_node_restarted_in_the_first_period_of_a_later_fit_waits(origin):
 
     results = nodes.play(work)
     assert_equal(results["0", 0], results["1", 0])
-
-
-@pytest.mark.usefixtures("short_hope")
-def test_joining_node_begins_to_hope_when_the_others_are_lost():
-    """It has waited for their synchronization for long, and they are only slow."""
-    nodes = threads("periodic")
-
-    def joining(own: ElasticRank):
-        assert own.join()
-        return own.train(9)
-
-    def seem_lost() -> None:
-        nodes.let_come(1, joining)
-        threading.Event().wait(0.4)
-        nodes.lights.lose("0")
-        threading.Event().wait(0.1)
-
-    def work(own: ElasticRank):
-        own.join()
-        return own.train(9, {4: seem_lost})
-
-    nodes.start(0, work)
-    results = nodes.end()
-    assert_equal(results["0", 0], results["1", 0])
-
-
-@pytest.mark.parametrize("is_program_of_two", [False, True])
-def test_new_node_reports_that_it_begins_after_a_finished_run(is_program_of_two, caplog, monkeypatch):
-    """A program may fit twice, which needs no warning."""
-    monkeypatch.setattr(rendezvous, "_ended_here", set())
-    nodes = threads("periodic")
-    nodes.start(0, train)
-    nodes.end()
-    if not is_program_of_two:
-        monkeypatch.setattr(rendezvous, "_ended_here", set())
-    nodes.start(1, train)
-    assert len(nodes.end()) == 2
-    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (0 if is_program_of_two else 1)
-    assert all(each.startswith("node 1 begins at step 0, although a run of this name has") for each in warnings)

@@ -1,4 +1,4 @@
-"""torchft's lighthouse with this package's observer, on this machine, in this process."""
+"""torchft's lighthouse on this machine, in this process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, lighthouse, own_address
-from lightning_hiercomm.elastic.memory import RunMemory
-from lightning_hiercomm.elastic.quorum import Request
 
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
 
 @pytest.fixture
 def address():
-    with lighthouse("127.0.0.1:0", min_nodes=1, dead_after=0.5) as address:
+    with lighthouse("127.0.0.1:0", dead_after=0.5) as address:
         yield address
 
 
@@ -54,38 +52,6 @@ def test_node_that_leaves_is_waited_for_no_longer_than_dead_after(address):
     all_meet(a=a, b=b)
     a.leave()
     b.leave()
-
-
-def record(address: str, *requests: Request):
-    """What a node reads of the run's record when these nodes ask, one after the other, and leave."""
-    for request in requests:
-        node = TorchftLighthouse(address, 0.5)
-        while (answer := node.ask(request.node, request.to_json(), 0.2)) is None:
-            pass
-        node.leave()
-    memory = RunMemory.find(answer)
-    assert memory is not None
-    assert memory.min_nodes == 1
-    return memory.record("run")
-
-
-def test_observer_remembers_a_run_when_all_its_nodes_are_gone(address):
-    """Nodes that restart must not begin at step 0 again, or wait for a run that has finished."""
-    trains, ends = (Request(name, name, "run", 1, "", fit="fit", syncs=3) for name in ("trains", "ends"))
-    ends = Request(**{**ends.to_json(), "is_finished": True, "finished_at": 3})
-    asks, asks_again = (Request(name, name, "run", 1, "", expects_state=True) for name in ("asks", "again"))
-    lost = record(address, trains, asks)
-    assert lost.has_trained
-    assert not lost.is_finished
-    assert record(address, ends, asks_again).is_finished
-
-
-def test_lighthouse_that_is_restarted_learns_from_the_nodes(address):
-    trains, asks = (Request(name, name, "run", 1, "", fit="fit", syncs=3) for name in ("trains", "asks"))
-    assert record(address, trains, asks).has_trained
-    with lighthouse("127.0.0.1:0", min_nodes=1, dead_after=0.5) as another:
-        assert not record(another, trains).has_trained
-        assert record(another, asks).has_trained
 
 
 class Played:

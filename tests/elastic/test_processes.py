@@ -207,18 +207,6 @@ def test_run_without_checkpoint_ends_with_an_error_when_all_nodes_died(cluster):
 
 
 @pytest.mark.nightly
-def test_unknown_node_does_not_restart_a_run_whose_nodes_all_died(cluster):
-    """It has not been started again; the lighthouse knows that the run has trained."""
-    with cluster(min_nodes=1, scheme="diloco", **LASTING) as nodes:
-        two_train_and_die(nodes)
-        nodes.watch(restarts=False)
-        nodes.start(2)
-        nodes.watch(restarts=False)
-        assert "would begin at step 0 again" in nodes.log(2)
-        assert not nodes.steps(2)
-
-
-@pytest.mark.nightly
 def test_restarted_lighthouse_costs_only_its_absence(cluster):
     with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
         for node in range(2):
@@ -326,15 +314,13 @@ def test_a_node_that_joins_at_the_last_sync_ends_with_the_others(cluster):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("min_nodes", [1, 2])
-def test_node_too_late_for_the_last_sync_reports_the_end(cluster, min_nodes):
+def test_node_too_late_for_the_last_sync_reports_the_end(cluster):
     """It has asked while the others were there, and was asked to wait; it does not begin a run of its own."""
     with cluster(min_nodes=2, scheme="diloco", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
-        elastic = {"min_nodes": min_nodes, "dead_after": nodes.dead_after}
         for node in range(2):
-            nodes.start(node, elastic=elastic)
+            nodes.start(node)
         nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] == 29)
-        nodes.start(2, elastic=elastic)
+        nodes.start(2)
         nodes.watch()
         ends_equal(nodes, [0, 1])
         assert ("2", 69) in [(node, code) for node, code, _ in nodes.ended], nodes.said()

@@ -9,20 +9,15 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lightning_hiercomm.elastic.memory import RunMemory
 from lightning_hiercomm.elastic.partition import DataPartition, partition_for_epoch, partition_within_epoch
 from lightning_hiercomm.elastic.quorum import (
     NodeRefused,
     Quorum,
     Request,
     RunFinished,
-    RunRecord,
     StaleReplica,
     compute_quorum,
 )
-
-TRAINED = RunRecord("fit", 7, has_trained=True)
-FINISHED = replace(TRAINED, finished_at=7)
 
 
 def node(name: str, syncs: int = -1, **request) -> Request:
@@ -70,78 +65,30 @@ def test_run_begins_from_the_newest_checkpoint_and_other_nodes_recover():
     assert quorum.source_of(none.replica_id) == new
 
 
-def test_run_that_has_trained_does_not_begin_at_step_0_again():
-    lost, fresh = node("a"), node("b")
-    quorum = meet(lost, fresh, record=TRAINED)
-    assert quorum.is_hopeless
-    assert "step 0 again. Give fit" in quorum.waits
-    assert meet(replace(lost, expects_state=True), fresh, record=RunRecord()).begins, "it has not trained"
-    assert meet(lost, node("b", checkpoint_step=50), record=TRAINED).begins, "from a checkpoint"
-    assert meet(lost, node("b", 5), who=lost, record=TRAINED).joining == (lost,), "one has its state"
-
-
-def test_restarted_nodes_do_not_begin_if_the_lighthouse_keeps_no_record():
+def test_restarted_nodes_do_not_begin_at_step_0():
     restarted = [node("a", expects_state=True), node("b", expects_state=True)]
     assert meet(*restarted).is_hopeless
+    assert "step 0 again. Give fit" in meet(*restarted).waits
     assert meet(restarted[0], node("c")).begins
     assert meet(restarted[0], node("b", expects_state=True, checkpoint_step=50)).begins
-
-
-def test_node_restarted_after_the_end_reports_a_finished_run():
-    late = node("a", expects_state=True)
-    quorum = meet(late, record=FINISHED)
-    assert (quorum.is_hopeless, quorum.is_finished) == (True, True)
-    assert quorum.waits == "this run has finished: no node is left that has its state"
-    assert meet(replace(late, expects_state=False), record=FINISHED).begins, "the next fit of one program"
 
 
 def test_finished_members_take_no_part():
     members, finished = [node("a", 7), node("b", 7)], node("c", 7, is_finished=True, finished_at=7)
     assert meet(*members, finished, who=members[0]).members == tuple(members)
-    few = meet(members[0], finished, who=members[0], min_nodes=2, record=TRAINED)
+    few = meet(members[0], finished, who=members[0], min_nodes=2)
     assert (few.is_hopeless, few.is_finished) == (True, True)
-    new = node("x", expects_state=True)
-    assert meet(finished, new, who=new, record=TRAINED).is_finished
 
 
 def test_node_that_others_have_outrun_to_the_end_ends():
     behind, ended = node("a", 3), node("b", 4, is_finished=True, finished_at=4)
     with pytest.raises(RunFinished):
-        meet(behind, who=behind, record=RunRecord().after([ended]))
-    assert meet(node("a", 4), record=RunRecord().after([ended])).members
-    assert meet(behind, record=RunRecord().after([replace(ended, fit="another")])).members
-
-
-def data(memory: RunMemory) -> dict:
-    return json.loads(json.dumps(memory.to_json()))
-
-
-def test_observer_remembers_whether_a_run_has_begun_trained_and_finished():
-    def seen(*quorums) -> RunRecord:
-        memory = RunMemory()
-        for requests in quorums:
-            memory = memory.after([data(memory), *(request.to_json() for request in requests)])
-            assert RunMemory.find([None, "text", data(memory)]) == memory
-        return memory.record("run")
-
-    begins, trains, other = [node("a"), node("b")], [node("a", 0), node("b", 0)], node("x", 5, run="other")
-    ends = [node("a", 4, is_finished=True, finished_at=4)]
-    assert seen([other]) == RunRecord()
-    assert seen(begins) == RunRecord("life-a")
-    assert seen([node("a", checkpoint_step=9)]) == RunRecord("life-a", has_trained=True)
-    assert seen(trains) == RunRecord("fit", 0, has_trained=True)
-    assert seen(trains, ends) == RunRecord("fit", 4, True, 4)
-    assert seen(trains, ends, [node("b", 2)]).is_finished, "one that stood still does not change that"
-    assert not seen(trains, ends, [node("b", 5)]).is_finished, "one that a callback has not ended trains on"
-    assert seen(trains, ends, [node("c", expects_state=True)]).is_finished, "it waits in vain"
-    assert not seen(trains, ends, begins).is_finished, "the next fit"
-    assert seen(trains, [node("c")]).fit == "fit", "it waits in vain"
-
-
-def test_observer_counts_the_nodes_that_a_run_needs_to_begin():
-    memory = RunMemory(min_nodes=2)
-    assert memory.after([node("a").to_json()]).record("run") == RunRecord()
-    assert memory.after([node("a").to_json(), node("b").to_json()]).record("run").fit == "life-a"
+        meet(behind, ended, who=behind)
+    with pytest.raises(RunFinished):
+        meet(replace(behind, finished_at=4))
+    equal = node("a", 4)
+    assert meet(equal, ended, who=equal).members == (equal,)
+    assert meet(behind, replace(ended, fit="another"), who=behind).members == (behind,)
 
 
 def test_member_with_another_last_quorum_than_most_is_stale():

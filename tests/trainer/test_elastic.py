@@ -200,7 +200,7 @@ def test_no_state_is_sent_while_gradients_are_accumulated(moment, done, gives):
 def address(monkeypatch):
     """The address of a lighthouse, at which this process is the only node."""
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
-    with lighthouse("127.0.0.1:0", min_nodes=1, dead_after=0.5) as address:
+    with lighthouse("127.0.0.1:0", dead_after=0.5) as address:
         monkeypatch.setenv("HIERCOMM_LIGHTHOUSE", address)
         monkeypatch.setenv("HIERCOMM_ADDRESS", "127.0.0.1")
         yield address

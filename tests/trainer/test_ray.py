@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -163,6 +164,26 @@ def test_worker_succeeds_that_starts_after_the_run_has_finished():
         raise RunFinished
     with pytest.raises(StaleReplica), context():
         raise StaleReplica
+
+
+def test_worker_succeeds_that_finds_no_node_if_another_has_finished(monkeypatch):
+    pytest.importorskip("ray.train", reason="needs the extra `ray`")
+    from lightning_hiercomm import Elastic
+    from lightning_hiercomm.elastic.quorum import NodeRefused
+    from lightning_hiercomm.trainer import ray_elastic
+
+    finished: list[bool] = []
+    finish = SimpleNamespace(remote=lambda: finished.append(True))
+    actor = SimpleNamespace(finish=finish, has_finished=SimpleNamespace(remote=lambda: bool(finished)))
+    monkeypatch.setattr(ray_elastic, "_lighthouse", actor)
+    monkeypatch.setattr(ray_elastic.ray, "get", lambda value: value)
+    context = ray_elastic.ElasticTorchConfig(Elastic()).train_func_context
+    with pytest.raises(NodeRefused), context():
+        raise NodeRefused
+    with context():
+        pass
+    with context():
+        raise NodeRefused
 
 
 def test_ray_has_the_private_names_that_elastic_nodes_use():
