@@ -18,6 +18,7 @@ from lightning_hiercomm.elastic.configuration import Elastic, check_address, che
 
 log = logging.getLogger(__name__)
 
+_PORT = 29510
 JOIN_TIMEOUT = 24 * 3600.0
 """How long the lighthouse waits for a node that is alive to ask, in seconds: no period may be longer."""
 
@@ -137,21 +138,20 @@ def own_address(towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def serve(bind: str | None, dead_after: float, port: int = 29510) -> int:
+def serve(bind: str | None, dead_after: float) -> int:
     """Run a lighthouse until SIGINT or SIGTERM; for the command line.
 
     Args:
-        bind: ``"host:port"`` to listen at. Default: this machine's own address, and ``port``.
+        bind: ``"host:port"`` to listen at. Default: this machine's own address, and port 29510.
         dead_after: Seconds of silence after which a node counts as lost.
-        port: Without ``bind``.
     """
     Elastic(dead_after=dead_after)  # checks it
     check_torchft()
     if bind is None:
         try:
-            bind = f"{own_address('192.0.2.1:9')}:{port}"  # an address for documentation, which no machine has
+            bind = f"{own_address('192.0.2.1:9')}:{_PORT}"  # an address for documentation, which no machine has
         except OSError:
-            bind = f"127.0.0.1:{port}"
+            bind = f"127.0.0.1:{_PORT}"
     check_address(bind, "--bind")
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
