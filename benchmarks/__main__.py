@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from benchmarks.papers.tuned import Comparison
 
 SPEED_ROWS = [key for key in ROWS if "@" not in key]
-WIRES = ("bf16", "int8", "int4", "top4")
+WIRES = ("bf16", "int8", "int4", "sparse2")
 LATENCY_ROWS = ["loop", "ddp", *(key for key in ROWS if key.endswith("@8") and not any(wire in key for wire in WIRES))]
 ONE_NODE_ROWS = ["ddp", "all_reduce", "periodic", "daso", "diloco", "steps_delay", "gossip"]
 ACCURACY_ROWS = ["hand", "ddp", "post_local_hook", "all_reduce", "periodic", "daso", "steps_delay", "gossip"]

@@ -16,7 +16,7 @@ def bytes_per_step(row: Row, parameters: int, nodes: int) -> float:
     model_bytes = parameters * row.wire_bytes
     if row.traffic == "none":
         return 0.0
-    if row.traffic == "gossip":  # every segment goes to one other node
+    if row.traffic == "gossip":  # every fragment goes to one other node
         return costs.exchange(nodes, model_bytes) / row.period
     if row.traffic == "steps_delay":  # gradients to the servers every step; weights from them every period
         return costs.reduce_scatter(nodes, model_bytes) + costs.all_gather(nodes, model_bytes) / row.period

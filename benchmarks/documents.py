@@ -155,8 +155,8 @@ def _front(setting: str, *what: str) -> str:
 
 
 _SHOWN = (
-    *(f"AllReduce{wire}" for wire in ("", ", bfloat16", ", int8", ", int4", ", top4")),
-    *(f"PeriodicAveraging({period}), {wire}" for period in (2, 4) for wire in ("int4", "top4")),
+    *(f"AllReduce{wire}" for wire in ("", ", bfloat16", ", int8", ", int4", ", sparse2")),
+    *(f"PeriodicAveraging({period}), {wire}" for period in (2, 4) for wire in ("int4", "sparse2")),
     "PeriodicAveraging(16), int4",
     *("DASO(4, 1), delta, int4", "DiLoCo(16), int4", "Gossip, int4", "StepsDelay(4), warm-up of 0.8 of the run"),
 )
@@ -187,7 +187,7 @@ _ADVICE = {
 
 
 _ADVISED = tuple(
-    name for name in _SHOWN if name.startswith(("AllReduce, ", "PeriodicAveraging(2)", "PeriodicAveraging(4), top4"))
+    name for name in _SHOWN if name.startswith(("AllReduce, ", "PeriodicAveraging(2)", "PeriodicAveraging(4), sparse2"))
 )
 
 
@@ -436,7 +436,7 @@ MEASURED = {
     "gossip8": "tuned / nodes-8 / Crossover-SGD, flat / AllReduce",
     "gossip32": "tuned / nodes-32 / Crossover-SGD, flat / AllReduce",
     "gossip32_sgp": "tuned / nodes-32 / Crossover-SGD, flat / SGP, flat",
-    "gossip32_one": "tuned / gossip-32 / Crossover-SGD, one segment / Crossover-SGD, flat",
+    "gossip32_one": "tuned / gossip-32 / Crossover-SGD, one fragment / Crossover-SGD, flat",
     "gossip32_ring": "tuned / gossip-32 / ring / Crossover-SGD, flat",
     "acc8_gossip": "tuned / nodes-8 / Crossover-SGD, flat",
     "acc32_gossip": "tuned / nodes-32 / Crossover-SGD, flat",

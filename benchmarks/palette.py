@@ -29,7 +29,7 @@ COLOURS = {
 }
 """By method: DDP, this package's schemes by their names, and peers."""
 
-_WIRES = {"bf16": "s", "int8": "^", "int4": "v", "top4": "D"}
+_WIRES = {"bf16": "s", "int8": "^", "int4": "v", "sparse2": "D"}
 _DASHES = ("-", "--", "-.", (0, (3, 1, 1, 1, 1, 1)))
 
 
@@ -49,7 +49,7 @@ def styles_of(rows: list[str]) -> dict[str, dict[str, Any]]:
     styles: dict[str, dict[str, Any]] = {}
     taken: dict[tuple[str | None, str], int] = {}
     for row in rows:
-        method, wire = method_of(row), re.search(r"_(bf16|int8|int4|top4)(@|$)", row)
+        method, wire = method_of(row), re.search(r"_(bf16|int8|int4|sparse2)(@|$)", row)
         marker = "o" if wire is None else _WIRES[wire[1]]
         if method is None:
             marker = ""

@@ -76,8 +76,8 @@ def main() -> None:
         "random permutation, uniform": ([RandomPermutation("uniform", s) for s in range(args.seeds)], False),
         "random permutation, cyclic": ([RandomPermutation("cyclic", s) for s in range(args.seeds)], False),
         "random permutation, roulette": ([RandomPermutation("roulette", s) for s in range(args.seeds)], False),
-        "random without fairness": ([RandomPermutation(None, s) for s in range(args.seeds)], False),
-        "random without fairness, push-sum": ([RandomPermutation(None, s) for s in range(args.seeds)], True),
+        "random without fairness": ([RandomPermutation("independent", s) for s in range(args.seeds)], False),
+        "random without fairness, push-sum": ([RandomPermutation("independent", s) for s in range(args.seeds)], True),
     }
     figure, axes = plt.subplots(2, 1, figsize=(7, 8), sharex=True)
     shown = [k for k in (1, 2, 4, 8, 16, 24, 32) if k <= args.steps]

@@ -32,10 +32,10 @@ PEERS = {
 }
 """Each node synchronizes with its neighbors in a graph of the nodes that are there."""
 GOSSIP = {
-    "gossip": Gossip(segments=3),
-    "push-sum": Gossip(segments=2, fair=None),
-    "one way": Gossip("directed_exponential", segments=1),
-    "no push-sum": Gossip(segments=2, fair=None, push_sum=False),
+    "gossip": Gossip(fragments=3),
+    "push-sum": Gossip(fragments=2, sampling="independent"),
+    "one way": Gossip("directed_exponential", fragments=1),
+    "no push-sum": Gossip(fragments=2, sampling="independent", push_sum=False),
 }
 """Nodes mix at every step."""
 LATE = {
@@ -119,8 +119,8 @@ def put(rank: Rank, state: Mapping[str, Any]) -> None:
 
 
 def put_weights(rank: Rank, of_nodes: Sequence[Sequence[float]]) -> None:
-    """Give push-sum weights to all nodes, by segment."""
-    rank.scheme.state.weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+    """Give push-sum weights to all nodes, by fragment."""
+    rank.scheme.state.weights = [list(of_fragment) for of_fragment in zip(*of_nodes, strict=True)]
 
 
 def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:

@@ -54,7 +54,7 @@ LIGHTNINGS_OWN = {
 ARGUMENTS = [(cls, name) for cls in CLASSES for name in inspect.signature(cls).parameters if name not in LIGHTNINGS_OWN]
 WORDS = ("node", "world", "leader", "sharded", "replace", "eq1", "delta", "glu", "sgd", "dc_asgd")
 WORDS += ("elements", "parameters", "uniform", "cyclic", "roulette", "random_permutation", "ring", "full", "after_step")
-WORDS += ("before_step", "all", "blocking", "int8", "bfloat16", "consensus", "replica", "auto", "measure", "x", "y")
+WORDS += ("before_step", "all", "blocking", "int8", "bfloat16", "averaged", "replica", "auto", "measure", "x", "y")
 
 NUMBERS = st.one_of(st.integers(-2, 9), st.integers(), st.floats(), st.sampled_from([0.0, 0.5, 1.0, 1e300, -1e300]))
 PLAIN = st.one_of(st.none(), st.booleans(), NUMBERS, st.sampled_from(WORDS), st.text(max_size=4))

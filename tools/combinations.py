@@ -87,7 +87,7 @@ _GRAPHS: dict[str, Callable[[], Graph]] = {
     "permutation": RandomPermutation,
     "cyclic": partial(RandomPermutation, "cyclic"),
     "roulette": partial(RandomPermutation, "roulette"),
-    "unfair": partial(RandomPermutation, None),
+    "unfair": partial(RandomPermutation, "independent"),
 }
 _RANDOM_GRAPHS = ("permutation", "cyclic", "roulette", "unfair")
 _DTYPES = {"mixed": ("float32", "float64", "float64"), "mixed and narrow": ("float32", "float64", "bfloat16")}
@@ -187,9 +187,8 @@ class Combination:
             if name in arguments:
                 chosen: Any = table.get(arguments[name])
                 arguments[name] = chosen() if name == "graph" else chosen
-        for name in ("fragments", "segments"):
-            if isinstance(arguments.get(name), tuple):
-                arguments[name] = list(arguments[name])
+        if isinstance(arguments.get("fragments"), tuple):
+            arguments["fragments"] = list(arguments["fragments"])
         if self.scheme == "parameter_sync":
             arguments["reducer"] = (
                 _GRAPHS[arguments["reducer"]]() if arguments["reducer"] in _GRAPHS else arguments["reducer"]
@@ -351,7 +350,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "adapt": adapts,
             "threshold": draw.choice([0.0, 0.05]),
             "patience": draw.randint(0, 1),
-            "narrow_phases": draw.choice(["all", "all", "blocking"]),
+            "compressed_phases": draw.choice(["all", "all", "blocking"]),
         }
     if kind == "steps_delay":
         delay = draw.randint(1, 4)
@@ -364,7 +363,7 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
     if kind == "gossip":
         return {
             "graph": draw.choice([*_GRAPHS]),
-            "segments": draw.choice([1, 2, 3, 4, 5, *_NAMED_PARTS]),
+            "fragments": draw.choice([1, 2, 3, 4, 5, *_NAMED_PARTS]),
             "hierarchical": draw.random() < 0.6,
             "overlap": draw.random() < 0.4,
             "push_sum": draw.random() < 0.8,
@@ -1084,11 +1083,11 @@ class Delayed(Reference):
 
 
 class Gossiping(Reference):
-    """Push-sum; x and w of every node, or rank, by segment."""
+    """Push-sum; x and w of every node, or rank, by fragment."""
 
     def begin(self) -> None:
         self.units = self.nodes if self.c.argument("hierarchical") else tuple((r,) for r in self.c.ranks)
-        self.parts = self.pieces(self.c.argument("segments"))
+        self.parts = self.pieces(self.c.argument("fragments"))
         self.w = {u: [1.0] * len(self.parts) for u in range(len(self.units))}
         self.pending: tuple[int, dict[int, Tensor], dict[int, list[float]]] | None = None
 
@@ -1187,7 +1186,7 @@ def tolerance_of(c: Combination) -> float | None:
     """How far a run may be from its reference; None: they are not to be compared."""
     if c.dtype == "mixed and narrow":
         return None
-    parts = next((value for name, value in c.arguments if name in ("fragments", "segments")), 1)
+    parts = next((value for name, value in c.arguments if name == "fragments"), 1)
     if c.dtype == "mixed" and (isinstance(parts, int) and parts > 1):
         return None  # cut by bytes, each type by itself
     narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype != "float32")

@@ -98,7 +98,7 @@ class Fit(Combination):
     finetuning: bool = False
     module: tuple[str, ...] = ()
     replicas: bool = True
-    evaluate: str = "consensus"
+    evaluate: str = "averaged"
     after: tuple[str, ...] = ()
 
     @property
@@ -180,7 +180,7 @@ def drawn(number: int) -> Fit:
         averages=draw.choice([None] * 5 + ["swa", "ema", "swap"]),
         module=tuple(sorted(draw.sample(_MODULES, draw.choice([0, 0, 1, 1, 2])))),
         replicas=chance(0.7),
-        evaluate="replica" if chance(0.1) else "consensus",
+        evaluate="replica" if chance(0.1) else "averaged",
         after=tuple(sorted(draw.sample(_AFTER, draw.choice([0, 1, 3])))),
     )
     total = fit.total
@@ -681,13 +681,13 @@ def _check_whole(fit: Fit, ranks: list[Record]) -> None:
         assert own.counted == first.counted, f"rank {rank} counts {own.counted}, rank 0 {first.counted}"
         _check_state(_known(fit, own.end), _known(fit, first.end), f"after fit rank {rank} differs from rank 0")
         assert len(own.seen) == len(first.seen)
-        if fit.evaluate == "consensus" and fit.averages not in ("swap", "ema"):
+        if fit.evaluate == "averaged" and fit.averages not in ("swap", "ema"):
             for (step, values, _), (_, other, _) in zip(own.seen, first.seen, strict=True):
                 assert _equal(values, other), f"rank {rank} validates other weights than rank 0 after step {step}"
         for (step, _, loss), (_, _, other_loss) in zip(own.seen, first.seen, strict=True):
             is_same = loss == other_loss or math.isnan(loss)
             assert is_same, f"rank {rank} logs {loss} after step {step}, rank 0 {other_loss}"
-    if fit.evaluate == "consensus" and fit.averages not in ("swap", "ema"):
+    if fit.evaluate == "averaged" and fit.averages not in ("swap", "ema"):
         for step, values, loss in first.seen:
             expected = _validation_loss(values, len(ranks))
             is_narrow = any(fit.dtype_of(name) == torch.bfloat16 for name in _NAMES)
@@ -782,7 +782,7 @@ def _tolerance(fit: Fit) -> float | None:
         return None
     if fit.freeze is not None and (fit.accumulate > 1 or fit.manual):
         return None  # nodes synchronize when the optimizer steps, with gradients that were taken before
-    parts = next((value for name, value in fit.arguments if name in ("fragments", "segments")), 1)
+    parts = next((value for name, value in fit.arguments if name == "fragments"), 1)
     if fit.finetuning and parts != 1:
         return None  # what unfreezes is the optimizer's last, and elsewhere in the parts
     return combinations.tolerance_of(fit)
@@ -824,7 +824,7 @@ def _compare_half(fit: Fit, ranks: list[Record], reference: Reference, here: sli
         for rank, record in enumerate(ranks):
             expected = reference.trace[step][rank]
             combinations.is_close(record.trace[step][here], expected, tolerance, f"after step {step} rank {rank} holds")
-    if fit.evaluate == "consensus" and fit.averages is None:
+    if fit.evaluate == "averaged" and fit.averages is None:
         for step, values, _ in ranks[0].seen:
             if step:
                 seen = reference.looks[step - 1]

@@ -194,7 +194,7 @@ def _ours(period: int) -> dict[str, Row]:
         | {f"{key}_bf16": _on_wire(row, "bfloat16", "bf16", 2) for key, row in rows.items()}
         | {f"{key}_int8": _on_wire(rows[key], "int8", "int8", 1 + 2 / 256) for key in quantised}
         | {f"{key}_int4": _on_wire(rows[key], "int4", "int4", 1 / 2 + 2 / 256) for key in quantised}
-        | {"all_reduce_top4": _on_wire(rows["all_reduce"], "top4", "top4", 1 / 4 + 2 / 512)}
+        | {"all_reduce_sparse2": _on_wire(rows["all_reduce"], "sparse2", "sparse2", 1 / 4 + 2 / 512)}
     )
 
 

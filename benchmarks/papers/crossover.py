@@ -17,7 +17,7 @@ from lightning_hiercomm.schemes import AllReduce, DirectedExponential, Gossip, S
 
 TASK = PERCEPTRON
 EPOCHS = 24
-SEGMENTS = 4
+FRAGMENTS = 4
 REPLICAS = (8, 16, 32, 64)
 FIXED = 1024
 """The mini-batch that more and more replicas share."""
@@ -31,20 +31,20 @@ Maker = Callable[[], Scheme]
 
 FLAT: dict[str, tuple[str, Maker]] = {
     "AllReduce": ("all_reduce", AllReduce),
-    "Crossover-SGD": ("gossip", lambda: Gossip(segments=SEGMENTS, hierarchical=False)),
-    "SGP": ("torchft", lambda: Gossip(DirectedExponential(), segments=1, hierarchical=False)),
+    "Crossover-SGD": ("gossip", lambda: Gossip(fragments=FRAGMENTS, hierarchical=False)),
+    "SGP": ("torchft", lambda: Gossip(DirectedExponential(), fragments=1, hierarchical=False)),
 }
 ABLATIONS: dict[str, tuple[str, Maker]] = {
-    "Crossover-SGD, one segment": ("hand", lambda: Gossip(segments=1, hierarchical=False)),
+    "Crossover-SGD, one fragment": ("hand", lambda: Gossip(fragments=1, hierarchical=False)),
     "Crossover-SGD, unfair": (
         "hand",
-        lambda: Gossip(segments=SEGMENTS, hierarchical=False, fair=None, push_sum=False),
+        lambda: Gossip(fragments=FRAGMENTS, hierarchical=False, sampling="independent", push_sum=False),
     ),
-    "Crossover-SGD, unfair, one segment": (
+    "Crossover-SGD, unfair, one fragment": (
         "hand",
-        lambda: Gossip(segments=1, hierarchical=False, fair=None, push_sum=False),
+        lambda: Gossip(fragments=1, hierarchical=False, sampling="independent", push_sum=False),
     ),
-    "ring (DP-SGD's graph)": ("accelerate", lambda: Gossip("ring", segments=1, hierarchical=False)),
+    "ring (DP-SGD's graph)": ("accelerate", lambda: Gossip("ring", fragments=1, hierarchical=False)),
 }
 HIERARCHICAL = {f"hierarchical Crossover-SGD, {groups} groups": groups for groups in (4, 8, 16)}
 METHODS = {**FLAT, **ABLATIONS}
@@ -58,7 +58,7 @@ def _key(method: str, replicas: int, mini_batch: int, rate: float = 1.0) -> str:
 
 def _make(seed: int, method: str, replicas: int, mini_batch: int, rate: float) -> Experiment:
     groups = HIERARCHICAL.get(method)
-    scheme = Gossip(segments=SEGMENTS) if groups else METHODS[method][1]()
+    scheme = Gossip(fragments=FRAGMENTS) if groups else METHODS[method][1]()
     nodes = groups or replicas
     batch = mini_batch // replicas
     steps = round(EPOCHS * EXAMPLES / mini_batch)
@@ -99,11 +99,11 @@ def _spectra() -> dict[str, Any]:
         "ring": ([Ring()], False),
         "SGP": ([DirectedExponential()], False),
         **{
-            fair: ([RandomPermutation(fair, s) for s in range(drawn)], False)
-            for fair in ("uniform", "cyclic", "roulette")
+            sampling: ([RandomPermutation(sampling, s) for s in range(drawn)], False)
+            for sampling in ("uniform", "cyclic", "roulette")
         },  # type: ignore[arg-type]
-        "unfair": ([RandomPermutation(None, s) for s in range(drawn)], False),
-        "unfair, push-sum": ([RandomPermutation(None, s) for s in range(drawn)], True),
+        "unfair": ([RandomPermutation("independent", s) for s in range(drawn)], False),
+        "unfair, push-sum": ([RandomPermutation("independent", s) for s in range(drawn)], True),
     }
     found: dict[str, Any] = {}
     for ranks in REPLICAS:
@@ -194,7 +194,7 @@ _PAPER = (
     "The paper (ResNet-50, ImageNet, LARS; figures without printed numbers but AllReduce's 75.67 % at a mini-batch "
     "of 86,016) says: Crossover-SGD is the most robust to the learning rate and AllReduce the least (Fig. 8); with 8"
     " workers both gossip methods end above AllReduce when the mini-batch grows (Fig. 9); with more workers they "
-    "lose, SGP more than Crossover-SGD, and leaving out segments or fairness costs accuracy at every size (Fig. 10);"
+    "lose, SGP more than Crossover-SGD, and leaving out fragments or fairness costs accuracy at every size (Fig. 10);"
     " hierarchical Crossover-SGD with 16 groups is like Crossover-SGD with 16 processes; the graphs mix faster than "
     "SGP's at first, and without fairness the imbalance does not vanish (Fig. 6)."
 )

@@ -92,7 +92,7 @@ class _Recording(RunningDASO):
 
 
 def _whole(merge: Literal["eq1", "delta"]) -> Scheme:
-    return Recorded(4, 1, merge=merge, patience=0, narrow_phases="blocking")
+    return Recorded(4, 1, merge=merge, patience=0, compressed_phases="blocking")
 
 
 RUNS: dict[str, tuple[str, Callable[[], Scheme], str | None]] = {

@@ -70,8 +70,8 @@ _STARTS = {
 }
 _SEEDS, _SEEDS_OF_UNSTEADY, _SEEDS_OF_ADVICE = 10, 20, 30
 _ADVISED = {
-    *("AllReduce", *(f"AllReduce, {wire}" for wire in ("bfloat16", "int8", "int4", "top4"))),
-    *(f"PeriodicAveraging({every}), {wire}" for every in (2, 4) for wire in ("int4", "top4")),
+    *("AllReduce", *(f"AllReduce, {wire}" for wire in ("bfloat16", "int8", "int4", "sparse2"))),
+    *(f"PeriodicAveraging({every}), {wire}" for every in (2, 4) for wire in ("int4", "sparse2")),
 }
 """Methods that the documentation recommends, and what they are compared with: judged by more seeds."""
 _WORDS = {
@@ -225,7 +225,7 @@ def _gossip(wire: str) -> Way:
         wire,
         lambda _: Gossips(RandomPermutation, 8, wire_named(wire)),
         lambda *_: Gossip(),
-        f"8 segments, {wire}",
+        f"8 fragments, {wire}",
         1,
     )
 
@@ -251,12 +251,12 @@ def _named(name: str, wire: str) -> str:
 
 
 WAYS = (
-    *map(_all_reduce, ("float32", "bfloat16", "int8", "int4", "top4")),
+    *map(_all_reduce, ("float32", "bfloat16", "int8", "int4", "sparse2")),
     _power_sgd(2),
     *(
         _periodic(every, wire, lower)
         for every, lower in ((2, 1), (4, 1), (8, 2), (16, 3), (64, 4))
-        for wire in (("float32", "int4", "top4") if every <= 4 else ("float32", "int4"))
+        for wire in (("float32", "int4", "sparse2") if every <= 4 else ("float32", "int4"))
     ),
     *(_post_local(4, "int4", 0.25, with_state, 1) for with_state in (False, True)),
     *(_daso(4, 1, "delta", wire) for wire in ("float32", "int4")),

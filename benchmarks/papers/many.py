@@ -385,28 +385,30 @@ class Stale(Method):
 
 
 class Gossips(Method):
-    """Every node mixes each segment of its parameters in equal shares with what equally many others send.
+    """Every node mixes each fragment of its parameters in equal shares with what equally many others send.
 
     Args:
         graph: Makes the graph.
-        segments: Number of equal parts.
+        fragments: Number of equal parts.
         codec: Encodes the share that a node sends, and subtracts from its own value.
     """
 
-    def __init__(self, graph: Callable[[], Graph], segments: int, codec: Codec | None = None) -> None:
-        self._graph, self._segments, self._codec = graph, segments, codec or AsIs()
+    def __init__(self, graph: Callable[[], Graph], fragments: int, codec: Codec | None = None) -> None:
+        self._graph, self._fragments, self._codec = graph, fragments, codec or AsIs()
 
     def begin(self, state: State) -> None:
         self._drawn = self._graph()
         count = state.weights.shape[-1]
-        self._sizes = [count * (i + 1) // self._segments - count * i // self._segments for i in range(self._segments)]
+        self._sizes = [
+            count * (i + 1) // self._fragments - count * i // self._fragments for i in range(self._fragments)
+        ]
 
     def step(self, state: State, gradients: Tensor) -> None:
         state.descend(gradients)
         nodes = state.arena.nodes
-        for segment, part in enumerate(state.weights.split(self._sizes, 2)):
+        for fragment, part in enumerate(state.weights.split(self._sizes, 2)):
             sources: list[list[int]] = [[] for _ in range(nodes)]
-            for source, targets in enumerate(self._drawn.send_to(nodes, state.step, segment)):
+            for source, targets in enumerate(self._drawn.send_to(nodes, state.step, fragment)):
                 for target in targets:
                     sources[target].append(source)
             arrived_from = [list(each) for each in zip(*sources, strict=True)]

@@ -78,7 +78,7 @@ def ladders(comparison: Comparison, known: Mapping[str, Climb], path: Path) -> N
     save(figure, path, f"{title}, {arena.model}, {arena.optimizer}")
 
 
-_MARKERS = {"float32": "o", "bfloat16": "s", "int8": "^", "int4": "v", "top4": "D"}
+_MARKERS = {"float32": "o", "bfloat16": "s", "int8": "^", "int4": "v", "sparse2": "D"}
 _AT = "1 Gbit/s"
 
 

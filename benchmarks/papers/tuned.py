@@ -299,7 +299,7 @@ def _common() -> tuple[Contender, ...]:
         Contender(
             "DASO(4), a whole run", lambda _: Stale(4, 1, 2, 2), "B 4, S 1, 2 + 2 epochs, adapts, patience 0", -8
         ),
-        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments"),
+        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 fragments"),
         Contender("SGP, flat", lambda _: push(), "directed exponential"),
         Contender("StepsDelay(4), warm-up of 0.8 of the run", lambda _: Delayed(4, 0.8), "GLU, k 4, 0.8"),
         Contender("StepsDelay(4), warm-up of half the run", lambda _: Delayed(4, 0.5), "GLU, k 4, 0.5", -8),
@@ -367,7 +367,7 @@ def _long() -> tuple[Contender, ...]:
         _ALL_REDUCE,
         Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps", -7),
         Contender("DASO(4), its defaults", lambda _: Stale(4, 1, 4, 4, patience=2), "B 4, S 1, 4 + 4, adapts, 2", -7),
-        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments"),
+        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 fragments"),
     )
 
 
@@ -419,7 +419,7 @@ def _perceptrons() -> tuple[Contender, ...]:
         replace(_ALL_REDUCE, starts=-2),
         Contender("PeriodicAveraging(4)", lambda _: Averages(4), "means every 4 steps", -3),
         Contender("DASO(4), a whole run", lambda _: Stale(4, 1, 4, 4), "B 4, S 1, 4 + 4, adapts", -4),
-        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments", -2),
+        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 fragments", -2),
         Contender("SGP, flat", lambda _: push(), "directed exponential", -2),
         Contender("ring", lambda _: ring(), "ring", -3),
         Contender("StepsDelay(5), warm-up of 0.64 of the run", lambda _: Delayed(5, 0.64), "GLU, k 5, 0.64", -4),
@@ -436,9 +436,9 @@ def _adam() -> tuple[Contender, ...]:
 
 def _gossips() -> tuple[Contender, ...]:
     return (
-        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 segments"),
+        Contender("Crossover-SGD, flat", lambda _: crossover(), "8 fragments"),
         Contender("SGP, flat", lambda _: push(), "directed exponential"),
-        Contender("Crossover-SGD, one segment", lambda _: Gossips(RandomPermutation, 1), "one segment"),
+        Contender("Crossover-SGD, one fragment", lambda _: Gossips(RandomPermutation, 1), "one fragment"),
         Contender("ring", lambda _: ring(), "ring", -8),
     )
 

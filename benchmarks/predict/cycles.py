@@ -56,7 +56,7 @@ def next_step(running: RunningScheme[Scheme], steps_of_epoch: int) -> Scheme:
             int(scalars["staleness"]),
             merge="delta" if config.merging.needs_sent else "eq1",
             reducer="sharded" if config.reducer == "sharded" else "leader",
-            narrow_phases=config.narrow_phases,
+            compressed_phases=config.compressed_phases,
         )
     if running.phase == "warm-up":
         return AllReduce()

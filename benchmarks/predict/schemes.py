@@ -300,14 +300,14 @@ def _push_groups(model_bytes: float) -> list[BucketGroup]:
 
 @follow.register
 def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
-    segments = scheme.segments if isinstance(scheme.segments, int) else len(scheme.segments) + 1
+    fragments = scheme.fragments if isinstance(scheme.fragments, int) else len(scheme.fragments) + 1
     model_bytes = node.workload.model_bytes
     copies = 1 if scheme.hierarchical else node.num_shards  # of the model that a node sends: one per node, or per rank
     members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
     peers = _out_degree(scheme.graph, members)
     inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
     gradients = average_in_node if scheme.hierarchical else untouched
-    groups = bucket_groups(model_bytes, model_bytes / segments)
+    groups = bucket_groups(model_bytes, model_bytes / fragments)
     in_flight: list[tuple[BucketGroup, Operation]] = []
 
     def merge() -> None:

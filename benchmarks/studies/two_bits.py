@@ -5,7 +5,7 @@ judged there by other seeds and other examples. Encoding follows
 :class:`~lightning_hiercomm.comm.encoded_sum.EncodedSum`: each node's share is cut into a chunk for each node, and with
 more than two nodes the sums are encoded again; both have a residual.
 
-- ``int4`` and ``top4``: the codecs of these names;
+- ``int4`` and ``sparse2``: the codecs of these names;
 - ``3 levels, by the maximum``: -1, 0 and 1 times the largest magnitude of a block of 256;
 - ``3 levels, projected``: elements beyond 0.7 times the mean magnitude, as the mean of these (Li & Liu, "Ternary Weight
   Networks", 2016);
@@ -112,7 +112,7 @@ def two_magnitudes(values: Tensor) -> Tensor:
 
 CODES: dict[str, Code] = {
     "int4": partial(by_codec, codec_named("int4")),
-    "top4": partial(by_codec, codec_named("top4")),
+    "sparse2": partial(by_codec, codec_named("sparse2")),
     "3 levels, by the maximum": partial(in_blocks, three_levels, 256),
     "3 levels, projected": partial(in_blocks, projected, 512),
     "2 of 8, linear": partial(in_blocks, two_of_eight, 512),

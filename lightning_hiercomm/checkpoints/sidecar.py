@@ -261,7 +261,7 @@ def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
 
 def _parts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
     """Return the settings that divide each scheme's state into fragments."""
-    names = ("gradients", "fragments", "segments")
+    names = ("gradients", "fragments")
     configurations = [{name: getattr(scheme.config, name, None) for name in names} for scheme in schemes]
     return [repr({name: value for name, value in each.items() if value is not None}) for each in configurations]
 

@@ -543,7 +543,7 @@ _NAMED: dict[str, Codec] = {
     "float16": Cast(torch.float16),
     "int8": Quantized(8),
     "int4": Quantized(4),
-    "top4": LargestFour(),
+    "sparse2": LargestFour(),
 }
 
 
@@ -551,7 +551,7 @@ def codec_named(name: str | torch.dtype | None) -> Codec:
     """Return the codec of the argument ``wire_dtype``.
 
     Args:
-        name: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"``, ``"int4"``, ``"top4"``, a torch
+        name: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"``, ``"int4"``, ``"sparse2"``, a torch
             dtype of such a name, or None to send tensors unencoded.
 
     Raises:

@@ -61,14 +61,18 @@ class Choice:
         return codec_named(self.wire_dtype).payload_bytes(numel, torch.float32) / (_BYTES * numel)
 
 
-_TOP4, _INT4 = 'wire_dtype="top4"', 'wire_dtype="int4"'
+_SPARSE2, _INT4 = 'wire_dtype="sparse2"', 'wire_dtype="int4"'
 RULE = (
     Choice(0.1, 'strategy="ddp"', None, 1, "The network is no limit", None),
     Choice(2, 'wire_dtype="int8"', "int8", 1, "T / 4 hides behind the backward pass", "AllReduce, int8"),
     Choice(8, _INT4, "int4", 1, "T / 8 hides for the most part", "AllReduce, int4"),
-    Choice(22, _TOP4, "top4", 1, "T / 16 hides for a large part", "AllReduce, top4"),
-    Choice(32, f"PeriodicAveraging(2), {_TOP4}", "top4", 2, "A step waits T / 32", "PeriodicAveraging(2), top4"),
-    Choice(64, f"PeriodicAveraging(4), {_TOP4}", "top4", 4, "A step waits T / 64", "PeriodicAveraging(4), top4"),
+    Choice(22, _SPARSE2, "sparse2", 1, "T / 16 hides for a large part", "AllReduce, sparse2"),
+    Choice(
+        32, f"PeriodicAveraging(2), {_SPARSE2}", "sparse2", 2, "A step waits T / 32", "PeriodicAveraging(2), sparse2"
+    ),
+    Choice(
+        64, f"PeriodicAveraging(4), {_SPARSE2}", "sparse2", 4, "A step waits T / 64", "PeriodicAveraging(4), sparse2"
+    ),
     Choice(
         math.inf,
         f"DiLoCo(100), {_INT4}",

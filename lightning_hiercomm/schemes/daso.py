@@ -54,8 +54,8 @@ class DASO(ParameterSync):
 
     Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; the paper sends parameters as
     bfloat16 in the blocking phases, which is not the default here: set ``wire_dtype="bfloat16"``,
-    ``Transport(wire_raw=True)`` and ``narrow_phases="blocking"``. The paper gives no lengths of warm-up and cool-down,
-    no threshold and no patience; those defaults are specific to this package.
+    ``Transport(wire_raw=True)`` and ``compressed_phases="blocking"``. The paper gives no lengths of warm-up and
+    cool-down, no threshold and no patience; those defaults are specific to this package.
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase.
@@ -78,7 +78,7 @@ class DASO(ParameterSync):
             must be logged by the end of the first cycling epoch; epochs that do not log it are skipped. Default: the
             loss that ``training_step`` returns. Either is averaged over all ranks.
         adapt: Change B and S when the loss stops falling, as above. False: keep them constant.
-        narrow_phases: Phases in which ``wire_dtype`` applies: ``"all"``, or ``"blocking"``, where asynchronous
+        compressed_phases: Phases in which ``wire_dtype`` applies: ``"all"``, or ``"blocking"``, where asynchronous
             exchanges send full precision (the paper's section 3).
 
     Raises:
@@ -100,7 +100,7 @@ class DASO(ParameterSync):
         reducer: Literal["leader", "sharded"] = "leader",
         monitor: str | None = None,
         adapt: bool = True,
-        narrow_phases: Literal["all", "blocking"] = "all",
+        compressed_phases: Literal["all", "blocking"] = "all",
     ) -> None:
         if sync_every < 1:
             raise ValueError(f"sync_every={sync_every} must be a positive number of batches")
@@ -125,8 +125,8 @@ class DASO(ParameterSync):
         )
         self.sync_every = sync_every
         self.adapt = adapt
-        self.narrow_phases: Literal["all", "blocking"] = narrow_phases
-        self.is_exact_overlapped = narrow_phases == "blocking" and staleness > 0
+        self.compressed_phases: Literal["all", "blocking"] = compressed_phases
+        self.is_exact_overlapped = compressed_phases == "blocking" and staleness > 0
         self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
         self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
         self.monitor = monitor

@@ -18,11 +18,11 @@ from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.reducers.graphs import (
     DirectedExponential,
-    Fairness,
     Full,
     Graph,
     RandomPermutation,
     Ring,
+    Sampling,
     round_of,
 )
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchanges
@@ -36,14 +36,14 @@ _STEPS_COMPARED = 4
 
 
 class Gossip(Scheme):
-    """Average parameters with a few other nodes at every step, each segment of the model with different peers.
+    """Average parameters with a few other nodes at every step, each fragment of the model with different peers.
 
     At step t every node (every rank, if not ``hierarchical``) does the following, with z the parameters of the forward
     pass::
 
         g := gradient at z, averaged over the node if hierarchical
         x := optimizer(x, g)
-        for every segment s, with d the out-degree of this node in the graph of (t, s), and p = 1 / (d + 1):
+        for every fragment s, with d the out-degree of this node in the graph of (t, s), and p = 1 / (d + 1):
             send p x_s, p w_s to d nodes
             x_s, w_s := p x_s, p w_s + received
             z_s := x_s / w_s
@@ -53,11 +53,11 @@ class Gossip(Scheme):
     ``x_s := (x_s + received_s) / 2``, Crossover-SGD's Algorithm 1. Every rank computes w from the graph.
 
     A node sends the model once per step to each peer, without a barrier. With hierarchical gossip, local rank
-    ``s mod L`` exchanges segment s and broadcasts the result inside its node, so all links of a node are used.
+    ``s mod L`` exchanges fragment s and broadcasts the result inside its node, so all links of a node are used.
 
     - Crossover-SGD: ``Gossip(hierarchical=False)``; hierarchical Crossover-SGD: ``Gossip()``.
-    - SGP: ``Gossip("directed_exponential", segments=1, hierarchical=False)``.
-    - DP-SGD: ``Gossip("ring", segments=1, hierarchical=False, overlap=True)``.
+    - SGP: ``Gossip("directed_exponential", fragments=1, hierarchical=False)``.
+    - DP-SGD: ``Gossip("ring", fragments=1, hierarchical=False, overlap=True)``.
 
     With rank weights (unequal nodes, heterogeneous batches), node m adds M W_m times its optimizer's update to x.
     (Initial push-sum weights would not do, because mixing equalizes w.)
@@ -74,18 +74,18 @@ class Gossip(Scheme):
 
     Args:
         graph: The communication graph, which selects the peers of every step: a name, or any ``Graph``.
-        segments: The number of equal segments of the model (at most its elements; one more for each further dtype), or
-            a list of module names such as ``["net.layer1", "net.layer2"]``: the parameters of each module form one
-            segment, all others the last one.
+        fragments: The number of equal fragments of the model (at most its elements; one more for each further dtype),
+            or a list of module names such as ``["net.layer1", "net.layer2"]``: the parameters of each module form one
+            fragment, all others the last one. Crossover-SGD calls them segments.
         hierarchical: Average gradients inside a node and gossip between nodes. False: every rank gossips independently,
             and gradients are not exchanged.
-        fair: How ``"random_permutation"`` samples peers; see ``RandomPermutation``.
+        sampling: How ``"random_permutation"`` samples peers; see ``RandomPermutation``.
         seed: Random seed of ``"random_permutation"``.
         overlap: Overlap the exchange with the next forward and backward pass. Received values are added before the next
             optimizer step, whose gradients belong to the parameters before mixing: ``x := mix(x) - lr g(x)``, DP-SGD's
             order. Until then every node keeps all of its x.
         push_sum: Use the weights w, as above. False: every node sends all of x and continues with the plain mean of its
-            own and the received values, ``(own + received) / 2`` for one peer. With ``fair=None`` that is
+            own and the received values, ``(own + received) / 2`` for one peer. With ``sampling="independent"`` that is
             Crossover-SGD's unfair baseline, whose mean over the nodes drifts; otherwise the result is the same.
 
     Raises:
@@ -96,17 +96,17 @@ class Gossip(Scheme):
     def __init__(
         self,
         graph: Graph | GraphName = "random_permutation",
-        segments: int | list[str] = 8,
+        fragments: int | list[str] = 8,
         hierarchical: bool = True,
-        fair: Fairness = "uniform",
+        sampling: Sampling = "uniform",
         seed: int = 0,
         overlap: bool = False,
         push_sum: bool = True,
     ) -> None:
-        if isinstance(segments, str) or (isinstance(segments, int) and segments < 1) or not segments:
-            raise ValueError(f"segments={segments!r} must be a positive number, or a list of module names")
-        self.graph = _graph(graph, fair, seed)
-        self.segments = segments
+        if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
+            raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
+        self.graph = _graph(graph, sampling, seed)
+        self.fragments = fragments
         self.hierarchical = hierarchical
         self.overlap = overlap
         self.push_sum = push_sum
@@ -139,7 +139,7 @@ class GossipState(SchemeState):
     """The state of gossip.
 
     Attributes:
-        weights: The nodes' push-sum weights, by segment.
+        weights: The nodes' push-sum weights, by fragment.
         pending: The exchange that has started and is not merged yet.
         has_new_nodes: Whether nodes have joined whose weights are still unknown.
     """
@@ -166,7 +166,7 @@ class GossipState(SchemeState):
 
 
 class RunningGossip(RunningScheme[Gossip]):
-    """Run gossip: exchange and merge segments at every step."""
+    """Run gossip: exchange and merge fragments at every step."""
 
     state: GossipState
     state_type = GossipState
@@ -180,14 +180,14 @@ class RunningGossip(RunningScheme[Gossip]):
         shares_communicators = self.is_alone or self.topology.may_grow
         self._duplicate = self.topology if shares_communicators else self.topology.duplicate()
         self._background = self._new_background()
-        self._segments, self._peers = self._cut(context.replica)
+        self._fragments, self._peers = self._cut(context.replica)
         self.state.weights = self._equal_weights()
 
     # ---- a run -------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
-        self._segments, self._peers = self._cut(replica)
+        self._fragments, self._peers = self._cut(replica)
         self._restart()
 
     def before_step(self, last: bool) -> Update | None:
@@ -215,8 +215,8 @@ class RunningGossip(RunningScheme[Gossip]):
         self._learn_weights()
         weighted = [
             (bucket, self._rank_weights(of_nodes))
-            for segment, of_nodes in zip(self._segments, self.state.weights, strict=True)
-            for bucket in segment.cut(self.replica.bucket_bytes)
+            for fragment, of_nodes in zip(self._fragments, self.state.weights, strict=True)
+            for bucket in fragment.cut(self.replica.bucket_bytes)
         ]
         weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
         buckets = [bucket for bucket, _ in weighted]
@@ -235,7 +235,7 @@ class RunningGossip(RunningScheme[Gossip]):
         if optimizer_step is None:
             return
         weights, share = self.own_weights, self._share_of_updates
-        z = {index: self._segments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
+        z = {index: self._fragments[index].pack() for index, weight in enumerate(weights) if weight != 1.0}
         self._scale(weights)
         before = [parameter.detach().clone() for parameter in self.replica.parameters] if share != 1.0 else []
         optimizer_step(partial(self._offset_from_z, z, weights))
@@ -249,26 +249,26 @@ class RunningGossip(RunningScheme[Gossip]):
         """Offset the parameters from z as an optimizer such as SAM has offset them from x, to evaluate the loss.
 
         Args:
-            z: By segment, where it differs from x.
-            weights: Push-sum weights, by segment.
+            z: By fragment, where it differs from x.
+            weights: Push-sum weights, by fragment.
         """
-        held = {index: self._segments[index].pack() for index in z}
+        held = {index: self._fragments[index].pack() for index in z}
         for index, values in z.items():
-            self._segments[index].unpack(held[index] + values * (1.0 - weights[index]))
+            self._fragments[index].unpack(held[index] + values * (1.0 - weights[index]))
         yield
         for index, values in held.items():
-            self._segments[index].unpack(values)
+            self._fragments[index].unpack(values)
 
     def _send(self) -> None:
-        """Start to exchange all segments, one by one, so that packing, sending and broadcasting overlap."""
-        self.guard.check(self._segments, weight=max(self.own_weights, default=1.0))
+        """Start to exchange all fragments, one by one, so that packing, sending and broadcasting overlap."""
+        self.guard.check(self._fragments, weight=max(self.own_weights, default=1.0))
         exchange = self.state.pending.start(self.state.steps, self.state.steps + int(self.config.overlap))
         for index, weights in enumerate(self.state.weights):
             exchange.buckets.append(self._peers.start(index, self.state.steps, weights, self._background))
 
     @torch.no_grad()
     def _merge(self) -> None:
-        """Merge the last exchange segment by segment."""
+        """Merge the last exchange fragment by fragment."""
         node = self.topology.node
         for exchange in self.state.pending.take_all():
             while exchange.buckets:
@@ -277,7 +277,7 @@ class RunningGossip(RunningScheme[Gossip]):
                 self._background.hands_out(pending.flat)
                 weights = self.state.weights[pending.index]
                 after = self._peers.weights_after(exchange.started, pending.index, weights)
-                bucket = self._segments[pending.index]
+                bucket = self._fragments[pending.index]
                 if weights[node] == after[node] == 1.0:
                     bucket.add(pending.flat)
                 else:
@@ -291,7 +291,7 @@ class RunningGossip(RunningScheme[Gossip]):
     def scalars(self) -> dict[str, float]:
         """``disagreement``: the distance of a node from the mean, relative to the parameters' norm, before mixing.
 
-        It is estimated from up to 4096 elements of each segment that this rank received at the last exchange. It is
+        It is estimated from up to 4096 elements of each fragment that this rank received at the last exchange. It is
         exact in expectation for uniformly random peers; a ring's neighbors are closer than that.
         """
         relative = self._peers.disagreement.relative()
@@ -302,7 +302,7 @@ class RunningGossip(RunningScheme[Gossip]):
         expected, saved = self.state.weights, state.get("weights")
         if saved is not None and list(map(len, saved)) != list(map(len, expected)):
             raise ValueError(
-                f"the checkpoint's gossip has {len(saved)} segments on {len(saved[0]) if saved else 0} nodes, this"
+                f"the checkpoint's gossip has {len(saved)} fragments on {len(saved[0]) if saved else 0} nodes, this"
                 f" run {len(expected)} on {self.topology.num_nodes}. Resume with the same, or from the averaged"
                 " parameters only."
             )
@@ -324,10 +324,10 @@ class RunningGossip(RunningScheme[Gossip]):
     def _learn_weights(self) -> None:
         """Gather the nodes' push-sum weights after a change of nodes; a joining node has weight 1. Collective."""
         if self.state.has_new_nodes:
-            self._compare_with_other_ranks(self._segments)
+            self._compare_with_other_ranks(self._fragments)
             everyone = self.topology.world.all_gather_object(self.own_weights)
             of_nodes = [everyone[ranks[0]] for ranks in self.topology.nodes]
-            self.state.weights = [list(of_segment) for of_segment in zip(*of_nodes, strict=True)]
+            self.state.weights = [list(of_fragment) for of_fragment in zip(*of_nodes, strict=True)]
             self.state.has_new_nodes = False
 
     def _restart(self) -> None:
@@ -337,7 +337,7 @@ class RunningGossip(RunningScheme[Gossip]):
         self._peers.disagreement.forget()
 
     def _equal_weights(self) -> list[list[float]]:
-        return [[1.0] * self.topology.num_nodes for _ in self._segments]
+        return [[1.0] * self.topology.num_nodes for _ in self._fragments]
 
     # ---- details -------------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class RunningGossip(RunningScheme[Gossip]):
 
     @property
     def own_weights(self) -> list[float]:
-        """Return this node's push-sum weight of every segment."""
+        """Return this node's push-sum weight of every fragment."""
         return [weights[self.topology.node] for weights in self.state.weights]
 
     @property
@@ -362,20 +362,20 @@ class RunningGossip(RunningScheme[Gossip]):
 
     @torch.no_grad()
     def _scale(self, factors: Sequence[float]) -> None:
-        for bucket, factor in zip(self._segments, factors, strict=True):
+        for bucket, factor in zip(self._fragments, factors, strict=True):
             if factor != 1.0:
                 bucket.unpack(bucket.pack(weight=factor))
 
     def _cut(self, replica: Replica) -> tuple[list[Bucket], Peers]:
-        """Return the parameters as flat segments, in the same order on every rank, and what exchanges them."""
+        """Return the parameters as flat fragments, in the same order on every rank, and what exchanges them."""
         config = self.config
-        segments = [] if self.is_alone else [bucket for part in replica.cut(config.segments) for bucket in part]
-        peers = Peers(segments, config.graph, self.topology, self._duplicate, self.wire, config.push_sum)
+        fragments = [] if self.is_alone else [bucket for part in replica.cut(config.fragments) for bucket in part]
+        peers = Peers(fragments, config.graph, self.topology, self._duplicate, self.wire, config.push_sum)
         if not self.topology.may_grow:
-            self._compare_with_other_ranks(segments)
-        return segments, peers
+            self._compare_with_other_ranks(fragments)
+        return fragments, peers
 
-    def _compare_with_other_ranks(self, segments: Sequence[Bucket]) -> None:
+    def _compare_with_other_ranks(self, fragments: Sequence[Bucket]) -> None:
         """Raise an error if the graph differs between ranks, because a rank would wait forever."""
         if self.topology.inter is None or self.is_alone:
             return
@@ -383,26 +383,26 @@ class RunningGossip(RunningScheme[Gossip]):
         rounds = [
             round_of(graph, size, step, index).send_to
             for step in range(_STEPS_COMPARED)
-            for index in range(len(segments))
+            for index in range(len(fragments))
         ]
-        description = repr(([bucket.numel for bucket in segments], rounds)).encode()
+        description = repr(([bucket.numel for bucket in fragments], rounds)).encode()
         digests = self.topology.inter.all_gather_object(hashlib.blake2b(description, digest_size=16).hexdigest())
         for rank, digest in enumerate(digests):
             if digest != digests[0]:
                 raise ValueError(
-                    f"{graph!r} gives rank {rank} other segments or peers than rank 0, so ranks would wait for messages"
-                    " that are never sent. Use the same arguments and seed on every rank, and let send_to depend on its"
+                    f"{graph!r} gives rank {rank} other fragments or peers than rank 0, so ranks would wait for"
+                    " messages that are never sent. Use the same arguments and seed on every rank, and let send_to depend on its"
                     " arguments only."
                 )
 
 
-def _graph(graph: Graph | str, fair: Fairness, seed: int) -> Graph:
+def _graph(graph: Graph | str, sampling: Sampling, seed: int) -> Graph:
     if graph == "random_permutation":
-        return RandomPermutation(fair, seed)
-    if fair != "uniform":
+        return RandomPermutation(sampling, seed)
+    if sampling != "uniform":
         raise ValueError(
-            f"fair={fair!r} belongs to graph='random_permutation', not to graph={graph!r}."
-            " Leave it out, or give it to the graph itself: graph=RandomPermutation(fair=...)."
+            f"sampling={sampling!r} belongs to graph='random_permutation', not to graph={graph!r}."
+            " Leave it out, or give it to the graph itself: graph=RandomPermutation(sampling=...)."
         )
     if isinstance(graph, Graph):
         return graph

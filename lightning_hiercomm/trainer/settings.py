@@ -36,7 +36,7 @@ ARGUMENTS_OF_SCHEMES = {
 """The name of each scheme's argument, with the first scheme that has it."""
 
 
-WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "top4"]
+WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "sparse2"]
 
 
 @checked_fields
@@ -55,7 +55,7 @@ class Settings:
     batches: HeterogeneousBatches | None = None
     average_buffers: bool | list[str] = True
     average_optimizer_state: bool = False
-    evaluate: Literal["consensus", "replica"] = "consensus"
+    evaluate: Literal["averaged", "replica"] = "averaged"
     checkpoint_replicas: bool = False
     health: Health = Health()
     transport: Transport = Transport()
@@ -185,7 +185,7 @@ class HierarchicalArguments:
         batches: HeterogeneousBatches | None = None,
         average_buffers: bool | list[str] = True,
         average_optimizer_state: bool = False,
-        evaluate: Literal["consensus", "replica"] = "consensus",
+        evaluate: Literal["averaged", "replica"] = "averaged",
         checkpoint_replicas: bool = False,
         health: Health = Health(),
         transport: Transport = Transport(),
@@ -202,7 +202,7 @@ class HierarchicalArguments:
             ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: as the
                 cluster environment reports it on every rank, or by host names if these contradict it, after a warning.
             wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
-                quantized in blocks, whose rounding errors are sent later; or ``"top4"``, a sixteenth of the bytes,
+                quantized in blocks, whose rounding errors are sent later; or ``"sparse2"``, a sixteenth of the bytes,
                 which sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters
                 then travel as differences from the last averaged ones.
             batches: Gives ranks of unequal speed batches of unequal size (``HierarchicalStrategy`` only). None: every
@@ -214,7 +214,7 @@ class HierarchicalArguments:
             average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) in the
                 synchronizations of ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``;
                 once in full. Not for sharded modules.
-            evaluate: What in-fit validation uses: the averaged parameters (``"consensus"``), or each rank's own
+            evaluate: What in-fit validation uses: the averaged parameters (``"averaged"``), or each rank's own
                 (``"replica"``), which needs no communication. Only with a Trainer.
             checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state with each
                 checkpoint, for a bit-exact resume. Without it a run resumes from the averaged parameters. Only with a

@@ -95,8 +95,8 @@ def schemes():
         "all_reduce": AllReduce(),
         "periodic": PeriodicAveraging(4, at_epoch_end=False),
         "daso": DASO(sync_every=4, staleness=2, warmup_epochs=0, cooldown_epochs=0),
-        "gossip": Gossip(segments=2),
-        "gossip_overlap": Gossip(segments=2, overlap=True),
+        "gossip": Gossip(fragments=2),
+        "gossip_overlap": Gossip(fragments=2, overlap=True),
         "steps_delay": StepsDelay(delay=3, warmup_steps=3),
         "all_reduce_int8": AllReduce(),
         "diloco_int4": DiLoCo(4, staleness=3),  # in flight after 6 steps
@@ -318,12 +318,12 @@ def _validated_and_resumed(folder):
     path = folder / "saved.ckpt"
     reports = {}
     steps = 4  # per epoch
-    for kind in ("consensus", "replica", "manual"):
+    for kind in ("averaged", "replica", "manual"):
         for run, validations in {"plain": 0, "whole": 2, "resumed": 2}.items():
             if (kind, run) == ("replica", "plain"):  # no run validates this one
-                reports[kind, run] = reports["consensus", run]
+                reports[kind, run] = reports["averaged", run]
                 continue
-            evaluate = "replica" if kind == "replica" else "consensus"
+            evaluate = "replica" if kind == "replica" else "averaged"
             arguments = {"ranks_per_node": 2, "evaluate": evaluate, "checkpoint_replicas": True}
             strategy = HierarchicalStrategy(PeriodicAveraging(3, at_epoch_end=False), **arguments)
             callbacks = [SaveAfter(steps, path)] if run == "whole" else []
@@ -346,7 +346,7 @@ def test_buffers_shared_in_a_node_are_unchanged_by_validation(borrow):
     And Lightning's manual optimization lets it do so before the first one of a process only.
     """
     for reports, steps in borrow(_validated_and_resumed, ranks=4):
-        for kind in ("consensus", "replica", "manual"):
+        for kind in ("averaged", "replica", "manual"):
             plain, whole, resumed = (reports[kind, run] for run in ("plain", "whole", "resumed"))
             assert whole == plain, kind
             assert resumed == whole[steps:], kind

@@ -431,7 +431,7 @@ def test_a_codec_is_a_value(codec):
         ("torch.float16", Cast(torch.float16)),
         ("int8", Quantized(8)),
         ("int4", Quantized(4)),
-        ("top4", LargestFour()),
+        ("sparse2", LargestFour()),
     ],
 )
 def test_codecs_have_names(name, codec):
@@ -440,7 +440,9 @@ def test_codecs_have_names(name, codec):
 
 @pytest.mark.parametrize("name", ["int7", "fp8", torch.int64, 8])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match=r"wire_dtype=.* one of float32, bfloat16, float16, int8, int4, top4, or None"):
+    with pytest.raises(
+        ValueError, match=r"wire_dtype=.* one of float32, bfloat16, float16, int8, int4, sparse2, or None"
+    ):
         codec_named(name)
 
 

@@ -27,7 +27,7 @@ SCHEMES: dict[str, Scheme] = {
     "daso": DASO(2, 1, **CYCLING),
     "stale": ParameterSync(2, staleness=2),
     "streaming": DiLoCo(4, fragments=2, staleness=1),
-    "gossip, overlapped": Gossip(segments=2, overlap=True),
+    "gossip, overlapped": Gossip(fragments=2, overlap=True),
 }
 
 

@@ -174,7 +174,7 @@ AS_PUBLISHED = {
     "periodic": {"sync_every": 4},
     "daso": {"sync_every": 3, "staleness": 2, "warmup_epochs": 0, "cooldown_epochs": 0},
     "steps_delay": {"delay": 3, "warmup_steps": 3},
-    "gossip": {"segments": 3, "overlap": True},
+    "gossip": {"fragments": 3, "overlap": True},
 }
 
 

@@ -25,7 +25,7 @@ PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
 STRATEGY = "--trainer.strategy.init_args"
 SMALL = {
     "architecture": ["--model.architecture=shufflenet_v2_x0_5"],  # what each asks for is made in another test
-    "net.layer4.2": ["--model.architecture=resnet50"],  # whose blocks are the segments
+    "net.layer4.2": ["--model.architecture=resnet50"],  # whose blocks are the fragments
     "vit_b_16": ["--model.weights=null", "--data.size=32"],
     "imagenet": ["--data.size=32"],
     "HeterogeneousBatches": [  # BatchNorm needs two of such small pictures on each rank, whatever would be measured

@@ -50,7 +50,7 @@ SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "streaming": partial(DiLoCo, fragments=2, staleness=1, keep_local=0.5),
     "noloco": partial(ParameterSync, reducer=RandomPermutation(), merge=OuterOptimizer()),
     "daso": partial(DASO, warmup_epochs=1, cooldown_epochs=1, reducer="sharded"),
-    "gossip": lambda every: Gossip(segments=2),
+    "gossip": lambda every: Gossip(fragments=2),
 }
 
 

@@ -43,7 +43,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "periodic": lambda: PeriodicAveraging(4),
     "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0),
     "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
-    "gossip": lambda: Gossip(segments=2),
+    "gossip": lambda: Gossip(fragments=2),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
 }
 BETWEEN_NODES: dict[str, Any] = {"torch": {}, "gloo": {"transport": Transport(inter_node="gloo")}}

@@ -46,7 +46,7 @@ ASYNCHRONOUS: dict[str, Callable[[], Scheme]] = {
     "DASO": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, adapt=False),
     "DiLoCo": lambda: DiLoCo(8, fragments=2, staleness=2),
     "StepsDelay": lambda: StepsDelay(2, warmup_steps=0),
-    "Gossip": lambda: Gossip(overlap=True, segments=2),
+    "Gossip": lambda: Gossip(overlap=True, fragments=2),
 }
 
 _libc = ctypes.CDLL(None)

@@ -36,7 +36,7 @@ SCHEMES = {
     "periodic": lambda: PeriodicAveraging(5),
     "daso": lambda: DASO(3, 2, 0, 0, reducer="sharded"),
     "diloco": lambda: DiLoCo(6, fragments=2, staleness=2),
-    "gossip": lambda: Gossip(segments=3, overlap=True),
+    "gossip": lambda: Gossip(fragments=3, overlap=True),
 }
 KINDS = {"file": False, "directory": True}
 SAVED_AT, DIES_AT = 7, 9

@@ -27,7 +27,7 @@ SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(5),
     "diloco": lambda: DiLoCo(3, fragments=["net.w2"], staleness=1),
-    "gossip": lambda: Gossip(segments=["net.w1"]),
+    "gossip": lambda: Gossip(fragments=["net.w1"]),
 }
 WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, reducer="sharded")}
 DAILY_OF_BOTH = ("periodic",)

@@ -40,7 +40,7 @@ SCHEMES = {
     "diloco": lambda: DiLoCo(6),
     "streaming diloco": lambda: DiLoCo(6, fragments=2, staleness=1, keep_local=0.5),
     "gossip": Gossip,
-    "gossip overlapped": lambda: Gossip(segments=["net.2", "net.0"], overlap=True),
+    "gossip overlapped": lambda: Gossip(fragments=["net.2", "net.0"], overlap=True),
     "noloco": lambda: ParameterSync(schedule=4, reducer=Ring(), merge=OuterOptimizer()),
 }
 BOTH = {(name, optimizer): {"check_val_every_n_epoch": 2} for name in SCHEMES for optimizer in ("sgd", "adamw")}

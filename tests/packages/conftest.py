@@ -27,7 +27,7 @@ SCHEMES: dict[str, Callable[[], Any]] = {
     "daso": lambda: DASO(sync_every=2, warmup_epochs=0, cooldown_epochs=0),
     # most packages train by Adam, which the default local rule refuses
     "steps_delay": lambda: StepsDelay(delay=2, warmup_steps=4, local_update="sgd", local_lr_scale=1.0),
-    "gossip": lambda: Gossip(segments=2),
+    "gossip": lambda: Gossip(fragments=2),
     # outer momentum of 0.9 overshoots in runs of so few periods
     "diloco": lambda: DiLoCo(sync_every=4, outer_optimizer=partial(torch.optim.SGD, lr=0.7)),
 }

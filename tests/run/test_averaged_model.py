@@ -26,7 +26,7 @@ SCHEMES = {
     "daso": partial(DASO, 2, warmup_epochs=0, cooldown_epochs=0),
     "eq1": partial(ParameterSync, schedule=4, staleness=2, merge="eq1"),
     "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
-    "gossip": partial(Gossip, segments=2),
+    "gossip": partial(Gossip, fragments=2),
     "diloco": partial(DiLoCo, 4),
     "diloco_rarely": partial(DiLoCo, 100),
     "streaming": partial(DiLoCo, 4, fragments=2, staleness=1, keep_local=0.5),

@@ -188,7 +188,7 @@ def _sent_with(mask: torch.Tensor | None, scheme: Scheme, wire: Wire) -> list[di
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
-@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), DiLoCo(2), Gossip(segments=2)], ids=repr)
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), DiLoCo(2), Gossip(fragments=2)], ids=repr)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_travels_on_no_wire_and_makes_nothing_travel_twice(mask, scheme, wire):
     plain, masked = (_sent_with(each, scheme, Wire.named(wire)) for each in (None, MASKS[mask]))
@@ -277,7 +277,7 @@ def test_leaving_the_averaged_model_without_having_entered_changes_nothing():
     assert on_two_nodes(lambda: PeriodicAveraging(5), work) == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("scheme", [lambda: PeriodicAveraging(5), lambda: Gossip(segments=1, hierarchical=False)])
+@pytest.mark.parametrize("scheme", [lambda: PeriodicAveraging(5), lambda: Gossip(fragments=1, hierarchical=False)])
 def test_nodes_restart_from_their_average_when_parameters_are_added(scheme):
     def work(run: TrainingRun) -> tuple[float, bool, bool]:
         add(run, 0, run.topology.rank + 1.0)
@@ -562,7 +562,7 @@ def test_averaged_model_has_buffers_registered_in_training(scheme):
 
 @pytest.mark.parametrize(
     "scheme",
-    [AllReduce(), DASO(), DiLoCo(2, fragments=2), Gossip(segments=2), PeriodicAveraging(2), StepsDelay(2, 0)],
+    [AllReduce(), DASO(), DiLoCo(2, fragments=2), Gossip(fragments=2), PeriodicAveraging(2), StepsDelay(2, 0)],
     ids=repr,
 )
 @pytest.mark.parametrize("at", [0, 1])

@@ -180,7 +180,7 @@ SHORT = {
     "periodic": {"sync_every": 2},
     "daso": {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0},
     "steps_delay": {"delay": 2, "warmup_steps": 2},
-    "gossip": {"segments": 2},
+    "gossip": {"fragments": 2},
     "diloco": {"sync_every": 2},
 }
 WIRES = [(None, False), ("bfloat16", False), ("bfloat16", True)]
@@ -312,7 +312,7 @@ class Normed(pl.LightningModule):
         return DataLoader(TensorDataset(torch.ones(self.trainer.world_size, 6)))
 
 
-NORMED = [PeriodicAveraging(3), DiLoCo(4), DASO(2, 1, 0, 0), Gossip(segments=2), StepsDelay(2, 2)]
+NORMED = [PeriodicAveraging(3), DiLoCo(4), DASO(2, 1, 0, 0), Gossip(fragments=2), StepsDelay(2, 2)]
 
 
 def _normed(folder):

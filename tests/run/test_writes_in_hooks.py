@@ -27,7 +27,7 @@ SCHEMES = {
     "periodic": partial(PeriodicAveraging, 3),
     "daso": partial(DASO, 3, warmup_epochs=0, cooldown_epochs=0),
     "diloco": partial(DiLoCo, 3),
-    "gossip": partial(Gossip, segments=2),
+    "gossip": partial(Gossip, fragments=2),
     "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
 }
 WARNED = "what was written to the averaged model"

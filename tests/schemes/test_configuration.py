@@ -42,8 +42,8 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "DASO(sync_every=8, staleness=2, merge='delta', monitor='loss')": lambda: DASO(8, 2, merge="delta", monitor="loss"),
     "DiLoCo(sync_every=100)": DiLoCo,
     "DiLoCo(sync_every=9, fragments=['a', 'b'], staleness=2)": lambda: DiLoCo(9, partial(AdamW, lr=1.0), ["a", "b"], 2),
-    "Gossip(graph=RandomPermutation(fair='uniform', seed=0))": Gossip,
-    "Gossip(graph=Ring(), segments=2, hierarchical=False)": lambda: Gossip("ring", 2, False),
+    "Gossip(graph=RandomPermutation(sampling='uniform', seed=0))": Gossip,
+    "Gossip(graph=Ring(), fragments=2, hierarchical=False)": lambda: Gossip("ring", 2, False),
     "StepsDelay(delay=4)": StepsDelay,
     "StepsDelay(delay=2, warmup_steps=0, local_update='sgd')": lambda: StepsDelay(2, 0, local_update="sgd"),
     "ParameterSync(schedule=Every(period=100, of='run'))": ParameterSync,
@@ -51,9 +51,9 @@ WRITTEN: dict[str, Callable[[], Any]] = {
         "ParameterSync(schedule=Staggered(period=6), fragments=2, merge=OuterOptimizer(SGD, keep_local=0.5),"
         " staleness=1)"
     ): lambda: ParameterSync(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1),
-    "ParameterSync(schedule=Every(period=3, of='run'), reducer=RandomPermutation(fair='uniform', seed=1))": lambda: (
-        ParameterSync(3, reducer=RandomPermutation(seed=1))
-    ),
+    (
+        "ParameterSync(schedule=Every(period=3, of='run'), reducer=RandomPermutation(sampling='uniform', seed=1))"
+    ): lambda: ParameterSync(3, reducer=RandomPermutation(seed=1)),
     "Replace(keep_local=0.4)": lambda: Replace(0.4),
     "Delta()": Delta,
     "StaleSum()": StaleSum,
@@ -61,7 +61,7 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "Ring()": Ring,
     "Full()": Full,
     "DirectedExponential(peers=2)": lambda: DirectedExponential(2),
-    "RandomPermutation(fair=None, seed=3)": lambda: RandomPermutation(None, 3),
+    "RandomPermutation(sampling='independent', seed=3)": lambda: RandomPermutation("independent", 3),
     "Every(period=5, of='epoch')": lambda: Every(5, of="epoch"),
     "Staggered(period=5)": lambda: Staggered(5),
 }

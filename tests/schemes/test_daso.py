@@ -627,8 +627,8 @@ def test_buffers_are_averaged_only_in_blocking_syncs():
     assert on_four_ranks(work, cycling()(), buffer=torch.zeros(1)) == [(rank, 1.5) for rank in range(4)]
 
 
-@pytest.mark.parametrize("narrow_phases", ["all", "blocking"])
-def test_how_far_nodes_are_apart_is_seen_in_every_phase(narrow_phases):
+@pytest.mark.parametrize("compressed_phases", ["all", "blocking"])
+def test_how_far_nodes_are_apart_is_seen_in_every_phase(compressed_phases):
     def work(rank):
         seen = []
         for epoch in range(3):
@@ -640,7 +640,7 @@ def test_how_far_nodes_are_apart_is_seen_in_every_phase(narrow_phases):
             rank.scheme.end_epoch(torch.tensor(1.0))
         return seen
 
-    scheme = DASO(2, 1, warmup_epochs=1, cooldown_epochs=0, adapt=False, narrow_phases=narrow_phases)
+    scheme = DASO(2, 1, warmup_epochs=1, cooldown_epochs=0, adapt=False, compressed_phases=compressed_phases)
     assert len(set(on_four_ranks(work, scheme, wire="bfloat16", epochs=3)[0])) == 3
 
 
@@ -795,9 +795,9 @@ def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
 
 @pytest.mark.parametrize("reducer", ["leader", "sharded"])
 def test_only_the_documented_phases_send_fewer_bytes(run_oracle, reducer):
-    def sent(narrow_phases, **phases):
+    def sent(compressed_phases, **phases):
         traces = run_oracle(
-            lambda: DASO(2, 1, **phases, reducer=reducer, narrow_phases=narrow_phases),
+            lambda: DASO(2, 1, **phases, reducer=reducer, compressed_phases=compressed_phases),
             epochs=2,
             losses=[1.0, 1.0],
             wire=Wire(torch.bfloat16),
@@ -823,10 +823,10 @@ def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
     assert (trace.scheme.period, trace.scheme.staleness) == (4, 2)
 
 
-def test_narrow_phases_without_a_wire_change_nothing():
-    def train(narrow_phases: str) -> list[list[list[float]]]:
+def test_compressed_phases_without_a_wire_change_nothing():
+    def train(compressed_phases: str) -> list[list[list[float]]]:
         cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "reducer": "sharded"}
-        scheme = DASO(3, 2, narrow_phases=narrow_phases, **cycle)
+        scheme = DASO(3, 2, compressed_phases=compressed_phases, **cycle)
         return [rank.trace for rank in on_nodes(steps(8), scheme, TWO_BY_TWO)]
 
     assert train("blocking") == train("all")

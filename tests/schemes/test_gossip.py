@@ -24,13 +24,13 @@ HOP_1, HOP_2 = [[1], [2], [3], [0]], [[2], [3], [0], [1]]
 
 
 class Listed(Graph):
-    """One list per step, over and over; a segment s is s steps ahead."""
+    """One list per step, over and over; a fragment s is s steps ahead."""
 
     def __init__(self, *rounds):
         self.rounds = rounds
 
-    def send_to(self, size, step, segment):
-        return self.rounds[(step + segment) % len(self.rounds)]
+    def send_to(self, size, step, fragment):
+        return self.rounds[(step + fragment) % len(self.rounds)]
 
 
 def received_from(*permutations):
@@ -77,9 +77,11 @@ def test_exponential_graph_of_four_averages_exactly_in_two_steps():
     assert seen[:, 2].tolist() == [4, 4, 4, 4]
 
 
-@pytest.mark.parametrize("segments", [1, 8])
-def test_sgp_follows_the_table(run_oracle, segments):
-    traces = run_oracle(lambda: Gossip("directed_exponential", segments, hierarchical=False), steps_per_epoch=4, **FLAT)
+@pytest.mark.parametrize("fragments", [1, 8])
+def test_sgp_follows_the_table(run_oracle, fragments):
+    traces = run_oracle(
+        lambda: Gossip("directed_exponential", fragments, hierarchical=False), steps_per_epoch=4, **FLAT
+    )
     table = [(2.5, 0.5, 1.5, 3.5), (2, 4, 2, 4), (4, 2, 3, 5), (2.75, 4.75, 2.75, 4.75)]
     assert list(zip(*(trace.after_step for trace in traces), strict=True)) == table
 
@@ -102,7 +104,7 @@ def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
     assert averaged == pytest.approx((4, 4, 4))
 
 
-def test_crossover_mixes_each_segment_with_another_rank():
+def test_crossover_mixes_each_fragment_with_another_rank():
     def work(rank):
         seen = rank.train(lambda x: x - (0, 2, 4, 10)[rank.rank])
         assert seen.tolist() == [0, 0]
@@ -155,7 +157,7 @@ def test_on_one_node_it_is_all_reduce(run_oracle):
 
 @pytest.mark.parametrize("weights", [(1, 1, 2, 4), (3, 1, 1, 1)])
 def test_flat_gossip_with_rank_weights_tends_to_the_weighted_minimum(run_oracle, weights):
-    for options in ({}, {"fair": None}):
+    for options in ({}, {"sampling": "independent"}):
         trace = run_oracle(
             lambda: Gossip(hierarchical=False, **options),  # noqa: B023
             weights=weights,
@@ -191,8 +193,8 @@ graphs = st.one_of(
 # of up to 64 ranks, each a thread, it takes 2 to 30 s, by what is drawn
 @pytest.mark.parametrize("most", [16, pytest.param(64, marks=pytest.mark.nightly)])
 @settings(deadline=None, max_examples=15)
-@given(graph=graphs, size=st.data(), segments=st.integers(1, 4), overlap=st.booleans())
-def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, segments, overlap):
+@given(graph=graphs, size=st.data(), fragments=st.integers(1, 4), overlap=st.booleans())
+def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, fragments, overlap):
     size = size.draw(st.integers(2, most) | st.integers(2, 8))
     starts = torch.randn(size, 4, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
 
@@ -201,12 +203,12 @@ def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, segme
             rank.train(0.0)
         x = (
             rank.values
-            * torch.tensor(rank.scheme.own_weights, dtype=torch.float64).repeat_interleave(-(-4 // segments))[:4]
+            * torch.tensor(rank.scheme.own_weights, dtype=torch.float64).repeat_interleave(-(-4 // fragments))[:4]
         )
         return x, rank.averaged(), rank.values
 
     x, averaged, z = map(
-        torch.stack, zip(*simulate(work, Gossip(graph, segments, overlap=overlap), starts.tolist()), strict=True)
+        torch.stack, zip(*simulate(work, Gossip(graph, fragments, overlap=overlap), starts.tolist()), strict=True)
     )
     torch.testing.assert_close(x.sum(0), starts.sum(0))
     torch.testing.assert_close(averaged, starts.mean(0).expand(size, 4))
@@ -219,7 +221,7 @@ def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, segme
 )
 def test_equal_replicas_stay_equal_to_the_bit(graph, size, dtype, wire):
     start = torch.randn(5, generator=torch.Generator().manual_seed(size)).tolist()
-    if isinstance(graph, RandomPermutation) and graph.fair is None:
+    if isinstance(graph, RandomPermutation) and graph.sampling == "independent":
         graph = RandomPermutation("uniform", graph.seed)  # push-sum weights round
     finals = simulate(mixed(3), Gossip(graph, 3), [start] * size, dtype=dtype, wire=Wire.named(wire))
     assert all(torch.equal(values, final[0]) for final in finals for values in final)
@@ -227,7 +229,7 @@ def test_equal_replicas_stay_equal_to_the_bit(graph, size, dtype, wire):
 
 @settings(deadline=None, max_examples=15)
 @given(graphs, st.lists(st.integers(1, 3), min_size=2, max_size=5), st.booleans())
-def test_ranks_of_a_node_stay_equal_whichever_of_them_carries_a_segment(graph, ranks_per_node, overlap):
+def test_ranks_of_a_node_stay_equal_whichever_of_them_carries_a_fragment(graph, ranks_per_node, overlap):
     starts = [[node + 0.1, -node, 7.0, node**2] for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
     first = [sum(ranks_per_node[:node]) for node in range(len(ranks_per_node))]
     nodes = [list(range(f, f + ranks)) for f, ranks in zip(first, ranks_per_node, strict=True)]
@@ -259,8 +261,8 @@ def test_a_narrow_wire_loses_no_update_from_the_sum():
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fair", ["uniform", "cyclic", "roulette"])
-def test_a_node_sends_the_model_once_a_step_however_many_nodes_there_are(fair):
+@pytest.mark.parametrize("sampling", ["uniform", "cyclic", "roulette"])
+def test_a_node_sends_the_model_once_a_step_however_many_nodes_there_are(sampling):
     def work(rank):
         before = rank.meter.snapshot()["inter_bytes"]
         for _ in range(3):
@@ -268,7 +270,7 @@ def test_a_node_sends_the_model_once_a_step_however_many_nodes_there_are(fair):
         return (rank.meter.snapshot()["inter_bytes"] - before) / 3
 
     for size in (2, 3, 4, 8, 16):
-        assert simulate(work, Gossip(fair=fair), [[0.0] * 100] * size) == [800.0] * size
+        assert simulate(work, Gossip(sampling=sampling), [[0.0] * 100] * size) == [800.0] * size
 
 
 def test_the_ranks_of_a_node_share_the_bytes():
@@ -278,12 +280,12 @@ def test_the_ranks_of_a_node_share_the_bytes():
         return rank.meter.snapshot()["inter_bytes"] - before
 
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert simulate(work, Gossip(segments=8), [[0.0] * 64] * 12, nodes=nodes) == [64 * 8 / 4] * 12
+    assert simulate(work, Gossip(fragments=8), [[0.0] * 64] * 12, nodes=nodes) == [64 * 8 / 4] * 12
     wire = Wire.named("bfloat16")
-    assert simulate(work, Gossip(segments=8), [[0.0] * 64] * 12, nodes=nodes, wire=wire) == [64 * 2 / 4] * 12
+    assert simulate(work, Gossip(fragments=8), [[0.0] * 64] * 12, nodes=nodes, wire=wire) == [64 * 2 / 4] * 12
 
 
-# ---- segments --------------------------------------------------------------------------------------------------------
+# ---- fragments -------------------------------------------------------------------------------------------------------
 
 SHAPES = {"stem": 10, "layer1": 6, "layer10": 6, "head": 2}
 
@@ -291,31 +293,31 @@ SHAPES = {"stem": 10, "layer1": 6, "layer10": 6, "head": 2}
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"segments": 1}, [24]),
-        ({"segments": 4}, [6, 6, 6, 6]),
-        ({"segments": 5}, [5, 5, 5, 5, 4]),
-        ({"segments": 100}, [1] * 24),
-        ({"segments": ["head", "layer1"]}, [2, 6, 16]),
-        ({"segments": ["stem", "layer1", "layer10", "head"]}, [10, 6, 6, 2]),
+        ({"fragments": 1}, [24]),
+        ({"fragments": 4}, [6, 6, 6, 6]),
+        ({"fragments": 5}, [5, 5, 5, 5, 4]),
+        ({"fragments": 100}, [1] * 24),
+        ({"fragments": ["head", "layer1"]}, [2, 6, 16]),
+        ({"fragments": ["stem", "layer1", "layer10", "head"]}, [10, 6, 6, 2]),
     ],
 )
-def test_segments_come_by_count_and_module(options, expected):
+def test_fragments_come_by_count_and_module(options, expected):
     def work(rank):
-        return [bucket.numel for bucket in rank.scheme._segments]  # noqa: SLF001
+        return [bucket.numel for bucket in rank.scheme._fragments]  # noqa: SLF001
 
     assert simulate(work, Gossip(**options), [0, 0], shapes=SHAPES) == [expected] * 2
 
 
 def test_a_module_without_parameters_is_named():
     with pytest.raises(ValueError, match=r"no parameter is in 'layer2'.*head, layer1, layer10, stem"):
-        simulate(lambda rank: None, Gossip(segments=["layer1", "layer2"]), [0, 0], shapes=SHAPES)
+        simulate(lambda rank: None, Gossip(fragments=["layer1", "layer2"]), [0, 0], shapes=SHAPES)
 
 
 # ---- overlap, skipped steps, resume ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fair", ["uniform", None])
-def test_averaging_during_an_exchange_counts_every_mass_once(fair):
+@pytest.mark.parametrize("sampling", ["uniform", "independent"])
+def test_averaging_during_an_exchange_counts_every_mass_once(sampling):
     def work(rank, look):
         averaged = []
         for step in range(6):
@@ -324,12 +326,15 @@ def test_averaging_during_an_exchange_counts_every_mass_once(fair):
                 averaged.append(rank.averaged().tolist())
         return averaged, rank.values.tolist()
 
-    scheme, starts = Gossip(fair=fair, overlap=True, segments=2), [[1.0, 5.0], [2.0, 4.0], [3.0, 3.0], [9.0, 1.0]]
+    scheme, starts = (
+        Gossip(sampling=sampling, overlap=True, fragments=2),
+        [[1.0, 5.0], [2.0, 4.0], [3.0, 3.0], [9.0, 1.0]],
+    )
     averaged, looked = zip(*simulate(lambda rank: work(rank, True), scheme, starts), strict=True)
     _, did_not = zip(*simulate(lambda rank: work(rank, False), scheme, starts), strict=True)
     assert looked == did_not
     assert all(values == averaged[0] for values in averaged)
-    if fair:  # equal curvatures: the mean follows the mean gradient
+    if sampling == "uniform":  # equal curvatures: the mean follows the mean gradient
         mean = torch.tensor(starts).mean(0).double()
         for values in averaged[0]:
             mean = 1.5 + (mean - 1.5) / 4
@@ -337,14 +342,14 @@ def test_averaging_during_an_exchange_counts_every_mass_once(fair):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("fair", ["uniform", None])
-def test_a_step_that_a_scaler_skips_on_one_rank_still_mixes(fair, overlap):
+@pytest.mark.parametrize("sampling", ["uniform", "independent"])
+def test_a_step_that_a_scaler_skips_on_one_rank_still_mixes(sampling, overlap):
     def work(rank):
         for step in range(6):
             rank.train(0.0, skip=rank.rank == 1 and step % 2 == 0)
         return rank.averaged().item(), rank.scheme.state.steps
 
-    averaged, steps = zip(*simulate(work, Gossip(fair=fair, overlap=overlap), [0.0, 3.0, 9.0]), strict=True)
+    averaged, steps = zip(*simulate(work, Gossip(sampling=sampling, overlap=overlap), [0.0, 3.0, 9.0]), strict=True)
     assert averaged == pytest.approx((4, 4, 4))
     assert steps == (6, 6, 6)
 
@@ -359,7 +364,7 @@ def test_push_sum_s_weights_are_saved_to_the_bit():
         rank.scheme.load_state_dict(state)
         return rank.scheme.state.weights
 
-    assert simulate(work, Gossip(fair=None, segments=1), [0, 1, 2]) == [weights] * 3
+    assert simulate(work, Gossip(sampling="independent", fragments=1), [0, 1, 2]) == [weights] * 3
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
@@ -381,7 +386,7 @@ def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
 
     torch.save(simulate(save, Gossip(overlap=True), [0, 1, 2])[0], tmp_path / "state")
     state = torch.load(tmp_path / "state", weights_only=True)
-    with pytest.raises(ValueError, match="1 segments on 3 nodes, this run 1 on 4"):
+    with pytest.raises(ValueError, match="1 fragments on 3 nodes, this run 1 on 4"):
         simulate(lambda rank: rank.scheme.load_state_dict(state), Gossip(overlap=True), [0, 1, 2, 3])
 
 
@@ -406,13 +411,13 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
     schemes = [Gossip(seed=0), Gossip(seed=0), Gossip(seed=1)]
 
     def body(topology):
-        with pytest.raises(ValueError, match="gives rank 2 other segments or peers"):
+        with pytest.raises(ValueError, match="gives rank 2 other fragments or peers"):
             schemes[topology.rank].build(Context(Replica([torch.zeros(3)]), topology))
 
     on_ranks(body, [[0], [1], [2]])
 
 
-def test_a_graph_is_asked_once_for_a_step_and_segment():
+def test_a_graph_is_asked_once_for_a_step_and_fragment():
     def work(rank):
         rank.scheme._peers.graph = graph = Counted()  # noqa: SLF001
         for _ in range(3):
@@ -423,11 +428,11 @@ def test_a_graph_is_asked_once_for_a_step_and_segment():
         def __init__(self):
             self.asked = []
 
-        def send_to(self, size, step, segment):
-            self.asked.append((step, segment))
-            return super().send_to(size, step, segment)
+        def send_to(self, size, step, fragment):
+            self.asked.append((step, fragment))
+            return super().send_to(size, step, fragment)
 
-    for asked in simulate(work, Gossip("ring", segments=2), [[0, 0], [1, 1]]):
+    for asked in simulate(work, Gossip("ring", fragments=2), [[0, 0], [1, 1]]):
         assert asked
         assert len(asked) == len({*asked})
 
@@ -441,13 +446,13 @@ def test_an_invalid_graph_is_refused_when_the_run_starts():
     ("arguments", "message"),
     [
         ({"graph": "star"}, "graph='star' must be one of"),
-        ({"segments": 0}, "segments=0"),
-        ({"segments": -3}, "segments=-3"),
-        ({"segments": []}, r"segments=\[\]"),
-        ({"segments": "layer1"}, "segments='layer1'"),
-        ({"fair": "fairly"}, "fair='fairly'"),
-        ({"graph": "ring", "fair": None}, "fair=None belongs to graph='random_permutation'"),
-        ({"graph": RandomPermutation(None), "fair": "cyclic"}, "fair='cyclic' belongs to"),
+        ({"fragments": 0}, "fragments=0"),
+        ({"fragments": -3}, "fragments=-3"),
+        ({"fragments": []}, r"fragments=\[\]"),
+        ({"fragments": "layer1"}, "fragments='layer1'"),
+        ({"sampling": "fairly"}, "sampling='fairly'"),
+        ({"graph": "ring", "sampling": "independent"}, "sampling='independent' belongs to graph='random_permutation'"),
+        ({"graph": RandomPermutation("independent"), "sampling": "cyclic"}, "sampling='cyclic' belongs to"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -531,8 +536,8 @@ def test_two_nodes_of_processes_average_at_every_step(fit):
     "options",
     [
         {},
-        {"segments": ["first.0", "second"], "overlap": True},
-        {"fair": None, "overlap": True},
+        {"fragments": ["first.0", "second"], "overlap": True},
+        {"sampling": "independent", "overlap": True},
     ],
 )
 def test_two_optimizers_gossip_apart_and_end_on_the_same_bits_everywhere(fit, hierarchical, options):
@@ -546,16 +551,16 @@ def test_two_optimizers_gossip_apart_and_end_on_the_same_bits_everywhere(fit, hi
 
 def test_gossip_without_push_sum_takes_plain_means():
     # everybody receives from rank 0, which receives from 1: (0, 2, 4, 10) -> ((0 + 2) / 2, (2 + 0) / 2, 2, 5)
-    scheme = Gossip(Listed([[1, 2, 3], [0], [], []]), segments=1, hierarchical=False, push_sum=False)
+    scheme = Gossip(Listed([[1, 2, 3], [0], [], []]), fragments=1, hierarchical=False, push_sum=False)
     seen = torch.stack(simulate(mixed(1), scheme, [0, 2, 4, 10])).squeeze()
     assert seen[:, 1].tolist() == [1, 1, 2, 5]
 
 
-@pytest.mark.parametrize("fair", ["uniform", "cyclic", "roulette"])
-def test_push_sum_makes_no_difference_to_fair_draws(fair):
+@pytest.mark.parametrize("sampling", ["uniform", "cyclic", "roulette"])
+def test_push_sum_makes_no_difference_to_fair_draws(sampling):
     starts = [0.0, 2.0, 4.0, 10.0]
     runs = [
-        simulate(mixed(4), Gossip(fair=fair, segments=1, hierarchical=False, push_sum=push_sum), starts)
+        simulate(mixed(4), Gossip(sampling=sampling, fragments=1, hierarchical=False, push_sum=push_sum), starts)
         for push_sum in (True, False)
     ]
     assert torch.equal(torch.stack(runs[0]), torch.stack(runs[1]))

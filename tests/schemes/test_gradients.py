@@ -23,7 +23,7 @@ from lightning_hiercomm.schemes.gradients import InterNodeMean, LocalGradients, 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 NODES = [((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0, 1), (2,), (3,)), ((0, 1), (2, 3), (4, 5))]
-WIRES = [None, "bfloat16", "int8", "int4", "top4"]
+WIRES = [None, "bfloat16", "int8", "int4", "sparse2"]
 # relative to the largest number that is encoded; a sum over more than two nodes is encoded twice
 HALF_A_SCALE = {None: 1e-6, "bfloat16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 / 7}
 
@@ -154,7 +154,7 @@ def test_the_running_mean_of_a_constant_gradient_tends_to_it(nodes, wire):
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 def test_the_bytes_between_nodes_are_those_of_the_formula(nodes, wire):
     numel, count = 393_216, len(nodes)  # whole blocks of codes on two, three and four nodes
-    fraction = {None: 1.0, "bfloat16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8, "top4": 1 / 16}[wire]
+    fraction = {None: 1.0, "bfloat16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8, "sparse2": 1 / 16}[wire]
 
     def work(path, topology):
         path.reduce(gradient_of(topology.rank, numel)).wait()
@@ -190,7 +190,7 @@ def test_error_feedback_follows_the_gradient_scale(nodes, resumes):
     assert (mean - exact).abs().max() <= 1.3 * HALF_A_SCALE["int4"] * 8 / rounds
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4", "top4"])
+@pytest.mark.parametrize("wire", ["int8", "int4", "sparse2"])
 def test_a_restored_path_goes_on_bit_by_bit(wire):
     nodes = ((0, 1), (2,), (3,))
 

@@ -98,7 +98,7 @@ def test_second_closure_evaluation_follows_the_sync(scheme):
 class Unequal(Graph):
     """0 -> {1, 2}, 1 -> {2}, 2 -> {0}: push-sum weights (5/6, 5/6, 4/3) after one step."""
 
-    def send_to(self, size, step, segment):
+    def send_to(self, size, step, fragment):
         return [[1, 2], [2], [0]]
 
 
@@ -108,7 +108,7 @@ def test_second_closure_evaluation_sees_debiased_push_sum_values():
     def body(topology: Topology) -> None:
         parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64, device=place.device))
         optimizer, calls = SAM([parameter], lr=0.5), looked.setdefault(topology.rank, [])
-        running = Gossip(Unequal(), segments=1).build(Context(Replica([parameter]), topology, optimizer))
+        running = Gossip(Unequal(), fragments=1).build(Context(Replica([parameter]), topology, optimizer))
         try:
             running.begin_run(1, None)
             running.begin_epoch(0, dict)

@@ -44,8 +44,8 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "daso": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
     "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=0),
-    "gossip": lambda: Gossip(segments=2, overlap=True),
-    "gossip, flat": lambda: Gossip(segments=2, hierarchical=False),
+    "gossip": lambda: Gossip(fragments=2, overlap=True),
+    "gossip, flat": lambda: Gossip(fragments=2, hierarchical=False),
     "synchronization by graph": lambda: ParameterSync(2, reducer=RandomPermutation()),
 }
 
@@ -127,7 +127,7 @@ def test_flat_gossip_uses_weights_set_after_new_parameters():
     def work(topology: Topology) -> list[float]:
         x = nn.Parameter(torch.zeros(1, device=place.device))
         optimizer = torch.optim.SGD([x], lr=1.0)
-        scheme = Gossip(segments=1, hierarchical=False).build(Context(Replica([x]), topology, optimizer))
+        scheme = Gossip(fragments=1, hierarchical=False).build(Context(Replica([x]), topology, optimizer))
         scheme.follow(Replica([x]))
         topology.set_weights([1.0, 3.0])
 

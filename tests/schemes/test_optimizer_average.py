@@ -16,7 +16,7 @@ from lightning_hiercomm.schemes import PeriodicAveraging
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 
 TWO = ((0,), (1,))
-LOSSY = ["bfloat16", "float16", "int8", "int4", "top4"]
+LOSSY = ["bfloat16", "float16", "int8", "int4", "sparse2"]
 
 
 class Own:
@@ -117,7 +117,7 @@ def test_optimizer_state_costs_the_bytes_of_its_codec():
     whole = of_state(None, momentum)
     assert whole >= 4 * 4 * 2**14
     for inner, tensors in ((momentum, 1), (adam, 2)):
-        for wire, share in (("bfloat16", 2), ("int8", 3.8), ("int4", 7.5), ("top4", 7.5)):
+        for wire, share in (("bfloat16", 2), ("int8", 3.8), ("int4", 7.5), ("sparse2", 7.5)):
             assert tensors * whole / of_state(wire, inner) >= share * 0.99, wire
 
 

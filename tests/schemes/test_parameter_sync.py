@@ -165,8 +165,8 @@ def test_the_outer_scheduler_steps_before_the_next_exchange_is_merged(on_nodes):
 def noloco(nodes, steps, *, every, graph, outer, lengths=(23,), staleness=0):
     """Kolehmainen et al. 2025, Algorithm 1: every node's values after each step.
 
-    Node i's outer parameters a_i and momentum are its own; it meets one peer per segment, from whom ``graph`` says that
-    it receives.
+    Node i's outer parameters a_i and momentum are its own; it meets one peer per fragment, from whom ``graph`` says
+    that it receives.
     """
     count = len(nodes)
     ends = torch.tensor(lengths).cumsum(0).tolist()
@@ -290,11 +290,11 @@ def test_peers_end_on_the_mean_of_all_nodes(on_nodes, merge):
 
 def test_a_graph_with_unequal_in_and_out_degrees_is_refused(on_nodes):
     class Star(Graph):
-        def send_to(self, size, step, segment):
+        def send_to(self, size, step, fragment):
             return [[1, 2, 3], [0], [0], [0]][:size]
 
     class Lopsided(Graph):
-        def send_to(self, size, step, segment):
+        def send_to(self, size, step, fragment):
             return [[1], [0, 2], [0, 3], [2]]
 
     on_nodes(towards(3), ParameterSync(2, reducer=Star()), FOUR, shapes=SEVENS)  # everyone sends as much as it receives

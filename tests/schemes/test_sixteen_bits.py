@@ -35,8 +35,8 @@ SCHEMES = {
     "stale": ParameterSync(2, staleness=1),
     "by a ring": ParameterSync(1, reducer=Ring()),
     "by an exponential graph, stale": ParameterSync(2, reducer=DirectedExponential(), staleness=1),
-    "gossip": Gossip(segments=3),
-    "gossip over a ring": Gossip(Ring(), segments=2),
+    "gossip": Gossip(fragments=3),
+    "gossip over a ring": Gossip(Ring(), fragments=2),
     "gossip, overlapped": Gossip(RandomPermutation("cyclic"), overlap=True),
     "gossip of ranks": Gossip(hierarchical=False),
 }

@@ -40,7 +40,7 @@ SCHEMES: dict[str, Scheme] = {
     "daso, sharded delta": DASO(2, 2, merge="delta", reducer="sharded", **CYCLING),
     "diloco": DiLoCo(2),
     "streaming": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
-    "gossip": Gossip(segments=3),
+    "gossip": Gossip(fragments=3),
     "gossip, overlapped": Gossip("directed_exponential", overlap=True),
     "noloco": ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
     "steps_delay": StepsDelay(2, warmup_steps=2),

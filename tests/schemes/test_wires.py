@@ -35,7 +35,7 @@ SCHEMES = {
     "daso, waiting": DASO(2, 0, **CYCLING),
     "diloco": DiLoCo(4),
     "streaming": DiLoCo(8, fragments=2, staleness=1, keep_local=0.5),
-    "gossip": Gossip(segments=3),
+    "gossip": Gossip(fragments=3),
     "gossip, overlapped": Gossip("directed_exponential", overlap=True),
 }
 
@@ -94,8 +94,8 @@ RESUMED = {
     "diloco, scheduler": DiLoCo(5, outer_scheduler=partial(StepLR, step_size=1, gamma=0.9)),
     "diloco, changing momentum": DiLoCo(5, outer_scheduler=partial(OneCycleLR, max_lr=1.0, total_steps=9)),
     "diloco, late Adam": DiLoCo(6, partial(Adam, lr=0.05), fragments=2, staleness=2, keep_local=0.5),
-    "gossip, unfair": Gossip(fair=None, segments=2),
-    "gossip, unfair, overlapped": Gossip(fair=None, overlap=True, segments=2),
+    "gossip, unfair": Gossip(sampling="independent", fragments=2),
+    "gossip, unfair, overlapped": Gossip(sampling="independent", overlap=True, fragments=2),
 }
 
 
@@ -193,8 +193,10 @@ def test_error_feedback_delivers_rounding_errors_later(on_nodes, scheme, wire, n
 
 @pytest.mark.parametrize("scheme", [Gossip(), ParameterSync(4, reducer=Ring())], ids=["gossip", "ring"])
 def test_peers_that_send_parameters_refuse_a_wire_that_drops_most(on_nodes, scheme):
-    with pytest.raises(ValueError, match="peers exchange parameters, and wire_dtype='top4' would drop most of them:"):
-        on_nodes(training, scheme, TWO_OF_TWO, shapes=SEVENS, wire="top4")
+    with pytest.raises(
+        ValueError, match="peers exchange parameters, and wire_dtype='sparse2' would drop most of them:"
+    ):
+        on_nodes(training, scheme, TWO_OF_TWO, shapes=SEVENS, wire="sparse2")
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "periodic", "daso, sharded delta", "diloco"])
@@ -205,7 +207,7 @@ def test_the_largest_of_each_group_end_on_the_same_bits_everywhere(on_nodes, nam
         return rank.values
 
     arguments = {"shapes": SEVENS, "bucket_bytes": 40}
-    narrow = on_nodes(work, SCHEMES[name], UNEQUAL, wire="top4", **arguments)
+    narrow = on_nodes(work, SCHEMES[name], UNEQUAL, wire="sparse2", **arguments)
     exact = on_nodes(work, SCHEMES[name], UNEQUAL, **arguments)
     assert all(torch.equal(values, narrow[0]) for values in narrow)
     assert 0 < (narrow[0] - exact[0]).abs().max() < exact[0].abs().max()

@@ -297,7 +297,10 @@ RAW = Transport(wire_raw=True)
         ({"evaluate": "sometimes"}, "evaluate='sometimes'"),
         ({"wire_dtype": "int3"}, "wire_dtype='int3'"),
         ({"transport": RAW}, "wire_raw=True needs a wire_dtype"),
-        ({"transport": RAW, "wire_dtype": "top4"}, "parameters themselves; wire_dtype='top4' would drop most of them"),
+        (
+            {"transport": RAW, "wire_dtype": "sparse2"},
+            "parameters themselves; wire_dtype='sparse2' would drop most of them",
+        ),
         ({"health": "raise"}, "health='raise' must be Health, not of type str"),
         ({"process_group": object()}, "process_group cannot be set"),
         ({"model_averaging_period": 4}, "model_averaging_period cannot be set"),

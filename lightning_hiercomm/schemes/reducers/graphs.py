@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_hiercomm.arguments import Value
 
-Fairness = Literal["uniform", "cyclic", "roulette"] | None
+Sampling = Literal["uniform", "cyclic", "roulette", "independent"]
 
 
 class Graph(Value, ABC):
@@ -24,12 +24,12 @@ class Graph(Value, ABC):
     Example::
 
         class Backwards(Graph):
-            def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+            def send_to(self, size: int, step: int, fragment: int) -> list[list[int]]:
                 return [[(rank - 1) % size] for rank in range(size)]
     """
 
     @abstractmethod
-    def send_to(self, size: int, step: int, segment: int) -> Sequence[Sequence[int]]:
+    def send_to(self, size: int, step: int, fragment: int) -> Sequence[Sequence[int]]:
         """Return, for every rank, the other ranks to which it sends.
 
         The result must depend on the arguments alone, so that it is equal on every rank and after a resume. Seed random
@@ -38,7 +38,7 @@ class Graph(Value, ABC):
         Args:
             size: The number of ranks, at least 2. With hierarchical gossip these are the nodes.
             step: The number of exchanges before this one.
-            segment: The index of the segment of the model.
+            fragment: The index of the fragment of the model.
         """
 
     def __repr__(self) -> str:
@@ -54,7 +54,7 @@ class Ring(Graph):
         HierarchicalStrategy(ParameterSync(2, reducer=Ring()))
     """
 
-    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+    def send_to(self, size: int, step: int, fragment: int) -> list[list[int]]:
         return [sorted({(rank - 1) % size, (rank + 1) % size}) for rank in range(size)]
 
 
@@ -66,7 +66,7 @@ class Full(Graph):
         HierarchicalStrategy(ParameterSync(2, reducer=Full()))
     """
 
-    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+    def send_to(self, size: int, step: int, fragment: int) -> list[list[int]]:
         return [[peer for peer in range(size) if peer != rank] for rank in range(size)]
 
 
@@ -95,7 +95,7 @@ class DirectedExponential(Graph):
             raise ValueError(f"peers={peers} must be a positive number of ranks to send to")
         self.peers = peers
 
-    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+    def send_to(self, size: int, step: int, fragment: int) -> list[list[int]]:
         base = self.peers + 1
         distances = [1]  # in integers: a floating-point logarithm loses the last hop for some sizes
         while distances[-1] * base < size:
@@ -106,52 +106,52 @@ class DirectedExponential(Graph):
 
 
 class RandomPermutation(Graph):
-    """A new random permutation D for every step and segment: rank r receives from D[r].
+    """A new random permutation D for every step and fragment: rank r receives from D[r].
 
     Source: Yeo et al., "Crossover-SGD", section 3.2 and Algorithm 2. As printed, the algorithm divides by zero if only
     the last rank itself is left for it (9 % of the samples for 8 ranks), which is prevented here.
 
     Example::
 
-        HierarchicalStrategy(Gossip(RandomPermutation(fair="cyclic")))
+        HierarchicalStrategy(Gossip(RandomPermutation(sampling="cyclic")))
 
     Args:
-        fair: The distribution of D. ``"uniform"``: all derangements (permutations without a fixed point) are equally
-            likely. ``"cyclic"``: all permutations with a single cycle are. ``"roulette"``: as in the paper, each rank
-            chooses among the ranks that are left. None: ranks choose independently, so that some send several times and
-            some never, for comparison; gossip then uses push-sum weights.
-        seed: Random seed of D, together with step and segment.
+        sampling: The distribution of D. ``"uniform"``: all derangements (permutations without a fixed point) are
+            equally likely. ``"cyclic"``: all permutations with a single cycle are. ``"roulette"``: as in the paper,
+            each rank chooses among the ranks that are left. ``"independent"``: ranks choose independently, so that some
+            send several times and some never, for comparison; gossip then uses push-sum weights.
+        seed: Random seed of D, together with step and fragment.
 
     Raises:
-        ValueError: For any other ``fair``.
+        ValueError: For any other ``sampling``.
     """
 
-    def __init__(self, fair: Fairness = "uniform", seed: int = 0) -> None:
-        if fair not in ("uniform", "cyclic", "roulette", None):
-            raise ValueError(f"fair={fair!r} must be 'uniform', 'cyclic', 'roulette' or None")
-        self.fair = fair
+    def __init__(self, sampling: Sampling = "uniform", seed: int = 0) -> None:
+        if sampling not in get_args(Sampling):
+            raise ValueError(f"sampling={sampling!r} must be one of {', '.join(map(repr, get_args(Sampling)))}")
+        self.sampling = sampling
         self.seed = seed
 
-    def send_to(self, size: int, step: int, segment: int) -> list[list[int]]:
+    def send_to(self, size: int, step: int, fragment: int) -> list[list[int]]:
         send_to: list[list[int]] = [[] for _ in range(size)]
-        for rank, source in enumerate(self.receive_from(size, step, segment)):
+        for rank, source in enumerate(self.receive_from(size, step, fragment)):
             send_to[source].append(rank)
         return send_to
 
-    def receive_from(self, size: int, step: int, segment: int) -> list[int]:
+    def receive_from(self, size: int, step: int, fragment: int) -> list[int]:
         """Return D: for every rank, the one from which it receives."""
-        return list(_drawn(self.fair, self.seed, size, step, segment))
+        return list(_drawn(self.sampling, self.seed, size, step, fragment))
 
 
 @lru_cache(maxsize=4096)  # every rank calls it twice; simulations have many ranks in one process
-def _drawn(fair: Fairness, seed: int, size: int, step: int, segment: int) -> tuple[int, ...]:
+def _drawn(sampling: Sampling, seed: int, size: int, step: int, fragment: int) -> tuple[int, ...]:
     # strings are hashed by SHA-512, equally on all machines, so neighboring seeds are independent
-    generator = random.Random(f"{seed} {step} {segment}")
-    if fair == "uniform":
+    generator = random.Random(f"{seed} {step} {fragment}")
+    if sampling == "uniform":
         return tuple(_derangement(size, generator))
-    if fair == "cyclic":
+    if sampling == "cyclic":
         return tuple(_single_cycle(size, generator))
-    if fair == "roulette":
+    if sampling == "roulette":
         return tuple(_roulette(size, generator))
     picks = [generator.randrange(size - 1) for _ in range(size)]
     return tuple(pick + (pick >= rank) for rank, pick in enumerate(picks))
@@ -185,7 +185,7 @@ def _roulette(size: int, generator: random.Random) -> list[int]:
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange of one segment among all ranks.
+    """One exchange of one fragment among all ranks.
 
     Every rank splits its value into equal shares, one for each receiver and one to keep, and adds the received shares.
     Hence the mixing matrix is column-stochastic, and sums over ranks are conserved.
@@ -223,8 +223,8 @@ class Round:
         return matrix
 
 
-def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
-    """Return the checked exchange of ``graph`` for this step and segment; a single rank has no peers.
+def round_of(graph: Graph, size: int, step: int, fragment: int = 0) -> Round:
+    """Return the checked exchange of ``graph`` for this step and fragment; a single rank has no peers.
 
     Raises:
         ValueError: If a rank is missing, sends to itself, twice to the same rank or to one that does not exist, or
@@ -232,11 +232,11 @@ def round_of(graph: Graph, size: int, step: int, segment: int = 0) -> Round:
     """
 
     def refuse(what: str) -> ValueError:
-        return ValueError(f"{graph!r} at step {step}, segment {segment}, for {size} ranks: {what}")
+        return ValueError(f"{graph!r} at step {step}, fragment {fragment}, for {size} ranks: {what}")
 
     if size == 1:
         return Round(((),), ((),))
-    answer = graph.send_to(size, step, segment)
+    answer = graph.send_to(size, step, fragment)
     if len(answer) < size:
         raise refuse(f"rank {len(answer)} is missing")
     if len(answer) > size:

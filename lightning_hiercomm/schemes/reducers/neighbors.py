@@ -1,4 +1,4 @@
-"""Exchange of segments with the peers that a communication graph selects."""
+"""Exchange of fragments with the peers that a communication graph selects."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
 class Peers:
-    """Exchanges segments of parameters with other nodes.
+    """Exchanges fragments of parameters with other nodes.
 
-    Of the L ranks of a node that hold segment ``s``, rank ``s mod L`` exchanges it and broadcasts the result to the
+    Of the L ranks of a node that hold fragment ``s``, rank ``s mod L`` exchanges it and broadcasts the result to the
     others, so that all links of a node are used.
 
     Args:
-        segments: The segments, each exchanged as a whole.
+        fragments: The fragments, each exchanged as a whole.
         graph: Selects the peers.
         topology: The nodes.
         duplicate: A duplicate of it, for broadcasts inside nodes that overlap with training.
@@ -43,7 +43,7 @@ class Peers:
 
     def __init__(
         self,
-        segments: Sequence[Bucket],
+        fragments: Sequence[Bucket],
         graph: Graph,
         topology: Topology,
         duplicate: Topology,
@@ -52,9 +52,9 @@ class Peers:
     ) -> None:
         if wire.codec.needs_feedback:
             raise ValueError(
-                "peers exchange parameters, and wire_dtype='top4' would drop most of them: use 'int8' or 'bfloat16'"
+                "peers exchange parameters, and wire_dtype='sparse2' would drop most of them: use 'int8' or 'bfloat16'"
             )
-        self.segments = segments
+        self.fragments = fragments
         self.graph = graph
         self.disagreement = Disagreement((topology.num_nodes - 1) / (2 * topology.num_nodes))
         self._topology = topology
@@ -62,12 +62,12 @@ class Peers:
         self._codec = wire.codec
         self._push_sum = push_sum
         self._spares = Spares()
-        self._rounds: dict[int, tuple[tuple[int, int], Round]] = {}  # by segment: the last round
-        if segments and topology.inter is not None:
+        self._rounds: dict[int, tuple[tuple[int, int], Round]] = {}  # by fragment: the last round
+        if fragments and topology.inter is not None:
             topology.inter.expect_exchanges()
 
     def round(self, step: int, index: int) -> Round:
-        """Return the exchange of a segment after ``step`` optimizer steps."""
+        """Return the exchange of a fragment after ``step`` optimizer steps."""
         key = step, self._topology.num_nodes
         last = self._rounds.get(index)
         if last is None or last[0] != key:
@@ -75,19 +75,19 @@ class Peers:
         return last[1]
 
     def weights_after(self, step: int, index: int, weights: Sequence[float]) -> list[float]:
-        """Return the nodes' push-sum weights of a segment after an exchange, from those before it."""
+        """Return the nodes' push-sum weights of a fragment after an exchange, from those before it."""
         return self.round(step, index).push(weights) if self._push_sum else list(weights)
 
     def sender(self, index: int) -> int:
-        """Return the place, among its holders, of the rank that exchanges a segment."""
+        """Return the place, among its holders, of the rank that exchanges a fragment."""
         return index % self._holders(index).num_shards
 
     def sends(self, index: int) -> bool:
-        """Whether this rank exchanges a segment."""
+        """Whether this rank exchanges a fragment."""
         return self.sender(index) == self._holders(index).place
 
     def gather(self, flat: Tensor, index: int) -> Handle:
-        """Broadcast a received segment to its holders, in place."""
+        """Broadcast a received fragment to its holders, in place."""
         return self._holders(index).broadcast(flat, source=self.sender(index))
 
     @torch.no_grad()
@@ -99,20 +99,20 @@ class Peers:
         background: Background,
         then: Callable[[Tensor], None] | None = None,
     ) -> PendingBucket:
-        """Start to exchange a segment.
+        """Start to exchange a fragment.
 
         Args:
-            index: Of the segment.
+            index: Of the fragment.
             step: The optimizer steps that all ranks have taken.
-            weights: The nodes' push-sum weights of this segment.
+            weights: The nodes' push-sum weights of this fragment.
             background: Completes the exchange, in the order of the starts.
-            then: Called with the change before its broadcast; on a rank that does not exchange the segment, with an
+            then: Called with the change before its broadcast; on a rank that does not exchange the fragment, with an
                 empty tensor.
 
         Returns:
-            A pending bucket with the change to add to the segment's x.
+            A pending bucket with the change to add to the fragment's x.
         """
-        bucket, inter, node = self.segments[index], self._topology.inter, self._topology.node
+        bucket, inter, node = self.fragments[index], self._topology.inter, self._topology.node
         if not self.sends(index) or inter is None or self._topology.num_nodes == 1:
             return self._receive(index, background, then)
         round_ = self.round(step, index)
@@ -142,9 +142,9 @@ class Peers:
         return PendingBucket(index, flat, flat, background.submit(collect))
 
     def _receive(self, index: int, background: Background, then: Callable[[Tensor], None] | None) -> PendingBucket:
-        """Return the pending bucket of a rank that does not send the segment itself."""
+        """Return the pending bucket of a rank that does not send the fragment itself."""
         is_alone = self._topology.num_nodes == 1
-        flat = self.segments[index].empty(spares=self._spares)
+        flat = self.fragments[index].empty(spares=self._spares)
         if is_alone:
             flat.fill_(-0.0)  # adding -0.0 changes no bit
         background.uses(flat)
@@ -161,7 +161,7 @@ class Peers:
         self._spares.give_back(bucket.flat)
 
     def _holders(self, index: int) -> Holders:
-        return self._duplicate.holders[self.segments[index].held_by]
+        return self._duplicate.holders[self.fragments[index].held_by]
 
     def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
         return weights[node] * round_.share(node) if self._push_sum else 1.0
@@ -169,7 +169,7 @@ class Peers:
 
 @dataclass
 class _Mixing:
-    """Calculates the change of a segment from this rank's message and those of its peers.
+    """Calculates the change of a fragment from this rank's message and those of its peers.
 
     Attributes:
         share: This rank's message before encoding.
@@ -186,7 +186,7 @@ class _Mixing:
     received: Sequence[Tensor]
 
     def change(self, out: Tensor) -> None:
-        """Write the change of the segment's x to ``out``, which may be the first of :attr:`received`."""
+        """Write the change of the fragment's x to ``out``, which may be the first of :attr:`received`."""
         own = self._decoded(self.payload, self.share)  # as the peers decode it
         change = self._decoded(self.received[0], out)
         self._compare(own, change)

@@ -61,8 +61,8 @@ SAME = {
         lambda: DASO(2, 2, 1, 0, "delta", adapt=False),
     ),
     "Crossover-SGD": (crossover, lambda: Gossip(hierarchical=False)),
-    "SGP": (push, lambda: Gossip("directed_exponential", segments=1, hierarchical=False)),
-    "a ring": (ring, lambda: Gossip("ring", segments=1, hierarchical=False)),
+    "SGP": (push, lambda: Gossip("directed_exponential", fragments=1, hierarchical=False)),
+    "a ring": (ring, lambda: Gossip("ring", fragments=1, hierarchical=False)),
     "DiLoCo": (lambda: Outer(12, 0.7, 0.9), lambda: DiLoCo(12)),
     "DiLoCo, late": (
         lambda: Outer(12, 0.7, 0.9, staleness=3, keep_local=0.5),
@@ -103,9 +103,9 @@ ENCODED = {
 @pytest.mark.parametrize(
     ("name", "wire"),
     [
-        ("all-reduce", "top4"),
+        ("all-reduce", "sparse2"),
         ("averages", "int4"),
-        ("averages", "top4"),
+        ("averages", "sparse2"),
         *(pytest.param(name, "int4", marks=pytest.mark.nightly) for name in ENCODED if name != "averages"),
         pytest.param("all-reduce", "bfloat16", marks=pytest.mark.nightly),
     ],

@@ -36,8 +36,8 @@ SCHEMES = {
     "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "gossip": Gossip,
-    "gossip, overlapped": lambda: Gossip(overlap=True, segments=4),
-    "sgp": lambda: Gossip("directed_exponential", segments=1),
+    "gossip, overlapped": lambda: Gossip(overlap=True, fragments=4),
+    "sgp": lambda: Gossip("directed_exponential", fragments=1),
     "diloco": lambda: DiLoCo(4),
     "diloco, streaming": lambda: DiLoCo(8, fragments=2, staleness=2),
     "noloco": lambda: ParameterSync(Every(4), reducer=RandomPermutation(), merge=OuterOptimizer()),
@@ -70,15 +70,15 @@ def test_gradients_are_cast(name):
 @pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_gossip_inside_a_node_sends_nothing_between_nodes(graph, nodes, ranks_per_node):
-    scheme, ranks, steps, segments = Gossip(graph, hierarchical=False), nodes * ranks_per_node, 6, 8
+    scheme, ranks, steps, fragments = Gossip(graph, hierarchical=False), nodes * ranks_per_node, 6, 8
     pairs = [
         (rank // ranks_per_node, peer // ranks_per_node)
         for step in range(steps, 2 * steps)
-        for segment in range(segments)
-        for rank, peers in enumerate(graph.send_to(ranks, step, segment))
+        for fragment in range(fragments)
+        for rank, peers in enumerate(graph.send_to(ranks, step, fragment))
         for peer in peers
     ]
-    crossing, size = sum(one != other for one, other in pairs), 4 * NUMEL / segments / nodes
+    crossing, size = sum(one != other for one, other in pairs), 4 * NUMEL / fragments / nodes
     inter, intra = metered(scheme, nodes, ranks_per_node, (steps, 2 * steps), None)
     assert inter == pytest.approx(crossing * size, rel=5e-3)
     assert intra == pytest.approx((len(pairs) - crossing) * size, rel=5e-3)

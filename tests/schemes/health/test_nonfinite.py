@@ -51,11 +51,11 @@ AVERAGING: dict[str, Callable[[], Scheme]] = {
     "noloco, overlapped": lambda: ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
 }
 GOSSIPING: dict[str, Callable[[], Scheme]] = {
-    "gossip": lambda: Gossip(segments=2),
-    "gossip, overlapped": lambda: Gossip(segments=2, overlap=True),
-    "gossip, of ranks": lambda: Gossip(segments=2, hierarchical=False),
-    "gossip, push-sum": lambda: Gossip("directed_exponential", segments=2),
-    "gossip, plain means": lambda: Gossip(Ring(), segments=2, push_sum=False),
+    "gossip": lambda: Gossip(fragments=2),
+    "gossip, overlapped": lambda: Gossip(fragments=2, overlap=True),
+    "gossip, of ranks": lambda: Gossip(fragments=2, hierarchical=False),
+    "gossip, push-sum": lambda: Gossip("directed_exponential", fragments=2),
+    "gossip, plain means": lambda: Gossip(Ring(), fragments=2, push_sum=False),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
 }
 ALL = {**AVERAGING, **GOSSIPING}
@@ -213,7 +213,7 @@ def test_finite_values_whose_sum_overflows_are_fit():
         rank.train(-3e38 if rank.rank == 0 else -1e38)
         return rank.values
 
-    for scheme in (PeriodicAveraging(1), Gossip(segments=1)):
+    for scheme in (PeriodicAveraging(1), Gossip(fragments=1)):
         values = on_nodes(work, with_policy(scheme, "raise"), ((0,), (1,)), shapes=SHAPES, inner=partial(SGD, lr=1.0))
         for value in values:
             torch.testing.assert_close(value, torch.full_like(value, 2e38))

@@ -32,14 +32,14 @@ class Given(Graph):
     def __init__(self, *send_to):
         self.answer = send_to
 
-    def send_to(self, size, step, segment):
+    def send_to(self, size, step, fragment):
         return self.answer
 
 
 @settings(deadline=None)
 @given(st.sampled_from(FAIR), seeds, sizes, steps, st.integers(0, 100))
-def test_a_fair_permutation_moves_everyone(fair, seed, size, step, segment):
-    assert is_derangement(RandomPermutation(fair, seed).receive_from(size, step, segment))
+def test_a_fair_permutation_moves_everyone(sampling, seed, size, step, fragment):
+    assert is_derangement(RandomPermutation(sampling, seed).receive_from(size, step, fragment))
 
 
 @settings(deadline=None)
@@ -64,18 +64,18 @@ def test_any_graph_conserves_the_sum_and_pushes_weights_as_its_matrix_does(graph
 
 def test_a_permutation_mixes_half_and_half():
     graph = RandomPermutation(seed=3)
-    sources = graph.receive_from(5, step=7, segment=2)
+    sources = graph.receive_from(5, step=7, fragment=2)
     permutation = torch.eye(5, dtype=torch.float64)[sources]
     identity = torch.eye(5, dtype=torch.float64)
     assert torch.equal(round_of(graph, 5, 7, 2).mixing_matrix(), (identity + permutation) / 2)
 
 
-@pytest.mark.parametrize(("fair", "expected"), [("uniform", 9), ("cyclic", 6), ("roulette", 9)])
-def test_every_permutation_of_four_that_may_come_does(fair, expected):
+@pytest.mark.parametrize(("sampling", "expected"), [("uniform", 9), ("cyclic", 6), ("roulette", 9)])
+def test_every_permutation_of_four_that_may_come_does(sampling, expected):
     # Of 4 ranks there are 9 derangements, 6 of them a single cycle.
-    drawn = Counter(tuple(RandomPermutation(fair).receive_from(4, step, 0)) for step in range(9000))
+    drawn = Counter(tuple(RandomPermutation(sampling).receive_from(4, step, 0)) for step in range(9000))
     assert len(drawn) == expected
-    if fair != "roulette":
+    if sampling != "roulette":
         # chi-square with 8 (5) degrees of freedom, whose 99.99 % quantile is 31.8 (25.7)
         mean = 9000 / expected
         assert sum((count - mean) ** 2 / mean for count in drawn.values()) < 32
@@ -117,7 +117,7 @@ def test_the_exponential_graph_hops_by_all_powers_of_two_below_its_size(size, ho
 
 
 def test_independent_picks_reach_every_other_rank_equally_often():
-    picks = [RandomPermutation(None).receive_from(4, step, 0) for step in range(3000)]
+    picks = [RandomPermutation("independent").receive_from(4, step, 0) for step in range(3000)]
     for rank, other in itertools.permutations(range(4), 2):
         assert sum(pick[rank] == other for pick in picks) == pytest.approx(1000, abs=4 * (3000 * 2 / 9) ** 0.5)
     assert not any(pick[rank] == rank for pick in picks for rank in range(4))
@@ -142,7 +142,7 @@ def test_graphs_depend_on_step_bucket_and_seed_only():
     ],
 )
 def test_an_invalid_graph_is_refused_with_the_rank(send_to, message):
-    with pytest.raises(ValueError, match=rf"Given\(.*at step 4, segment 1, for 3 ranks: {message}"):
+    with pytest.raises(ValueError, match=rf"Given\(.*at step 4, fragment 1, for 3 ranks: {message}"):
         round_of(Given(*send_to), 3, 4, 1)
 
 
@@ -150,7 +150,7 @@ def test_an_invalid_graph_is_refused_with_the_rank(send_to, message):
     ("make", "message"),
     [
         (lambda: DirectedExponential(0), "peers=0"),
-        (lambda: RandomPermutation("fairly"), "fair='fairly'"),
+        (lambda: RandomPermutation("fairly"), "sampling='fairly'"),
     ],
 )
 def test_bad_arguments_are_named(make, message):
