@@ -391,8 +391,8 @@ class RunningGossip(RunningScheme[Gossip]):
             if digest != digests[0]:
                 raise ValueError(
                     f"{graph!r} gives rank {rank} other fragments or peers than rank 0, so ranks would wait for"
-                    " messages that are never sent. Use the same arguments and seed on every rank, and let send_to depend on its"
-                    " arguments only."
+                    " messages that are never sent. Use the same arguments and seed on every rank, and let send_to"
+                    " depend on its arguments only."
                 )
 
 

@@ -21,7 +21,7 @@ regular_graphs = st.one_of(
     st.just(Ring()),
     st.just(Full()),
 )
-all_graphs = regular_graphs | st.builds(RandomPermutation, st.none(), seeds)
+all_graphs = regular_graphs | st.builds(RandomPermutation, st.just("independent"), seeds)
 
 
 def is_derangement(sources):
