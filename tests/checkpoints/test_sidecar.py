@@ -448,17 +448,6 @@ def test_a_run_in_which_nothing_is_left_to_train_can_be_saved_afterwards(borrow,
     assert borrow(main, 2) == [[2 * STEPS * max_epochs] * 2] * 2
 
 
-def test_a_resume_from_averaged_parameters_alone_continues_from_them(fit, tmp_path):
-    path = tmp_path / "saved.ckpt"
-    before = {"scheme": PeriodicAveraging(4, at_epoch_end=False), "ranks_per_node": 1}
-    fit(Net(), before, max_epochs=2, callbacks=[SaveAfter(STEPS, path)], **TWO_NODES)
-    saved = torch.load(path, weights_only=True)
-    now = {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}
-    resumed = fit(Net(), now, max_epochs=1, fit_arguments={"ckpt_path": path}, **TWO_NODES)
-    for report in resumed:
-        assert torch.equal(report["state_dict"]["layers.0.weight"], saved["state_dict"]["layers.0.weight"])
-
-
 @pytest.fixture(scope="module")
 def saved_after_a_synchronization(borrow, tmp_path_factory):
     path = tmp_path_factory.mktemp("outer") / "saved.ckpt"

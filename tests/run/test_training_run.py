@@ -17,7 +17,7 @@ from lightning_hiercomm.comm.dtensor import DTensor
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.losses import common_loss
-from lightning_hiercomm.run.replicas import Replicas, broadcast_values
+from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 
@@ -353,17 +353,6 @@ def test_a_name_that_no_buffer_has_is_refused_with_those_that_there_are():
         replicas.check_names()
 
 
-def test_every_rank_starts_from_the_values_of_rank_zero():
-    def work(topology: Topology) -> list[float]:
-        module = nn.BatchNorm1d(1).to(place.device)
-        for tensor in (module.weight, module.running_mean):
-            nn.init.constant_(tensor, float(topology.rank + 1))
-        broadcast_values([*module.parameters(), *module.buffers()], topology.world)
-        return [module.weight.item(), module.running_mean.item()]
-
-    assert on_ranks(work, [[0], [1]]) == [[1.0, 1.0], [1.0, 1.0]]
-
-
 class Assigning(nn.Module):
     """A layer whose statistics are another tensor after each forward pass, as many are written."""
 
@@ -435,17 +424,6 @@ def test_averaged_model_has_the_mean_of_buffers_assigned_after_a_step():
         [1.5, 5.5, 1.0, 5.0, 5.5, 7.5],
         [1.5, 5.5, 2.0, 6.0, 5.5, 7.5],
     ]
-
-
-@pytest.mark.parametrize("scheme", [AllReduce(), DASO(), DiLoCo(1), Gossip(), PeriodicAveraging(2), StepsDelay()])
-def test_validation_uses_the_mean_of_reassigned_buffers(scheme):
-    def work(run: TrainingRun) -> list[float]:
-        see_and_step(run, 1.0)
-        run.end_epoch()
-        with run.averaged_model():
-            return [layer.mean[0].item() for layer in run.module]
-
-    assert assigning(scheme, work) == [[1.5, 1.5], [1.5, 1.5]]
 
 
 class Product(torch.optim.SGD):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from pairwise import requested, selected
 from problems import Quadratic, fitted, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
@@ -22,13 +19,10 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
-    Health,
     HierarchicalStrategy,
     PeriodicAveraging,
     StepsDelay,
-    Transport,
 )
-from lightning_hiercomm.schemes import SCHEMES
 
 pytestmark = pytest.mark.pooled
 
@@ -156,85 +150,6 @@ def test_unused_parameters_warn_at_one_rank_per_node(recwarn, strategy, warned):
         assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in text
 
 
-class Masked(Quadratic):
-    """With what people register as float buffers, and a statistic among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("causal", torch.full((4, 4), -math.inf).triu(1))
-        self.register_buffer("filled", torch.full((4,), torch.finfo(torch.float32).min))
-        self.register_buffer("best", torch.tensor(math.inf))
-        self.register_buffer("seen", torch.zeros(()))
-        self.norm = nn.BatchNorm1d(11, affine=False)
-
-    def training_step(self, batch, batch_idx):
-        self.seen += self.global_rank
-        self.norm(batch[0])
-        return self.loss(batch[0], self.backbone, self.head)
-
-    def on_train_end(self):
-        self.report = self.seen.item(), float(sum(p.detach().double().sum() for p in self.parameters()))
-
-
-SHORT = {
-    "periodic": {"sync_every": 2},
-    "daso": {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0},
-    "steps_delay": {"delay": 2, "warmup_steps": 2},
-    "gossip": {"fragments": 2},
-    "diloco": {"sync_every": 2},
-}
-WIRES = [(None, False), ("bfloat16", False), ("bfloat16", True)]
-
-
-MASKED = [
-    (name, policy, wire)
-    for name, policy, wire in itertools.product(SCHEMES, ["raise", "ignore"], WIRES)
-    if policy == "raise" or name in ("periodic", "diloco")
-]
-
-
-def _masked(hows, folder):
-    """What a rank reports of schemes, policies and wires."""
-    reports = {}
-    for name, policy, (wire, raw) in hows:
-        scheme = SCHEMES[name](**SHORT.get(name, {}))
-        health, transport = Health(on_nonfinite=policy), Transport(wire_raw=raw)
-        strategy = HierarchicalStrategy(scheme, 1, wire, health=health, transport=transport)
-        reports[name, policy, (wire, raw)] = fitted(folder, Masked(), strategy, devices=2, max_epochs=1)
-    return reports
-
-
-@pytest.fixture(scope="module")
-def masked(borrow, request):
-    hows = requested(request, "name", "policy", "wire")
-    return borrow(partial(_masked, [how for how in MASKED if how in hows]), ranks=2)
-
-
-@pytest.mark.parametrize(("name", "policy", "wire"), selected(MASKED), ids=str)
-def test_infinite_masks_and_bounds_stay_and_end_no_run(masked, name, policy, wire):
-    one, other = (reports[name, policy, wire] for reports in masked)
-    same_bits([one, other])
-    for buffer in ("causal", "filled", "best"):
-        assert torch.equal(one["state_dict"][buffer], Masked().state_dict()[buffer])
-    assert one["report"][0] > 0.0  # a statistic is synchronized: rank 0 has counted none itself
-    assert math.isfinite(one["report"][1])
-
-
-class Nonfinite(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("moving", torch.zeros(3))
-
-    def training_step(self, batch, batch_idx):
-        self.moving[self.global_rank] = math.nan
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_buffer_that_becomes_nonfinite_is_named(fit):
-    with pytest.raises(ProcessException, match=r"buffer moving \(1 of 3 elements\)"):
-        fit(Nonfinite(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, devices=2, forked=True)
-
-
 class NonfiniteOnOne(Quadratic):
     def __init__(self) -> None:
         super().__init__()
@@ -249,27 +164,6 @@ class NonfiniteOnOne(Quadratic):
 def test_a_node_whose_buffer_is_not_finite_is_named(fit, scheme):
     with pytest.raises(ProcessException, match=r"rank 1 \(node 1\): buffer moving \(1 of 3 elements\)"):
         fit(NonfiniteOnOne(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
-
-
-class KeepsSecond(pl.Callback):
-    """An average of the weights in a dictionary, put in their place for validation, as most people write it."""
-
-    def __init__(self) -> None:
-        self.average: dict[str, torch.Tensor] = {}
-        self.trained: dict[str, torch.Tensor] = {}
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        for name, value in pl_module.named_parameters():
-            self.average[name] = self.average.get(name, value.detach()).lerp(value.detach(), 0.1)
-
-    def on_validation_start(self, trainer, pl_module):
-        self.trained = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
-        for name, value in pl_module.named_parameters():
-            value.data.copy_(self.average.get(name, value))
-
-    def on_validation_end(self, trainer, pl_module):
-        for name, value in pl_module.named_parameters():
-            value.data.copy_(self.trained[name])
 
 
 class Normed(pl.LightningModule):

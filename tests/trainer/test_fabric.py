@@ -520,25 +520,6 @@ def test_every_module_has_a_scheme_of_its_own(launched):
     launched(PeriodicAveraging(2), two_modules)
 
 
-def sparse_and_dense(fabric, strategy):
-    learned = []
-    for sparse in (True, False):
-        words = nn.Embedding.from_pretrained(torch.linspace(-1, 1, 16).view(8, 2), freeze=False, sparse=sparse)
-        model, optimizer = fabric.setup(words, torch.optim.SGD(words.parameters(), 0.1))
-        for step in range(3):  # every rank sees other words
-            fabric.backward(model(torch.tensor([fabric.global_rank, 4 + step])).square().sum())
-            assert words.weight.grad.is_sparse == sparse
-            optimizer.step()
-            optimizer.zero_grad()
-        learned.append(words.weight.detach().clone())
-    strategy.finish()
-    torch.testing.assert_close(*learned)
-
-
-def test_sparse_gradients_train_as_dense_ones_do(launched):
-    launched(PeriodicAveraging(2), sparse_and_dense)
-
-
 def lazy(fabric, strategy):
     module = nn.LazyLinear(1)
     with pytest.raises(RuntimeError, match=r"uninitialized parameters \(weight, bias\)"):
