@@ -230,11 +230,9 @@ class AveragedModel:
 
         Callbacks like StochasticWeightAveraging write their own averages to the module, which differ between nodes.
         """
-        if not self._topology.may_grow:
-            self.check_shapes()
-            self._average_module()
-
-    def _average_module(self) -> None:
+        if self._topology.may_grow:
+            return
+        self.check_shapes()
         ranks_differ = any(scheme.config.gradients == "none" for scheme in self._schemes)
         if self._topology.num_nodes == 1 and not ranks_differ:
             return

@@ -229,12 +229,6 @@ def test_a_module_like_lightnings_example_trains_unchanged(launch, ranks):
         assert ours["losses"][-1] < 0.5 * ours["losses"][0]
 
 
-@BY_NIGHT
-def test_the_example_trains_under_lightnings_own_strategy(launch):
-    for example in launch(lambda _: _fit_example(ModelParallelStrategy(2, 2), 4)):
-        assert example["losses"][-1] < 0.5 * example["losses"][0]
-
-
 def test_the_same_module_trains_under_lightnings_own_strategy(on_four):
     assert on_four[0]["plain"]["losses"][-1] < on_four[0]["plain"]["losses"][0]
 

@@ -352,21 +352,15 @@ class Uncounted(Quadratic):
         self.how = how
 
     def configure_optimizers(self):
-        without = ("built in the step", "by hand, without optimizer")
-        return None if self.how in without else torch.optim.SGD(self.parameters(), lr=0.1)
+        return None if self.how == WAYS[0] else torch.optim.SGD(self.parameters(), lr=0.1)
 
     def training_step(self, batch, batch_idx):
         self.zero_grad()
         self.manual_backward(self.loss(batch[0]))
         if self.how == "counted":
             self.optimizers().step()
-        elif self.how == "built in the step":
-            torch.optim.Adam(self.parameters(), lr=0.1).step()
         elif self.how == "behind Lightning's back":
             self.optimizers(use_pl_optimizer=False).step()
-        elif self.how == "data":
-            for p in self.parameters():
-                p.data -= 0.1 * p.grad
 
     @torch.no_grad()
     def on_train_batch_end(self, *_):
@@ -375,7 +369,7 @@ class Uncounted(Quadratic):
                 p -= 0.1 * p.grad
 
 
-WAYS = ["by hand, without optimizer", "data", "built in the step", "behind Lightning's back"]
+WAYS = ["by hand, without optimizer", "behind Lightning's back"]
 
 
 def test_parameters_that_change_without_a_counted_step_end_the_run(borrow):
@@ -393,7 +387,7 @@ def test_no_scheme_takes_changes_for_steps(borrow):
 
 
 def test_changes_need_no_counted_step_where_nodes_do_not_differ(borrow):
-    fits = {how: (Uncounted(how), AllReduce()) for how in ("counted", *WAYS[:2])}
+    fits = {how: (Uncounted(how), AllReduce()) for how in ("counted", *WAYS)}
     (_, expected), *others = outcomes(borrow, fits)
     for name, ranks in others:
         for (error, _, weights), (_, _, right) in zip(ranks, expected, strict=True):
@@ -452,20 +446,11 @@ class Plain(Quadratic):
         losses = [self.loss(batch[0], layer) for layer in (self.backbone, self.head)]
         if self.how in ("all", "averages itself"):
             sum(losses).backward()
-        elif self.how in ("second", "keeps zeros"):
+        elif self.how == "second":
             self.manual_backward(sum(losses))
             first.step()
-            self.zero_grad(set_to_none=self.how == "second")
+            self.zero_grad()
             self.loss(batch[0], self.head).backward()
-        elif self.how == "adds":
-            self.manual_backward(sum(losses))
-            self.loss(batch[0]).backward()
-        elif self.how == "never in sync":
-            with self.trainer.strategy.block_backward_sync():
-                self.manual_backward(sum(losses))
-        elif self.how == "accumulates":
-            self.loss(batch[0]).backward()
-            self.manual_backward(sum(losses))
         else:
             self.manual_backward(sum(losses))
             self.clip_gradients(first, 0.1, "norm")
@@ -473,14 +458,13 @@ class Plain(Quadratic):
             for p in self.parameters():
                 dist.all_reduce(p.grad)
                 p.grad /= dist.get_world_size()
-        if self.how not in ("second", "keeps zeros"):
+        if self.how != "second":
             first.step()
         second.step()
 
 
 def test_gradients_that_ranks_should_share_and_do_not_are_named(borrow):
-    ways = ("all", "second", "keeps zeros", "adds", "never in sync")
-    for name, ranks in outcomes(borrow, {how: (Plain(how), AllReduce()) for how in ways}):
+    for name, ranks in outcomes(borrow, {how: (Plain(how), AllReduce()) for how in ("all", "second")}):
         assert [error for error, _, _ in ranks] == ["", ""]
         assert [len(said) for _, said, _ in ranks] == [1, 0], name
         said = ranks[0][1][0]
@@ -489,7 +473,7 @@ def test_gradients_that_ranks_should_share_and_do_not_are_named(borrow):
 
 
 def test_gradients_that_are_averaged_in_any_way_are_right(borrow):
-    ways = ("clips", "averages itself", "accumulates")
+    ways = ("clips", "averages itself")
     layouts = ((AllReduce(), 1), (PeriodicAveraging(2), 2))
     fits = {f"{how}, {layout}": (Plain(how), *layout) for how in ways for layout in layouts}
     for name, ranks in outcomes(borrow, {**fits, "one rank per node": (Plain("all"), PeriodicAveraging(2), 1)}):

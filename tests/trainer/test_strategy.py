@@ -22,7 +22,6 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from pairwise import requested
 from problems import Oracle, SaveAfterEpoch, Stream, fitted, one_trainer, same_bits
 from torch.distributed import distributed_c10d
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils.data import DataLoader
 
@@ -696,20 +695,6 @@ def test_the_cool_down_is_in_the_last_training_epoch(fit, averages):
     strategy = {"scheme": DASO(2, warmup_epochs=1, cooldown_epochs=1), "ranks_per_node": 1}
     for report in fit(WithPhases(), strategy, devices=2, max_epochs=4, callbacks=[*callbacks, Phases()]):
         assert report["report"] == ["warm-up", "cycling", "cycling", "cool-down"]
-
-
-class Sharing(Oracle):
-    """Each rank keeps the optimizer's state of its share of the parameters."""
-
-    def configure_optimizers(self):
-        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.Adam, lr=0.05)
-
-
-def test_an_optimizer_that_shares_its_state_out_is_saved_whole(fit, tmp_path):
-    saves = SaveAfterEpoch(tmp_path / "saved.ckpt")
-    fit(Sharing(), {"scheme": AllReduce(), "ranks_per_node": 1}, devices=2, max_epochs=1, callbacks=[saves])
-    (state,) = torch.load(tmp_path / "saved.ckpt", weights_only=True)["optimizer_states"]
-    assert state["state"][0]["exp_avg"].abs().sum() > 0
 
 
 class WithoutNorm(Net):
