@@ -96,7 +96,6 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "trained", "validated"),
     [
-        pytest.param({"val_check_interval": 2}, 8, 8, marks=[pytest.mark.feature("val_check_interval"), NIGHTLY]),
         pytest.param({"val_check_interval": 0.5}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
         pytest.param({"check_val_every_n_epoch": 2}, 8, 2, marks=pytest.mark.feature("val_check_interval")),
         pytest.param(
@@ -106,9 +105,7 @@ NIGHTLY = pytest.mark.nightly
             marks=[pytest.mark.feature("val_check_interval"), NIGHTLY],
         ),
         pytest.param({"overfit_batches": 2}, 4, 4, marks=pytest.mark.feature("overfit_batches")),
-        pytest.param({"fast_dev_run": True}, 1, 1, marks=[pytest.mark.feature("fast_dev_run"), NIGHTLY]),
         pytest.param({"fast_dev_run": 3}, 3, 2, marks=pytest.mark.feature("fast_dev_run")),
-        pytest.param({"limit_train_batches": 3}, 6, 4, marks=[pytest.mark.feature("limit_train/val_batches"), NIGHTLY]),
         pytest.param(
             {"limit_train_batches": 0.5, "limit_val_batches": 1},
             4,
