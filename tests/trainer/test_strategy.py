@@ -15,13 +15,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from harness import TARGETS
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from pairwise import requested
-from problems import Oracle, SaveAfterEpoch, Stream, fitted, one_trainer, same_bits
+from problems import Oracle, SaveAfter, SaveAfterEpoch, Stream, fitted, one_trainer, same_bits
 from torch.distributed import distributed_c10d
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessException
 from torch.utils.data import DataLoader
 
@@ -84,6 +86,21 @@ def test_four_processes_follow_the_table_to_the_digit(fit, order, expected):
     for rank, report in enumerate(reports):
         assert report["report"][: len(expected)] == [pair[rank // 2] for pair in expected]
         assert report["state_dict"]["x"].item() == reports[0]["state_dict"]["x"].item()
+
+
+def test_unequal_nodes_weigh_by_their_ranks(fit):
+    reports = fit(Oracle(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": [3, 1]})
+    assert [report["report"][1] for report in reports] == [3.0] * 4
+
+
+def test_one_rank_per_node_is_local_sgd(fit):
+    reports = fit(Oracle(2), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1})
+    assert [report["report"] for report in reports] == [[target / 2, 3.0] for target in TARGETS]
+
+
+def test_all_reduce_over_two_nodes_is_synchronous_training(fit):
+    reports = fit(Oracle(4), {"scheme": "all_reduce"})
+    assert [report["report"] for report in reports] == [[2, 3, 3.5, 3.75]] * 4
 
 
 ONE_NODE = [AllReduce(), PeriodicAveraging(3)]
@@ -198,12 +215,31 @@ class Validated(Oracle):
         self.report = [self.report, self.seen]
 
 
+def test_validation_sees_the_averaged_model_and_leaves_training_unchanged(fit):
+    arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
+    plain = fit(Oracle(5), {"scheme": PeriodicAveraging(4)})
+    validated = fit(Validated(), {"scheme": PeriodicAveraging(4)}, **arguments)
+    for before, after in zip(plain, validated, strict=True):
+        trace, seen = after["report"]
+        assert trace == before["report"]
+        assert seen == [2, 3, 3.5, 3.75, 3.875]  # the rank mean, whatever the nodes do
+
+
 def test_each_rank_validates_its_own_replica_when_asked_to(fit):
     arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
     reports = fit(Validated(3), {"scheme": PeriodicAveraging(4), "evaluate": "replica"}, **arguments)
     for report in reports:
         trace, seen = report["report"]
         assert seen[:2] == trace[:2]
+
+
+def test_a_checkpoint_between_synchronizations_holds_the_averaged_model(fit, tmp_path):
+    path = tmp_path / "mid.ckpt"
+
+    reports = fit(Oracle(5), {"scheme": PeriodicAveraging(4)}, callbacks=[SaveAfter(3, path)])
+    saved = torch.load(path, weights_only=True)
+    assert saved["state_dict"]["x"].item() == 3.5
+    assert [report["report"][3] for report in reports] == [3.75] * 4
 
 
 class BecomesNonfinite(Oracle):
@@ -347,6 +383,24 @@ def test_a_backend_that_torch_has_is_taken(backend):
     pl.Trainer(accelerator="cpu", devices=2, strategy=HierarchicalStrategy(process_group_backend=backend))
 
 
+def test_dataloaders_of_unequal_length_are_refused(fit):
+    class Unequal(Oracle):
+        def train_dataloader(self):
+            return DataLoader(torch.ones(3 + self.global_rank, 1))
+
+    with pytest.raises(Exception, match="unequal lengths: \\[3, 4, 5, 6\\]"):
+        fit(Unequal(), {}, use_distributed_sampler=False, forked=True)
+
+
+def test_ranks_that_end_after_different_numbers_of_steps_get_an_error(fit):
+    class Uneven(Oracle):
+        def train_dataloader(self):
+            return DataLoader(Stream(torch.ones(5 + self.global_rank, 1)))
+
+    with pytest.raises(Exception, match="All ranks must take equally many steps"):
+        fit(Uneven(), {"scheme": PeriodicAveraging(4), "ranks_per_node": 1}, devices=2, forked=True)
+
+
 @pytest.mark.long("a hub looks around every few seconds, and ranks are started and end")
 @pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(50, at_epoch_end=False)], ids=type)
 def test_unequal_numbers_of_batches_end_the_run_and_name_the_ranks(fit, capfd, scheme):
@@ -365,6 +419,28 @@ def test_unequal_numbers_of_batches_end_the_run_and_name_the_ranks(fit, capfd, s
     said = capfd.readouterr().err  # what is found first, depends on when ranks report
     by_batches = r"rank 0 \(node 0\) ended (an epoch|training) after 5 batches of the run.*, and rank 1"
     assert re.search(rf"{by_batches}|rank 0 \(node 0\) has taken 5 optimizer steps and rank 1 \(node 1\) 8", said)
+
+
+@pytest.mark.long("ranks that wait for a stopped one end after a while")
+def test_a_rank_that_stops_alone_and_validates_is_named(fit, capfd):
+    class Stopping(Oracle):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 0 and batch_idx == 2:
+                self.trainer.should_stop = True
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.x.sum(), sync_dist=True)
+
+        def val_dataloader(self):
+            return DataLoader(torch.ones(4, 1))
+
+    strategy = {"scheme": PeriodicAveraging(50, at_epoch_end=False), "ranks_per_node": 1}
+    with pytest.raises(Exception, match=r"exit code 1|equally many steps"):
+        fit(Stopping(100_000), strategy, devices=2, forked=True)  # or the other comes to its validation, too
+    said = capfd.readouterr().err  # what is found first, depends on when ranks report
+    found = r"rank 0 \(node 0\) (ended .*|asked .*|reduced .*) after 3 batches of the run.*, and rank 1"
+    assert re.search(found, said)
 
 
 def test_ranks_reduce_with_their_own_reduce_op_objects(fit):
@@ -435,6 +511,24 @@ def test_the_optimizer_state_is_averaged_on_request(fit, averaged):
     assert [report["report"][1] for report in reports] == ([-4] * 4 if averaged else [-1, -1, -7, -7])
 
 
+def test_parameters_unfrozen_in_mid_run_synchronize(fit):
+    class Unfreezing(Net):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                for parameter in self.frozen.parameters():
+                    parameter.requires_grad_(True)
+                self.optimizers().add_param_group({"params": list(self.frozen.parameters())})
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    reports = fit(Unfreezing(), {"scheme": PeriodicAveraging(2), "ranks_per_node": 1}, max_epochs=2)
+    before = Net().frozen.weight
+    for report in reports:
+        assert not torch.equal(report["state_dict"]["frozen.weight"], before)
+        assert torch.equal(report["state_dict"]["frozen.weight"], reports[0]["state_dict"]["frozen.weight"])
+
+
 @pytest.mark.parametrize("how", ["added", "replaced"])
 def test_parameters_that_come_in_mid_run_get_the_mean_of_all_gradients(fit, how):
     class Growing(pl.LightningModule):
@@ -473,6 +567,25 @@ def test_parameters_that_come_in_mid_run_get_the_mean_of_all_gradients(fit, how)
             new = new - 0.5 * (new - 1.5)
         expected.append([old] if step < 2 else [old, new] if how == "added" else [new])
     assert [report["report"] for report in reports] == [expected] * 4
+
+
+def test_parameters_of_several_dtypes_and_memory_formats_synchronize(fit):
+    class Mixed(Net):
+        def __init__(self):
+            super().__init__()
+            self.in_float64 = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.in_bfloat16 = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+            self.conv = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+        def training_step(self, batch, batch_idx):
+            images = self.conv(batch[0].repeat(1, 3).view(-1, 2, 3, 3)).mean()
+            scale = self.global_rank + 1
+            extra = self.in_float64.sum() + self.in_bfloat16.sum() + images
+            return super().training_step(batch, batch_idx) + scale * extra
+
+    reports = fit(Mixed(), {"scheme": PeriodicAveraging(2), "transport": Transport(bucket_mb=1e-5)})
+    same_bits(reports)
+    assert not torch.equal(reports[0]["state_dict"]["conv.weight"], Mixed().conv.weight)
 
 
 class Teaching(Net):
@@ -695,6 +808,20 @@ def test_the_cool_down_is_in_the_last_training_epoch(fit, averages):
     strategy = {"scheme": DASO(2, warmup_epochs=1, cooldown_epochs=1), "ranks_per_node": 1}
     for report in fit(WithPhases(), strategy, devices=2, max_epochs=4, callbacks=[*callbacks, Phases()]):
         assert report["report"] == ["warm-up", "cycling", "cycling", "cool-down"]
+
+
+class Sharing(Oracle):
+    """Each rank keeps the optimizer's state of its share of the parameters."""
+
+    def configure_optimizers(self):
+        return ZeroRedundancyOptimizer(self.parameters(), optimizer_class=torch.optim.Adam, lr=0.05)
+
+
+def test_an_optimizer_that_shares_its_state_out_is_saved_whole(fit, tmp_path):
+    saves = SaveAfterEpoch(tmp_path / "saved.ckpt")
+    fit(Sharing(), {"scheme": AllReduce(), "ranks_per_node": 1}, devices=2, max_epochs=1, callbacks=[saves])
+    (state,) = torch.load(tmp_path / "saved.ckpt", weights_only=True)["optimizer_states"]
+    assert state["state"][0]["exp_avg"].abs().sum() > 0
 
 
 class WithoutNorm(Net):
