@@ -69,10 +69,10 @@ def assert_equal(values: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(values, expected, rtol=0, atol=0)
 
 
-def train_stay(rank: Rank, node: int, steps: int, local: int = 0) -> tuple[torch.Tensor, list[Any]]:
+def train_stay(rank: Rank, node: int, steps: int) -> tuple[torch.Tensor, list[Any]]:
     """Train a rank that stays, by the gradients of `ElasticRank.step`; its values and their trace."""
     while rank.scheme.state.steps < steps:
-        step_stay(rank, node, local)
+        step_stay(rank, node)
     rank.scheme.finish()
     return rank.values, rank.trace
 
@@ -142,7 +142,7 @@ def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
         membership.form_quorum = wrapped(membership.form_quorum, before=True)
     elif moment == "in the exchange":
         for group in own.rank.topology.all_groups if own.local == 0 else ():
-            group._launch = wrapped(group._launch, before=False)  # noqa: SLF001  # noqa: SLF001
+            group._launch = wrapped(group._launch, before=False)  # noqa: SLF001
     elif moment == "before the vote":
         membership.vote = wrapped(membership.vote, before=True)
     else:

@@ -39,11 +39,11 @@ def select(cells: Sequence[Cell], groups: Iterable[tuple[str, ...]] = ()) -> lis
     return sorted(chosen)
 
 
-def selected(cells: Iterable[tuple[Hashable, ...]], groups: Iterable[tuple[int, ...]] = ()) -> list[Any]:
+def selected(cells: Iterable[tuple[Hashable, ...]]) -> list[Any]:
     """Return parameters for ``parametrize`` of an incomplete product; those that are not selected are ``nightly``."""
     cells = [*cells]
     by_name = [{str(place): value for place, value in enumerate(cell)} for cell in cells]
-    chosen = select(by_name, [tuple(map(str, group)) for group in groups])
+    chosen = select(by_name)
     return [pytest.param(*cell, marks=[pytest.mark.nightly] * (i not in chosen)) for i, cell in enumerate(cells)]
 
 

@@ -22,11 +22,11 @@ def test_random_combinations_equal_an_independent_calculation(first):
             raise
 
 
-def _parameter_sync(period, staleness, merge, reducer="sharded"):
+def _parameter_sync(period, staleness, merge):
     composition = (
         ("schedule", ("epoch", period)),
         ("fragments", 1),
-        ("reducer", reducer),
+        ("reducer", "sharded"),
         ("merge", merge),
         ("keep_local", 0.0),
     )

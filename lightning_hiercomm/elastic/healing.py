@@ -155,10 +155,10 @@ class Healing:
         except RuntimeError:
             return True
 
-    def _poll(self, source: Request, key: str, timeout: float = 1.0) -> tuple[Tensor, int | None]:
+    def _poll(self, source: Request, key: str) -> tuple[Tensor, int | None]:
         """Return the state and its size in bytes: 0 if there will be none, None if it is not ready yet."""
         nothing = torch.empty(0, dtype=torch.uint8)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + 1.0
         ask = partial(self._around.transport.ask, source.store)
         try:
             while not ask(lambda store: store.check([f"{key}/ready"])):

@@ -70,8 +70,8 @@ class Rendezvous:
         self,
         me: Request,
         around: Surroundings,
-        on_request: Callable[[Request], None] = lambda request: None,
-        on_failure: Callable[[Quorum], None] = lambda quorum: None,
+        on_request: Callable[[Request], None],
+        on_failure: Callable[[Quorum], None],
     ) -> None:
         self._around = around
         self._intra = around.topology.intra

@@ -34,7 +34,7 @@ class Transaction:
         undo_point: Callable[[], Callable[[], None]],
         position: Callable[[], str],
         batches: Callable[[], int],
-        settle: Callable[[], object] = lambda: None,
+        settle: Callable[[], object],
     ) -> None:
         self._membership = membership
         self._topology = topology

@@ -202,18 +202,17 @@ def stored() -> tuple[Accuracy, ...]:
         )
 
 
-def nearest(choice: Choice, nodes: int, optimizer: str, rows: Sequence[Accuracy] | None = None) -> Accuracy | None:
+def nearest(choice: Choice, nodes: int, optimizer: str) -> Accuracy | None:
     """Return the nearest measurement of a row of the rule; None for DDP.
 
     Args:
         choice: The row.
         nodes: The next larger measured number of nodes counts, or the largest.
         optimizer: Counts before the number of nodes, if the method was measured with it.
-        rows: Measurements. Default: :func:`stored`.
     """
     if choice.is_ddp:
         return None
-    same = [row for row in (stored() if rows is None else rows) if row.method == choice.measured]
+    same = [row for row in stored() if row.method == choice.measured]
     same = [row for row in same if choice.steps in (None, row.steps)]
     same = [row for row in same if row.optimizer == optimizer] or same
     enough = [row for row in same if row.nodes >= nodes]
