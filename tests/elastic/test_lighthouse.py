@@ -38,13 +38,6 @@ def all_meet(**nodes: TorchftLighthouse) -> None:
     assert is_done == dict.fromkeys(nodes, True)
 
 
-def test_all_nodes_that_ask_get_the_same_answer(address):
-    a, b = (TorchftLighthouse(address, 0.5) for _ in "ab")
-    all_meet(a=a, b=b)
-    a.leave()
-    b.leave()
-
-
 def test_node_that_leaves_is_waited_for_no_longer_than_dead_after(address):
     a, b, c = (TorchftLighthouse(address, 0.5) for _ in "abc")
     all_meet(a=a, b=b, c=c)

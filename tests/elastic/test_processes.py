@@ -232,19 +232,6 @@ def test_a_node_of_another_run_is_refused_by_the_lighthouse_of_this_one(cluster)
 
 
 @pytest.mark.nightly
-def test_second_run_at_a_lighthouse_is_refused(cluster):
-    with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
-        for node in range(4):
-            nodes.start(node, {"HIERCOMM_RUN": "ab"[node % 2]})
-        nodes.watch(restarts=False)
-        ended = [node for node in range(4) if (nodes.folder / f"{node}.json").exists()]
-        assert ended in ([0, 2], [1, 3]), nodes.said()
-        ends_equal(nodes, ended)
-        for other in {*range(4)} - {*ended}:
-            assert "belongs to run " in nodes.log(other), nodes.said()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["periodic", "streaming"])
 def test_a_node_that_is_there_twice_goes_on_as_the_later_one(cluster, scheme):
     with cluster(min_nodes=2, scheme=scheme, hold={"20": "1.1"}, **LASTING) as nodes:
@@ -276,7 +263,8 @@ def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme):
 @pytest.mark.nightly
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_node_joins_others_whose_buffers_have_grown(cluster, scheme):
-    with cluster(min_nodes=2, scheme=scheme, hold={"20": "2.0"}, bank=True, validates=True, **LASTING) as nodes:
+    own = {"bank": True, "settings": {"average_buffers": ["net.*"]}}
+    with cluster(min_nodes=2, scheme=scheme, hold={"20": "2.0"}, validates=True, **own, **LASTING) as nodes:
         nodes.start(0)
         nodes.start(1)
         nodes.watch(until=lambda: bool(nodes.steps(0)))

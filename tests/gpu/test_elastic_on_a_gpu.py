@@ -40,5 +40,5 @@ def test_a_killed_node_is_healed_to_the_bit_and_ends_with_the_others(scheme, clu
         cluster.start(node, scheme=scheme, hold={"40": "1.1"}, fault=fault)
     cluster.watch()
     assert ends_equal(cluster, [0, 1, 2])["loss"] < 0.7
-    assert cluster.replica_ids == {"0": 0, "1": 1, "2": 0}, cluster.said()
+    assert cluster.incarnations == {"0": 0, "1": 1, "2": 0}, cluster.said()
     assert heals_to_the_bit(cluster) >= 1
