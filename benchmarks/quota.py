@@ -14,18 +14,17 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 class CpuQuota:
-    """Leaves a process the given share of one CPU, all its threads together.
+    """Leaves this process the given share of one CPU, all its threads together.
 
     By a control group (v1 or v2) where this user may make one; else a second process stops and continues it by signals
     50 times a second. May be set again while it runs.
 
     Args:
         share: CPU seconds per second; 1 is one CPU.
-        pid: The process; default: this one.
     """
 
-    def __init__(self, share: float, pid: int | None = None) -> None:
-        self._pid = pid or os.getpid()
+    def __init__(self, share: float) -> None:
+        self._pid = os.getpid()
         self._folder = _make_group(f"hiercomm-{self._pid}")
         self._stopper: subprocess.Popen[bytes] | None = None
         self.set(share)

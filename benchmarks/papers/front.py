@@ -401,7 +401,7 @@ def target_of(comparison: Comparison, known: Mapping[str, Climb]) -> float:
     return median_curve(known[comparison.contenders[0].name])[-1] - MARGIN
 
 
-def rows(comparison: Comparison, known: Mapping[str, Climb], workload: Workload = WORKLOAD) -> list[Row]:
+def rows(comparison: Comparison, known: Mapping[str, Climb]) -> list[Row]:
     """Return a row per method that was judged; none before all-reduce was."""
     arena, looks, ways = comparison.arena, comparison.steps_of_looks, ways_of(comparison)
     judged = {name: known[name] for name in ways if name in known and not known[name].lacks(comparison)}
@@ -411,17 +411,17 @@ def rows(comparison: Comparison, known: Mapping[str, Climb], workload: Workload 
     target = target_of(comparison, known)
     reached = first_step(median_curve(baseline), looks, target)
     assert reached is not None
-    of_ddp = {name: seconds_by_step(None, arena, rate, workload)[reached - 1] for name, rate in RATES.items()}
-    whole = bytes_per_step(ways[comparison.contenders[0].name], arena, workload)
+    of_ddp = {name: seconds_by_step(None, arena, rate)[reached - 1] for name, rate in RATES.items()}
+    whole = bytes_per_step(ways[comparison.contenders[0].name], arena)
     found = []
     for name, climb in judged.items():
         way, step = ways[name], first_step(median_curve(climb), looks, target)
         times = (
             {}
             if step is None
-            else {at: seconds_by_step(way, arena, rate, workload)[step - 1] / of_ddp[at] for at, rate in RATES.items()}
+            else {at: seconds_by_step(way, arena, rate)[step - 1] / of_ddp[at] for at, rate in RATES.items()}
         )
-        sent = bytes_per_step(way, arena, workload)
+        sent = bytes_per_step(way, arena)
         apart = None if climb is baseline else difference(climb.judged, baseline.judged)
         found.append(Row(way, climb, apart, sent / 1e6, sent / whole, step, times))
     return found

@@ -132,9 +132,9 @@ class Sample:
         shown = f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
         return f"{shown} ({self.failed} of {seeds} diverged)" if self.failed else shown
 
-    def against(self, other: Sample, digits: int = 1) -> str:
+    def against(self, other: Sample) -> str:
         """The mean difference of runs of the same seeds, and its 95 % interval; bold where 0 lies outside."""
-        return difference(self.by_seed, other.by_seed).text(digits)
+        return difference(self.by_seed, other.by_seed).text()
 
 
 @dataclass(frozen=True)

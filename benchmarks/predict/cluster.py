@@ -80,9 +80,6 @@ class Cluster:
         intra: Network inside a node.
         inter: Network between nodes.
         memory_bandwidth: Bytes per second that a rank copies. None: copies take no time.
-
-    Raises:
-        ValueError: If there is no node, or no rank.
     """
 
     nodes: int
@@ -90,12 +87,6 @@ class Cluster:
     intra: Link
     inter: Link
     memory_bandwidth: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ValueError(f"nodes={self.nodes} must be at least 1")
-        if self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node={self.ranks_per_node} must be at least 1")
 
     @property
     def ranks(self) -> int:
@@ -112,25 +103,12 @@ class Workload:
         forward: Seconds until the backward pass.
         backward: Seconds of the backward pass.
         update: Seconds of the optimizer's step.
-        dtype: Of the parameters.
-
-    Raises:
-        ValueError: For numbers that are not positive.
     """
 
     parameters: float
     forward: float
     backward: float
     update: float = 0.0
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.parameters < 1:
-            raise ValueError(f"parameters={self.parameters:g} must be at least 1")
-        if min(self.forward, self.backward, self.update) < 0 or self.seconds <= 0:
-            raise ValueError(f"a step of {self.seconds:g} s must take some time")
-        if self.dtype not in _BYTES:
-            raise ValueError(f"dtype={self.dtype!r} must be one of {', '.join(_BYTES)}")
 
     @classmethod
     def of_step(cls, parameters: float, seconds: float) -> Workload:
@@ -138,19 +116,11 @@ class Workload:
         return cls(parameters, seconds / 3, seconds * 2 / 3)
 
     @property
-    def bytes_per_parameter(self) -> int:
-        """Size of a parameter, and of a gradient."""
-        return _BYTES[self.dtype]
-
-    @property
     def model_bytes(self) -> float:
-        """Size of all parameters, and of all gradients."""
-        return self.parameters * self.bytes_per_parameter
+        """Size of all parameters, and of all gradients, in float32."""
+        return 4 * self.parameters
 
     @property
     def seconds(self) -> float:
         """Seconds of one step."""
         return self.forward + self.backward + self.update
-
-
-_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

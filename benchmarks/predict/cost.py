@@ -44,7 +44,7 @@ def predict(scheme: Scheme | None, cluster: Cluster, workload: Workload, wire_dt
     Raises:
         ValueError: If the scheme's period is unknown before a run.
     """
-    payload = Payload.named(wire_dtype, workload)
+    payload = Payload.named(wire_dtype)
     period = cycle(scheme)
     window = period * -(-_LEAST_STEPS // period)
     node = Node(cluster, workload)

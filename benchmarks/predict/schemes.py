@@ -9,7 +9,7 @@ from functools import singledispatch
 
 import torch
 
-from benchmarks.predict.cluster import Cluster, Workload
+from benchmarks.predict.cluster import Cluster
 from benchmarks.predict.cycles import fragments_of, sent_after
 from benchmarks.predict.node import (
     BucketGroup,
@@ -50,26 +50,25 @@ _STEPS_COUNTED = 24  # whole rounds of most time-varying graphs
 
 @dataclass(frozen=True)
 class Payload:
-    """The encoded form of a tensor between nodes."""
+    """The encoded form of a float32 tensor between nodes."""
 
     codec: Codec
-    dtype: torch.dtype
 
     @classmethod
-    def named(cls, wire_dtype: str | None, workload: Workload) -> Payload:
-        """Return the payload of a workload's parameters for a ``wire_dtype``."""
-        return cls(codec_named(wire_dtype), getattr(torch, workload.dtype))
+    def named(cls, wire_dtype: str | None) -> Payload:
+        """Return the payload for a ``wire_dtype``."""
+        return cls(codec_named(wire_dtype))
 
     @property
     def narrows(self) -> bool:
         """Whether the payload is smaller than the tensor."""
-        return self.codec.narrows(self.dtype)
+        return self.codec.narrows(torch.float32)
 
     @property
     def ratio(self) -> float:
         """Size of the payload divided by the tensor's."""
         numel = 2**20
-        return self.codec.payload_bytes(numel, self.dtype) / (numel * self.dtype.itemsize)
+        return self.codec.payload_bytes(numel, torch.float32) / (4 * numel)
 
     @property
     def passes(self) -> float:
@@ -126,7 +125,7 @@ def _(scheme: AllReduce, node: Node, payload: Payload, steps: int) -> None:
 @follow.register
 def _(scheme: ParameterSync, node: Node, payload: Payload, steps: int) -> None:
     if scheme.is_exact_overlapped:
-        payload = Payload(AsIs(), payload.dtype)
+        payload = Payload(AsIs())
     exchange = _Exchange(scheme, node, payload)
     arrives: dict[int, Sequence[int]] = {}
     quiet = 0

@@ -28,8 +28,6 @@ from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
-_MOST_REPLICAS = 4096
-
 _LONGEST_WAIT = 600.0
 _SECONDS_BETWEEN_WAKES = 1e-4
 
@@ -64,9 +62,6 @@ class Experiment:
         shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Default: every rank draws
             from all examples, with replacement.
         average_optimizer_state: As for the strategy.
-
-    Raises:
-        ValueError: For too many replicas, or a learning rate that is not positive.
     """
 
     label: str
@@ -84,12 +79,6 @@ class Experiment:
     weights: tuple[float, ...] | None = None
     shards: bool = False
     average_optimizer_state: bool = False
-
-    def __post_init__(self) -> None:
-        if self.replicas > _MOST_REPLICAS:
-            raise ValueError(f"{self.replicas} replicas are more than {_MOST_REPLICAS}: use fewer nodes or ranks")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning rate {self.learning_rate} must be positive")
 
     @property
     def replicas(self) -> int:
@@ -141,11 +130,6 @@ class Curve:
     inter_bytes: float
     took: float
     parameters: list[Tensor] = field(repr=False, default_factory=list)
-
-    @property
-    def has_diverged(self) -> bool:
-        """Whether the model became NaN or infinite, or the scheme ended the run because of that."""
-        return not self.points or not all(math.isfinite(point.loss) for point in self.points)
 
     @property
     def best(self) -> Point:

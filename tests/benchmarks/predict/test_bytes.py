@@ -117,6 +117,6 @@ def check(make, nodes, ranks_per_node, wire=None):
     counted = []
     for steps in (period, 2 * period):
         node = Node(cluster, workload)
-        follow(scheme, node, Payload.named(wire, workload), steps)
+        follow(scheme, node, Payload.named(wire), steps)
         counted.append(node.intra_bytes)
     assert counted[1] - counted[0] == pytest.approx(intra, rel=5e-3)

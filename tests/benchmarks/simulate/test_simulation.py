@@ -177,18 +177,6 @@ def test_predicted_times_include_traffic_inside_nodes(scheme, kilobytes):
     assert curve.points[-1].seconds == pytest.approx(kilobytes, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ({"nodes": 1025, "ranks_per_node": 4}, "4100 replicas are more than 4096"),
-        ({"learning_rate": math.nan}, "learning rate nan"),
-    ],
-)
-def test_impossible_experiments_are_refused(others, message):
-    with pytest.raises(ValueError, match=message):
-        experiment(**{"scheme": AllReduce(), **others})
-
-
 def test_an_unsupported_scheme_is_refused():
     with pytest.raises(ValueError, match="one exchange is pending at a time"):
         simulate(experiment(DiLoCo(4, fragments=["0"], staleness=3)), SITE)
