@@ -17,7 +17,6 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
     OnNonfinite,
-    Unfit,
     find_unfit,
     is_unfit,
     values_of,
@@ -156,7 +155,4 @@ class NonFiniteGuard:
         found = find_unfit(self.replica, limits, are_gradients)
         if not any(found):
             found = ("values of another rank of the node", None)
-        raise self._error({self._topology.rank: found})
-
-    def _error(self, found: Mapping[int, Unfit]) -> NonfiniteError:
-        return NonfiniteError.of(found, self._topology, self._state.steps, self._wire.codec)
+        raise NonfiniteError.of({self._topology.rank: found}, self._topology, self._state.steps, wire.codec)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.nodes.replica import Replica
@@ -158,7 +157,7 @@ class ParameterSync(Scheme):
 
     @property
     def requirements(self) -> Requirements:
-        kind, general = type(self).__name__, super().requirements
+        kind = type(self).__name__
         fixed = whole = None
         if self.first_phase:
             fixed = (
@@ -178,7 +177,7 @@ class ParameterSync(Scheme):
                 " use less than the period"
             )
         return Requirements(
-            needs_whole_parameters=general.needs_whole_parameters or whole,
+            needs_whole_parameters=whole,
             needs_fixed_nodes=fixed,
             needs_equal_data=self._needs_equal_data,
             begins_with_copy=self.begins_with_copy,
@@ -344,9 +343,6 @@ class RunningParameterSync(RunningScheme[A]):
                 type(self.config).__name__,
                 given,
             )
-
-    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().begin_epoch(epoch, logged)
 
     def step(self, run: Callable[[], T], last: bool = False) -> T:
         if not self._in_first_phase:

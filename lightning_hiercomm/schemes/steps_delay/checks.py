@@ -17,7 +17,7 @@ from lightning_hiercomm.schemes.optimizer_state import (
 )
 
 
-def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor], local_update: object) -> None:
+def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor], local_update: str) -> None:
     """Refuse what a sharded server cannot step.
 
     Raises:
