@@ -884,7 +884,7 @@ class Averaging(Reference):
             flat[self.parts[part]] = values[rank]
             self.put(rank, flat)
 
-    def synchronize_now(self, parts: Sequence[int], step: int) -> None:
+    def synchronize_now(self, parts: Sequence[int]) -> None:
         for part in parts:
             arrived = self.arrive(part, self.means(self.x, part))
             x = self.x
@@ -901,7 +901,7 @@ class Averaging(Reference):
         if self.c.argument("outer_scheduler") is not None and len(self.parts) - 1 in parts:
             self.outer_factor *= 0.5
 
-    def turn(self, step: int, in_epoch: int, leaving: Sequence[int]) -> None:
+    def turn(self, step: int, leaving: Sequence[int]) -> None:
         """Merge what has come, and send."""
         # one at a time: a new epoch restarts the count, and merges the pending exchange of the last one early
         for exchange in [e for e in self.flying if e[0] == step or leaving]:
@@ -946,11 +946,11 @@ class Averaging(Reference):
             if self.c.scheme == "daso":
                 self.daso_step(step, in_epoch, epoch, last)
             elif self.staleness:
-                self.turn(step, in_epoch, self.due(step + self.staleness, in_epoch + self.staleness))
+                self.turn(step, self.due(step + self.staleness, in_epoch + self.staleness))
             else:
                 due = self.due(step, in_epoch)
                 if due:
-                    self.synchronize_now(due, step)
+                    self.synchronize_now(due)
 
     def periodic_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
         """Average all nodes every few steps of an epoch, and at its end."""
@@ -959,16 +959,16 @@ class Averaging(Reference):
         if args["order"] == "before_step":
             gradients = self.gradients()
             if is_due or (at_end and self.knows_last):
-                self.synchronize_now([0], step)
+                self.synchronize_now([0])
             for rank, gradient in gradients.items():
                 self.optimize(rank, gradient)
         else:
             super().one_step(step, in_epoch, epoch, last)
             if is_due:
-                self.synchronize_now([0], step)
+                self.synchronize_now([0])
         has_averaged = is_due if args["order"] == "after_step" else self.knows_last
         if at_end and not has_averaged:
-            self.synchronize_now([0], step)
+            self.synchronize_now([0])
 
     def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
         args = dict(self.c.arguments)
@@ -977,12 +977,12 @@ class Averaging(Reference):
         leaves = (in_epoch - 1) % self.period == 0
         if waits or (not self.staleness and leaves and not (last and self.knows_last)):
             self.flying.clear()
-            self.synchronize_now([0], step)
+            self.synchronize_now([0])
         elif not (last and self.knows_last):
-            self.turn(step, in_epoch, [0] if leaves and self.staleness else [])
+            self.turn(step, [0] if leaves and self.staleness else [])
         if last and not waits and (self.knows_last or not leaves or self.staleness):
             self.flying.clear()
-            self.synchronize_now([0], step)
+            self.synchronize_now([0])
         if in_epoch == self.c.steps and not waits and args["adapt"]:
             self.judge(epoch)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_streams import FakeEvent
 
-from lightning_hiercomm.comm.background import Background, JobThread
+from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -104,17 +104,6 @@ def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, fake_devi
     handle = background.submit(job)
     (handle if by == "wait" else handle.future(torch.zeros(1))).wait()
     assert len([seconds for seconds in waits if seconds >= 0.05]) == 1
-
-
-def test_waits_of_a_job_thread_are_not_exposed(meter):
-    thread = JobThread("jobs")
-
-    def job() -> None:
-        with meter.waiting("inter", CPU):
-            time.sleep(0.01)
-
-    thread.submit(job).wait()
-    assert meter.seconds == {}
 
 
 def test_a_closed_background_ends_its_thread_and_can_be_used_again(meter):

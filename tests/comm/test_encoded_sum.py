@@ -147,19 +147,6 @@ def test_a_sum_is_within_half_of_every_scale_of_the_exact_one(members, bits):
 
 
 @on_both
-@pytest.mark.parametrize("members", MEMBERS)
-def test_bfloat16_payloads_are_summed_in_float32(members):
-    def work(rank, encoded_sum, meter):
-        part = torch.tensor([1.0 if rank == 0 else 2.0**-8] * 6).to(harness.place.device)
-        encoded_sum.launch(part)()
-        return part.tolist()
-
-    exact = 1 + (members - 1) * 2**-8
-    expected = exact if members == 2 else torch.tensor(exact).bfloat16().item()
-    assert on_members(members, Cast(torch.bfloat16), work) == [[expected] * 6] * members
-
-
-@on_both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("codec", [Quantized(8), AsIs()], ids=str)
 @pytest.mark.parametrize("members", [2, 4])
@@ -290,37 +277,6 @@ def test_quantised_sums_send_within_two_per_cent_of_a_fraction_of_float32(member
 
 
 @on_both
-@pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), Cast(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("members", MEMBERS)
-def test_the_running_mean_of_decoded_values_tends_to_the_input(members, codec):
-    rounds, numel = 64, 700
-
-    def work(rank, encoded_sum, meter):
-        value = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(harness.place.device)
-        feedback, total, errors = (
-            encoded_sum.feedback(value),
-            torch.zeros(numel, dtype=torch.float64, device=harness.place.device),
-            [],
-        )
-        for n in range(1, rounds + 1):
-            part = value.clone()
-            encoded_sum.launch(part, feedback)()
-            total += part
-            errors.append(total / n)
-        return value.double(), errors
-
-    results = on_members(members, codec, work)
-    exact = sum(value for value, _ in results)
-    # what has not arrived yet is at most half a scale of everyone's, and of the sum
-    scale = {Quantized(8): 1 / 127, Quantized(4): 1 / 7}.get(codec, 2**-8)
-    largest = [*(value.abs().max() for value, _ in results), exact.abs().max()]
-    bound = 1.2 * scale / 2 * sum(largest)  # values plus residues are larger than values
-    for n, mean in enumerate(results[0][1], start=1):
-        assert (mean - exact).abs().max() <= bound / n + 1e-6, n
-    assert (results[0][1][0] - exact).abs().max() > 2 * bound / rounds  # the first alone is not that close
-
-
-@on_both
 @pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), LargestFour(), Cast(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
 def test_decoded_values_plus_residuals_equal_the_input(members, codec):
@@ -368,18 +324,6 @@ def test_non_finite_values_reach_all_ranks_and_leave_no_residual(codec, bad, mem
         assert not first[700].isfinite()
         assert first[:100].isfinite().all()
         torch.testing.assert_close(second, torch.full((1000,), float(members)), rtol=0.02, atol=0)
-
-
-@on_both
-@pytest.mark.parametrize("large", [1e6, -1e6])
-def test_overflowing_values_leave_no_residual(large):
-    def work(rank, encoded_sum, meter):
-        feedback = encoded_sum.feedback(torch.empty(10, device=harness.place.device))
-        encoded_sum.launch(torch.full((10,), large, device=harness.place.device), feedback)()
-        return feedback.sender
-
-    for kept_back in on_members(2, Cast(torch.float16), work):
-        assert kept_back.tolist() == [0.0] * 10
 
 
 @on_both

@@ -91,15 +91,3 @@ def test_weighted_means_are_equal_through_narrow_and_wide_wires():
 @pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", torch.bfloat16])
 def test_a_wire_is_made_from_a_name_or_a_type(name):
     assert Wire.named(name) == Wire(torch.bfloat16)
-
-
-def test_only_wider_tensors_are_compressed():
-    wire = Wire(torch.bfloat16)
-    assert wire.compresses(torch.float32)
-    assert not wire.compresses(torch.float16)
-    assert not Wire().compresses(torch.float64)
-
-
-def test_an_unknown_payload_type_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"wire_dtype='int2' .*float32, bfloat16, float16, int8, int4"):
-        Wire.named("int2")

@@ -96,13 +96,6 @@ def test_packing_and_unpacking_gives_every_tensor_back(kinds, bucket_bytes, mult
         assert torch.equal(tensor, expected)
 
 
-@given(st.lists(kinds, min_size=1, max_size=6), bucket_sizes)
-def test_equal_shapes_have_equal_buckets_whatever_the_values(kinds, bucket_bytes):
-    first, second = (Replica(filled(kinds, seed), bucket_bytes=bucket_bytes) for seed in range(2))
-    assert [b.numel for b in first.buckets] == [b.numel for b in second.buckets]
-    assert [b.dtype for b in first.buckets] == [b.dtype for b in second.buckets]
-
-
 def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact=False):
     """Each rank's tensors before and after an average; the ranks of a node begin with equal parameters."""
 

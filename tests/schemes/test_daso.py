@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from functools import partial
 
@@ -102,13 +101,6 @@ def test_delta_merge_keeps_all_local_progress_and_the_mean(run_oracle):
     assert (traces[0].after_step[1], traces[2].after_step[1]) == (2.25, 3.75)
     means = [sum(values) / 4 for values in zip(*(trace.after_step for trace in traces), strict=True)]
     assert means == [4 - 4 / 2**step for step in range(1, 9)]
-
-
-def test_unequal_nodes_weigh_by_their_ranks(run_oracle):
-    # nodes {0,1,2} and {3} have targets 2 and 10: x = 1, 5 is sent, x = 1.5, 7.5 merges with P (3/4 1 + 1/4 5) = 4
-    traces = run_oracle(cycling(2, 1), nodes=[[0, 1, 2], [3]], steps_per_epoch=4)
-    assert [trace.after_step[1] for trace in traces] == [(2 * 1.5 + 4) / 4] * 3 + [(2 * 7.5 + 4) / 4]
-    assert len({trace.after_epoch[0] for trace in traces}) == 1
 
 
 def test_rank_weights_reach_blocking_phases_and_merges(run_oracle):
@@ -311,19 +303,6 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
         return seen
 
     assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [[4, 4, 4, 2, 2]] * 4
-
-
-def test_loss_that_is_not_finite_is_no_improvement():
-    def work(rank):
-        seen = []
-        for epoch, loss in enumerate((4.0, 2.0, 1.0)):
-            rank.scheme.begin_epoch(epoch, dict)
-            rank.train(last=True)
-            rank.scheme.end_epoch(torch.tensor(math.nan if epoch and rank.rank == 1 else loss))
-            seen.append(rank.scheme.period)
-        return seen
-
-    assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [[4, 2, 1]] * 4
 
 
 def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
@@ -586,21 +565,6 @@ def test_saving_a_plain_checkpoint_does_not_wait_for_other_nodes():
     on_four_ranks(work, cycling()())
 
 
-def test_a_saved_state_holds_nothing_but_tensors_and_primitives(tmp_path):
-    def work(rank):
-        scheme = rank.scheme
-        scheme.begin_epoch(0, dict)
-        rank.train()
-        scheme.state.settle()
-        return scheme.state_dict()
-
-    state = on_four_ranks(work, cycling(merge="delta")(), wire="bfloat16")[0]
-    torch.save(state, tmp_path / "state.pt")
-    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
-    assert loaded["pending"][0]["due"] == state["pending"][0]["due"] == 2
-    assert torch.equal(loaded["pending"][0]["arrived"][0], state["pending"][0]["arrived"][0])
-
-
 def test_a_node_that_takes_another_number_of_steps_is_reported():
     def work(rank):
         scheme = rank.scheme
@@ -680,16 +644,6 @@ class Watched(Oracle):
 
     def val_dataloader(self):
         return DataLoader(torch.ones(4, 1))
-
-
-@pytest.mark.parametrize("reducer", ["leader", "sharded"])
-@pytest.mark.parametrize(("staleness", "table", "mean"), [(1, B4_S1, 3.96484375), (2, B4_S2, 3.9375)])
-@pytest.mark.pooled
-def test_four_processes_follow_the_table_to_the_digit(fit, reducer, staleness, table, mean):
-    reports = fit(Watched(), {"scheme": cycling(4, staleness, reducer=reducer)()}, limit_val_batches=0)
-    for rank, report in enumerate(reports):
-        assert [x for x, _ in report["report"]] == [single(pair[rank // 2]) for pair in table] + [mean]
-        assert report["state_dict"]["x"].item() == mean
 
 
 @pytest.mark.parametrize("monitor", [None, "val_loss"])

@@ -10,7 +10,7 @@ from harness import reloaded
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from lightning_hiercomm.schemes import AllReduce, DiLoCo, OuterOptimizer, ParameterSync, PeriodicAveraging
+from lightning_hiercomm.schemes import AllReduce, DiLoCo, OuterOptimizer, ParameterSync
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -219,14 +219,6 @@ def test_fragments_by_module_names_are_due_in_their_order(on_nodes):
         return synchronized_after
 
     assert on_nodes(work, scheme, TWO, shapes=SEVENS) == [{"c": 2, "a": 4, "b": 6}] * 2
-
-
-def test_an_outer_sgd_of_learning_rate_one_averages_parameters(on_nodes):
-    arguments = {"shapes": SEVENS, "dtype": torch.float64}
-    averaged = on_nodes(towards(23, 9), PeriodicAveraging(4), TWO_OF_TWO, **arguments)
-    outer = on_nodes(towards(23, 9), DiLoCo(4, partial(SGD, lr=1.0)), TWO_OF_TWO, **arguments)
-    for ours, theirs in zip(outer, averaged, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("scheme", [DiLoCo(2), DiLoCo(4, fragments=2, staleness=1, keep_local=0.5)], ids=repr)

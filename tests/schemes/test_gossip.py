@@ -11,7 +11,7 @@ import torch
 from harness import on_nodes, on_ranks, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import Oracle, same_bits
+from problems import same_bits
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
@@ -515,20 +515,6 @@ class Adversaries(pl.LightningModule):
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=4)
-
-
-@pytest.mark.pooled
-def test_sgp_over_four_processes_follows_the_table(fit):
-    reports = fit(Oracle(), {"scheme": Gossip("directed_exponential", 1, hierarchical=False)})
-    table = [(2.5, 0.5, 1.5, 3.5), (2, 4, 2, 4), (4, 2, 3, 5), (2.75, 4.75, 2.75, 4.75)]
-    assert list(zip(*(report["report"] for report in reports), strict=True)) == table
-    assert {report["state_dict"]["x"].item() for report in reports} == {3.75}
-
-
-@pytest.mark.pooled
-def test_two_nodes_of_processes_average_at_every_step(fit):
-    reports = fit(Oracle(), {"scheme": "gossip"})
-    assert [report["report"] for report in reports] == [[2.0, 3.0, 3.5, 3.75]] * 4
 
 
 @pytest.mark.pairwise

@@ -414,8 +414,3 @@ def test_an_exchange_that_overlaps_the_next_one_is_refused(on_nodes):
         on_nodes(towards(1), ParameterSync(Staggered(6), 2, staleness=3), ((0,), (1,)), shapes=SEVENS)
     with pytest.raises(ValueError, match=r"staleness=5 must be at most 4 for Every\(period=4"):
         on_nodes(towards(1), ParameterSync(4, staleness=5), ((0,), (1,)), shapes=SEVENS)
-
-
-def test_the_repr_of_a_parameter_sync_is_its_constructor_call():
-    shown = "ParameterSync(schedule=Every(period=100, of='run'), merge=Replace(keep_local=0.5))"
-    assert repr(ParameterSync(merge=Replace(0.5))) == shown

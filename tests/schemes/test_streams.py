@@ -117,13 +117,6 @@ def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(fake_dev
         assert waits == [*expected, *expected]
 
 
-def test_host_reads_once_per_exchange(fake_device):
-    scheme = ParameterSync(4, staleness=1)
-    work = partial(waits_of, fake_device, steps=8)  # whether all nodes came after equally many steps, it has to know
-    for waits in train(work, scheme, bucket_bytes=40, nodes=TWO_BY_TWO):
-        assert waits == [[], [], [], ["an event"]] * 2
-
-
 def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
     def of_two_nodes() -> list[list[list[float]]]:
         inner = partial(torch.optim.SGD, lr=torch.tensor(0.1))

@@ -150,21 +150,6 @@ def test_optimizer_state_for_one_rank_takes_little_memory_on_others(nodes):
             assert peak <= pending < model
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 4])
-def test_writing_the_averaged_model_changes_no_later_step(warmup_steps):
-    def work(run: Rank, looks: bool) -> list[list[float]]:
-        for _ in range(9):
-            run.train()
-            if looks:
-                run.averaged()
-                run.scheme.state_dict()  # as a checkpoint does
-        return run.trace
-
-    arguments: dict[str, Any] = {"nodes": ((0, 1), (2, 3)), "shapes": ((8,), (8,)), "bucket_bytes": 32}
-    undisturbed = train(partial(work, looks=False), StepsDelay(2, warmup_steps), **arguments)
-    assert train(partial(work, looks=True), StepsDelay(2, warmup_steps), **arguments) == undisturbed
-
-
 def test_a_small_model_is_sent_in_several_buckets():
     def numels(run: Rank) -> list[int]:
         assert run.scheme.server is not None
