@@ -128,6 +128,7 @@ class PassThroughDDP(CopiedDDP):
         self.static_graph = given["static_graph"]
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
+        self.parameters_to_ignore: set[str] = set()
         self.reducer = _NoReducer()  # type: ignore[assignment]
         self.logger = None
 
