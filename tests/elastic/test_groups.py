@@ -155,15 +155,17 @@ def test_stopped_node_delays_no_other_and_answers_when_continued(node, is_known)
 def test_no_abandoned_question_outlives_the_transport():
     """A thread that comes back from a store's client at interpreter exit ended the process with SIGABRT."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    transport, address = GlooTransport("127.0.0.1", dead_after=1.0), f"127.0.0.1:{store.port}"
+    transport, address = GlooTransport("127.0.0.1", dead_after=4.0), f"127.0.0.1:{store.port}"
+    answers = threading.Event()
 
     def query(_: object) -> None:
-        time.sleep(0.8)
+        answers.wait(60)
 
     with pytest.raises(RuntimeError, match="does not answer"):
         transport.ask(address, query, 0.05)
     assert not transport.ask_all([address], query)
     assert any(thread.name == "ask-node" for thread in threading.enumerate())
+    answers.set()
     transport.finish()
     assert not any(thread.name == "ask-node" for thread in threading.enumerate())
 
