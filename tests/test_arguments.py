@@ -179,10 +179,14 @@ def test_python_3_10_evaluates_the_annotations_of_settings():
             lambda: hiercomm.PeriodicAveraging(1, True, "after_step", *"abcdef"),
             r"PeriodicAveraging: too many positional .* It takes sync_every, at_ep",
         ),
+        (
+            lambda: hiercomm.PeriodicAveraging(4, wire_dtype="int8"),
+            r"PeriodicAveraging has no argument 'wire_dtype', which is HierarchicalStrategy's: write HierarchicalSt",
+        ),
         (lambda: Every(3, "run", 4), "Every: too many positional arguments. It takes period, of."),
     ],
 )
-def test_too_many_arguments_are_refused_by_the_name_of_the_class(make, message):
+def test_arguments_that_are_too_many_or_of_something_else_are_refused(make, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         make()
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import os
 import socket
-import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -19,6 +16,7 @@ import torch
 from packaging.requirements import Requirement
 
 from lightning_hiercomm.control.hub import names_of_ranks
+from lightning_hiercomm.nodes.interfaces import interfaces, resolved, use_reachable_interface
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.network import measured, round_trips
 from lightning_hiercomm.planning.quantities import shown_rate, shown_seconds
@@ -62,10 +60,15 @@ def examine(ranks_per_node: int | None = None) -> int:
         alone = Finding("note", "one process", "start this with torchrun, mpiexec or srun to check the network")
         return _show([*local_findings(size, local_rank), alone])
     reports, address = local_rank == 0, f"{environment.main_address}:{environment.main_port}"
+    if reports:
+        print(f"waiting at most {_PATIENCE.seconds} s for {size} ranks at {address}", flush=True)
     try:
         meeting = meet(environment, _PATIENCE)
         machines: list[tuple[str, str]] = meeting.gather(this_machine())
-        own = local_findings(size, local_rank, is_alone=len({boot for _, boot in machines}) == 1)
+        found_interface = use_reachable_interface(environment.main_address, meeting.gather)
+        own = [*local_findings(size, local_rank, is_alone=len({boot for _, boot in machines}) == 1)]
+        if found_interface is not None:
+            own.append(Finding("ok", found_interface))
         everyone = [[Finding(*found) for found in each] for each in meeting.gather([astuple(each) for each in own])]
     except (RuntimeError, OSError) as error:
         failed = _failed(f"not all ranks reached {address}", error, "start all ranks, and open that port between nodes")
@@ -141,21 +144,6 @@ def versions(installed: Callable[[str], str | None]) -> Finding:
     )
 
 
-def interfaces() -> dict[str, str | None]:
-    """Return this machine's network interfaces with their IPv4 addresses."""
-    return {name: _address_of(name) for _, name in socket.if_nameindex()}
-
-
-def _address_of(name: str) -> str | None:
-    if sys.platform != "linux":
-        return None
-    request_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(probe.fileno(), request_address, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return None
-
-
 def interface(variable: str, environment: Mapping[str, str], known: Mapping[str, str | None]) -> Finding:
     """Check that the interface which the user has chosen for the backend exists.
 
@@ -180,15 +168,15 @@ def addresses(environment: Mapping[str, str], world_size: int, is_alone: bool) -
     """Check that the names of the first rank and of this host resolve, to addresses that other machines reach."""
     master = environment.get("MASTER_ADDR")
     if master is not None:
-        resolved = _resolved(master)
-        if resolved is None:
+        found = resolved(master)
+        if found is None:
             yield Finding(
                 "FAIL", f"MASTER_ADDR={master} does not resolve on {socket.gethostname()}", "set it to an IP address"
             )
         else:
-            yield Finding("ok", f"MASTER_ADDR={master} is {resolved}")
+            yield Finding("ok", f"MASTER_ADDR={master} is {found}")
     host = socket.gethostname()
-    own = _resolved(host)
+    own = resolved(host)
     if own is not None and not own.startswith("127."):
         yield Finding("ok", f"the host name {host} is {own}")
         return
@@ -201,13 +189,6 @@ def addresses(environment: Mapping[str, str], world_size: int, is_alone: bool) -
         f"the host name {host} {problem}",
         "on several machines, export GLOO_SOCKET_IFNAME=<the interface towards the other machines>",
     )
-
-
-def _resolved(name: str) -> str | None:
-    try:
-        return socket.gethostbyname(name)
-    except OSError:
-        return None
 
 
 # ---- checks of all ranks ---------------------------------------------------------------------------------------------

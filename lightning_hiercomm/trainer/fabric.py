@@ -15,6 +15,7 @@ from lightning_hiercomm._lightning.ddp import FabricSyncControl, is_not_insisted
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 from lightning_hiercomm._lightning.tree import as_shown, fabric, pass_to_ranks
 from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.interfaces import use_reachable_interface
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.losses import common_loss
@@ -177,8 +178,10 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
     @override
     def setup_environment(self) -> None:
         settle_as_fork(self._start_method)  # the first thing that a rank does
-        super().setup_environment()
         assert self.cluster_environment is not None
+        if self.world_size > 1 and not dist.is_initialized():
+            use_reachable_interface(self.cluster_environment.main_address)
+        super().setup_environment()
         place = place_of(self.cluster_environment, self.node_rank, self.local_rank, self._starts_ranks)
         sizes, inter_node = self._settings.ranks_per_node, self._settings.transport.inter_node
         self.topology = connect_world(self.global_rank, self.world_size, place, sizes, inter_node, self._timeout)

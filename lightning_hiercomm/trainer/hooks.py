@@ -32,6 +32,7 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
 from lightning_hiercomm.nodes.hosts import Place
+from lightning_hiercomm.nodes.interfaces import use_reachable_interface
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import (
@@ -84,6 +85,8 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             address = environment.main_address, environment.main_port
             bootstrap = Bootstrap(*address, self.global_rank, size, self._timeout)
             self._start_control(bootstrap.broadcast, bootstrap.gather)
+            if (found := use_reachable_interface(environment.main_address, bootstrap.gather)) is not None:
+                pl.utilities.rank_zero_info(found)
             store = bootstrap.store
         elif self.world_size > 1:
             self.barrier()  # a new process group would wait for an ended process until the timeout

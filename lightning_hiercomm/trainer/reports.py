@@ -33,9 +33,11 @@ class Reports(StrategyState):
                 " environment does not report them: set ranks_per_node."
             )
             return
+        changed = {name: value for name, value in self._settings.changed().items() if name != "ranks_per_node"}
+        written = ", ".join([repr(self.scheme), *(f"{name}={value!r}" for name, value in changed.items())])
         nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
         pl.utilities.rank_zero_info(
-            f"{topology.num_nodes} nodes {nodes} over {self._settings.transport.inter_node}; {self.scheme!r};"
+            f"{topology.num_nodes} nodes {nodes} over {self._settings.transport.inter_node}; {written};"
             f" {megabytes:.3g} MB of parameters and buffers"
         )
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning.collectives import collectives_of_default_group
-from lightning_hiercomm.arguments import check_types, checked_fields, unknown_argument
+from lightning_hiercomm.arguments import check_types, checked_fields, note_owner, unknown_argument
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
@@ -170,6 +170,9 @@ class Settings:
         return process_group(topology.intra)
 
 
+note_owner("HierarchicalStrategy", (each.name for each in fields(Settings)[1:]))
+
+
 class HierarchicalArguments:
     """The constructor of the three strategies. It precedes one of Lightning's strategies in the list of bases."""
 
@@ -234,6 +237,10 @@ class HierarchicalArguments:
             TypeError: If an argument has a wrong type or is unknown.
         """
         self._check_keywords(kwargs)
+        if isinstance(transport, str):
+            raise TypeError(f"transport={transport!r} must be a Transport: write transport=Transport({transport!r})")
+        if isinstance(wire_dtype, torch.dtype):
+            wire_dtype = str(wire_dtype).removeprefix("torch.")
         arguments: dict[str, Any] = {
             "scheme": self._scheme_named(scheme),
             "ranks_per_node": ranks_per_node,
@@ -357,6 +364,8 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str
 
 
 def _unknown_keyword(name: str, strategy: str, known: Sequence[str]) -> TypeError:
+    if name.startswith(("compress", "quant")):
+        return TypeError(f"{strategy} has no argument {name!r}: wire_dtype='int8' or 'int4' compresses traffic")
     if name not in ARGUMENTS_OF_SCHEMES:
         return unknown_argument(name, strategy, known)
     scheme = ARGUMENTS_OF_SCHEMES[name]

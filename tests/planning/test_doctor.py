@@ -66,10 +66,6 @@ def test_the_interface_of_the_backend_is_reported(variable, value, level, text):
     assert text in found.text
 
 
-def test_this_machines_interfaces_are_found():
-    assert "lo" in doctor.interfaces()
-
-
 def test_an_unresolved_master_address_fails():
     found = list(doctor.addresses({"MASTER_ADDR": "no-such-host.invalid"}, 4, is_alone=False))
     assert found[0].level == "FAIL"
@@ -91,7 +87,7 @@ def test_an_unresolved_master_address_fails():
 )
 def test_a_host_name_on_loopback_fails_on_several_machines(monkeypatch, own, environment, ranks, is_alone, level):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "_resolved", lambda name: own)
+    monkeypatch.setattr(doctor, "resolved", lambda name: own)
     (found,) = doctor.addresses(environment, ranks, is_alone)
     assert found.level == level
     assert level != "FAIL" or "export GLOO_SOCKET_IFNAME=" in found.remedy

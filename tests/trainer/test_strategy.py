@@ -336,11 +336,17 @@ def test_bad_options_are_refused_with_the_remedy(options, arguments, message):
         ("nonsense", "It takes scheme, .*bucket_cap_mb"),
         ("sync_every", r"is the scheme's: write HierarchicalStrategy\(PeriodicAveraging\(sync_every="),
         ("delay", r"write HierarchicalStrategy\(StepsDelay\(delay="),
+        ("compress", "wire_dtype='int8' or 'int4' compresses traffic"),
+        ("transport", r"write transport=Transport\('gloo'\)"),
     ],
 )
 def test_a_keyword_that_is_unknown_is_refused_with_the_nearest_one(name, message):
     with pytest.raises(TypeError, match=message):
-        HierarchicalStrategy(**{name: 3})
+        HierarchicalStrategy(**{name: "gloo"})
+
+
+def test_a_wire_type_may_be_one_of_torch():
+    assert repr(HierarchicalStrategy(wire_dtype=torch.bfloat16)) == repr(HierarchicalStrategy(wire_dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(("ending", "start_method"), [("", "popen"), ("_fork", "fork"), ("_notebook", "fork")])
