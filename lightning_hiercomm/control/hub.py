@@ -36,6 +36,11 @@ AFTERMATH_SECONDS = 60.0
 BEATS_PER_SECOND = 500  # of all ranks together: a few hundredths of a core
 ACCEPTED_AT_ONCE = 64
 _EQUAL_BATCHES = "All ranks must take equally many steps: give them equally many batches, or set limit_train_batches"
+_EQUAL_STEPS = (
+    f"{_EQUAL_BATCHES}, and in manual optimization call optimizer.step() equally often. A loop that stops early, by"
+    " a KL divergence for instance, must stop on all ranks alike:"
+    " trainer.strategy.reduce_boolean_decision(kl > limit, all=False)"
+)
 _STOP_ON_ALL_RANKS = (
     f"{_EQUAL_BATCHES}. If trainer.should_stop was set on some ranks only, set it on all ranks alike, for instance with"
     " trainer.strategy.reduce_boolean_decision(...)"
@@ -448,6 +453,12 @@ class Hub:
                 f"Likely cause: {names_of_ranks(more)} called more collectives (barrier, all_gather, all_reduce,"
                 " self.log(..., sync_dist=True)) than other ranks. Call them on all ranks alike"
             )
+        done = [m.rank for m in members if _has_ended_batch(m) and m.barriers > self.released]
+        others = [wait for member, wait in zip(members, waits, strict=True) if member.rank not in done]
+        if others and all(map(_is_in_step, others)) and (done or len({member.batches for member in members}) > 1):
+            behind = [member.rank for member in members if member.rank not in done]
+            ended = f"{names_of_ranks(done)} ended a batch, and {names_of_ranks(behind)} did not. " if done else ""
+            return f"Likely cause: {ended}The ranks took unequal numbers of optimizer steps. {_EQUAL_STEPS}"
         return (
             "Likely cause: a collective (barrier, all_gather, all_reduce, self.log(..., sync_dist=True)) was called on"
             " some ranks only, or more often. Call it on all ranks alike"
@@ -515,10 +526,19 @@ def _difference(arrivals: Sequence[tuple[RankStatus, Message]]) -> str | None:
         if arrival["steps"] != steps:
             return (
                 f"{one.place} has taken {_optimizer_steps(steps)} and {other.place}"
-                f" {_optimizer_steps(arrival['steps'])}. {_EQUAL_BATCHES}, and in manual optimization call"
-                " optimizer.step() equally often"
+                f" {_optimizer_steps(arrival['steps'])}. {_EQUAL_STEPS}"
             )
     return None
+
+
+def _has_ended_batch(member: RankStatus) -> bool:
+    return member.arrival is not None and member.arrival["purpose"] in ("epoch", "average")
+
+
+def _is_in_step(wait: Message) -> bool:
+    """Return whether a rank waits in a backward pass or in this package, not in a collective of the user."""
+    call: str = wait["call"]
+    return call == "backward" or call.endswith("(lightning_hiercomm)")
 
 
 def _optimizer_steps(counts: Sequence[int]) -> str:

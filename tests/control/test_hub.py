@@ -480,7 +480,9 @@ def test_ranks_that_wait_at_different_batches_end_the_run(clocked):
     ranks = clocked(2, hang_timeout=60.0)
     ranks.say(0, wait=BACKWARD, batches=7)
     ranks.say(1, wait=BACKWARD, batches=8)
-    assert "the ranks wait for each other in different places" in ranks.failure()
+    message = ranks.failure()
+    assert "the ranks wait for each other in different places" in message
+    assert "Likely cause: The ranks took unequal numbers of optimizer steps" in message
 
 
 def test_ranks_that_wait_for_one_that_has_left_end_the_run(clocked):
@@ -513,6 +515,32 @@ def test_other_long_waits_do_not_end_the_run(clocked, waits):
 
 ARRIVAL = {"kind": "arrive", "number": 1, "batches": 4, "line": "train.py:3 (on_fit)", "purpose": "average", "what": ""}
 ARRIVAL["steps"] = []
+STOP_ALIKE = (
+    "A loop that stops early, by a KL divergence for instance, must stop on all ranks alike:"
+    " trainer.strategy.reduce_boolean_decision(kl > limit, all=False)"
+)
+
+
+@pytest.mark.parametrize("call", ["backward", "optimizer_step (lightning_hiercomm)"])
+def test_the_likely_cause_of_a_step_that_others_do_not_take_is_an_unequal_number(clocked, call):
+    ranks = clocked(3, hang_timeout=60.0)
+    ranks.say(0, wait={**BACKWARD, "call": call}, batches=4)
+    for rank in (1, 2):
+        ranks.send(rank, {**ARRIVAL, "purpose": "epoch"})
+        ranks.say(rank, wait={**BACKWARD, "call": "on_train_batch_end (lightning_hiercomm)", "place": "b"}, batches=4)
+    assert ranks.failure().splitlines()[-1] == (
+        "Likely cause: ranks 1-2 ended a batch, and rank 0 did not. The ranks took unequal numbers of optimizer steps."
+        " All ranks must take equally many steps: give them equally many batches, or set limit_train_batches, and in"
+        f" manual optimization call optimizer.step() equally often. {STOP_ALIKE}"
+    )
+
+
+def test_a_collective_of_the_user_does_not_count_as_an_unequal_number_of_steps(clocked):
+    ranks = clocked(2, hang_timeout=60.0)
+    ranks.say(0, wait=GATHER, batches=4)
+    ranks.send(1, {**ARRIVAL, "purpose": "epoch"})
+    ranks.say(1, wait={**BACKWARD, "call": "on_train_batch_end (lightning_hiercomm)"}, batches=4)
+    assert "Likely cause: a collective (barrier, all_gather, " in ranks.failure()
 
 
 def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(clocked):
@@ -522,7 +550,7 @@ def test_unequal_steps_at_a_barrier_end_the_run_with_the_ranks(clocked):
     assert ranks.failure() == (
         "rank 0 has taken 4, 2 steps of its optimizers and rank 1 4, 3 steps of its optimizers. All ranks must take"
         " equally many steps: give them equally many batches, or set limit_train_batches, and in manual optimization"
-        " call optimizer.step() equally often"
+        f" call optimizer.step() equally often. {STOP_ALIKE}"
     )
 
 

@@ -215,6 +215,27 @@ class WaitsAlone(Validated):
             dist.barrier()
 
 
+class StopsByDivergence(Validated):
+    """Takes up to four steps a batch, as PPO does, and stops early where its own divergence is large."""
+
+    def __init__(self, together=False):
+        super().__init__()
+        self.automatic_optimization = False
+        self.together = together
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for step in range(4):
+            is_large = self.global_rank == 1 and batch_idx == 1 and step == 2
+            if self.together:
+                is_large = self.trainer.strategy.reduce_boolean_decision(is_large, all=False)
+            if is_large:
+                break
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+
 def end_of(fit, capfd, module, scheme):
     """What a run of two nodes that must fail writes to standard error."""
     settings = {"scheme": scheme, "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
@@ -252,6 +273,17 @@ def test_a_barrier_on_one_rank_ends_the_run_with_a_table(fit, capfd):
     said = end_of(fit, capfd, WaitsAlone(), PeriodicAveraging(2))
     assert "rank 1 (node 1) | torch.distributed.barrier" in said
     assert "Likely cause: rank 1 called more collectives (barrier, all_gather" in said
+
+
+@pytest.mark.long("its run hangs until the control plane ends it")
+@pytest.mark.timeout(100)
+def test_a_loop_that_stops_on_one_rank_ends_the_run_with_its_remedy(fit, capfd):
+    said = end_of(fit, capfd, StopsByDivergence(), AllReduce())
+    assert "Likely cause: rank 1 ended a batch, and rank 0 did not. The ranks took unequal numbers of optimizer" in said
+    assert "trainer.strategy.reduce_boolean_decision(kl > limit, all=False)" in said
+    settings = {"scheme": AllReduce(), "ranks_per_node": 1}
+    for report in fit(StopsByDivergence(together=True), settings, devices=2, forked=True):
+        assert len(report["report"]) == 4
 
 
 def calls_after_fit(folder, method, other):
