@@ -37,7 +37,8 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {  # short runs without warm-up, so th
 }
 BASELINE = "ddp"
 CASES: dict[str, dict[str, Any]] = {name: ASYNCHRONOUS.get(name, {}) for name in SCHEMES} | {
-    "diloco, streaming": {"sync_every": 8, "fragments": 2, "staleness": 3}
+    "diloco, streaming": {"sync_every": 8, "fragments": 2, "staleness": 3},
+    "all_reduce, gradient_as_bucket_view": {},
 }
 """Arguments of the schemes; what follows a comma tells apart two cases of one scheme."""
 
@@ -97,7 +98,8 @@ def train(case: str) -> None:
     if case == BASELINE:
         return fit(DDPStrategy(start_method="fork"))
     scheme = SCHEMES[case.partition(",")[0]](**CASES[case])
-    return fit(HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork"))
+    views = case.endswith(", gradient_as_bucket_view")
+    return fit(HierarchicalStrategy(scheme, ranks_per_node=2, start_method="fork", gradient_as_bucket_view=views))
 
 
 def fit(strategy: Any) -> None:

@@ -88,7 +88,7 @@ def test_manual_steps_on_nodes_of_one_rank_take_ddps_arguments(tmp_path, argumen
 def _as_ddp(folder):
     """Gradients and weights of the ranks of one-rank nodes, and of plain DDP."""
     found = []
-    for strategy in (HierarchicalStrategy("all_reduce", ranks_per_node=1), DDPStrategy(gradient_as_bucket_view=True)):
+    for strategy in (HierarchicalStrategy("all_reduce", ranks_per_node=1), DDPStrategy()):
         module = Accumulates()
         one_trainer(folder, devices=2, max_epochs=1, strategy=strategy).fit(module)
         found.append((module.report, weights(module)))
@@ -203,7 +203,7 @@ def test_programs_find_the_same_ddp_on_every_layout(borrow):
             "keys": True,
             "parameters": True,
             "syncs": (True, False),
-            "arguments": (finds_unused, False, True),
+            "arguments": (finds_unused, False, False),
             "device": "cpu",
             "ids": None,
             "copy": "Reads",

@@ -490,15 +490,15 @@ def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
         )
 
 
-@pytest.mark.parametrize("view", [None, False])
-def test_gradients_lie_in_ddps_buckets_by_default(fit, view):
+@pytest.mark.parametrize("view", [None, True])
+def test_gradients_lie_in_ddps_buckets_on_request(fit, view):
     class Looking(Oracle):
         def on_train_batch_end(self, *_):
             self.report.append(self.trainer.strategy.model.gradient_as_bucket_view)
 
     given = {} if view is None else {"gradient_as_bucket_view": view}
     reports = fit(Looking(), {"scheme": PeriodicAveraging(4), **given}, devices=2)
-    assert all(set(report["report"]) == {view is None} for report in reports)
+    assert all(set(report["report"]) == {view is True} for report in reports)
 
 
 @pytest.mark.parametrize("averaged", [True, False])

@@ -68,9 +68,10 @@ class Shard:
     @torch.no_grad()
     def step(self, hyperparameters: Hyperparameters) -> None:
         """Step the weights with the mean gradient."""
+        may_keep = not _is_of_torch(self.optimizer)  # the gradient itself, while the next push overwrites `mean`
         for owned in self._owned:
             part = self.mean[owned.offset :][: owned.parameter.numel()]
-            owned.parameter.grad = part.to(owned.parameter.dtype).view(owned.parameter.shape)
+            owned.parameter.grad = part.to(owned.parameter.dtype, copy=may_keep).view(owned.parameter.shape)
             keep_state_here(self.optimizer, owned.parameter)
         self.optimizer.param_groups[0].update(hyperparameters[self.bucket.group])
         with _without_collectives(self.optimizer):
@@ -202,8 +203,12 @@ def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
     return own
 
 
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def _without_collectives(optimizer: Optimizer) -> AbstractContextManager[object]:
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if _is_of_torch(optimizer):
         return nullcontext()  # the check takes as long as a step of a small shard
     return _NoCollectives(
         f"{type(optimizer).__name__}.step() communicates with other ranks. With StepsDelay every rank steps another"

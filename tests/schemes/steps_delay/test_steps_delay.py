@@ -465,6 +465,31 @@ class Releasing(torch.optim.SGD):
         self.defaults["gradient_release"] = True
 
 
+class Optimistic(torch.optim.Optimizer):
+    """Steps with ``2 g - g'``, where g' is the gradient of the step before, which it keeps itself, not a copy."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    before = self.state[parameter].get("before", parameter.grad)
+                    parameter.sub_(2 * parameter.grad - before, alpha=group["lr"])
+                    self.state[parameter]["before"] = parameter.grad
+
+
+def test_an_optimizer_of_a_users_own_may_keep_a_gradient():
+    """As on one device, whose weights follow from the mean target 4: gradients w - 4, so -4, -3.6, ..."""
+    runs = train(steps(4), StepsDelay(2, warmup_steps=4, local_update="sgd"), targets=(1.0, 7.0), inner=Optimistic)
+    weight, before = 0.0, -4.0
+    for _ in range(4):
+        weight, before = weight - 0.1 * (2 * (weight - 4) - before), weight - 4
+    assert [run.values.item() for run in runs] == pytest.approx([weight] * 2)
+
+
 def lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     wrapping: torch.optim.Optimizer = pytest.importorskip("pytorch_optimizer").Lookahead(optimizer)
     return wrapping
