@@ -10,12 +10,14 @@ MARKDOWN := $(wildcard *.md docs/*.md docs/*/*.md docs/*/*/*.md examples/*.md ex
 
 # Exact versions of everything that is installed; the wheel's own requirements are ranges. `make test CONSTRAINTS=` takes the newest.
 CONSTRAINTS := .ci/constraints.txt
-INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/pip install --quiet --disable-pip-version-check
+PIP := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) $(BIN)/pip install --disable-pip-version-check
+INSTALL := $(PIP) --quiet
 
 .PHONY: demo test docs format constraints versions clean
 
 demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on this machine's CPU
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
+	@echo 'Curves of loss, accuracy and traffic: $(BIN)/tensorboard --logdir runs'
 
 # Three workers on two cores, because many tests wait for processes. Files are in the order of tests/pairwise.py, longest first. A worker
 # that crashes is not replaced, because xdist would then hang. `make test NIGHTLY=--nightly` runs all tests.
@@ -52,7 +54,9 @@ $(BIN)/python:
 
 # pip re-installs a local directory even when its version has not changed; dependencies that fit are left alone.
 $(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) $(SOURCES) | $(BIN)/python
-	$(INSTALL) '.[cli,examples]'
+	@echo 'Installing torch with its CUDA packages and the rest into $(VENV): 5.8 GB, some minutes.'
+	@echo 'On a machine without a GPU 1 GB is enough: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo'
+	$(PIP) '.[cli,examples]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) $(SOURCES) | $(BIN)/python

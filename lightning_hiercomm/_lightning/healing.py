@@ -78,6 +78,8 @@ def take_state(trainer: pl.Trainer, state: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         The checkpoint.
     """
+    # of Lightning, about a file whose place in the data is lost; this process takes over a place that is known
+    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
     connector = trainer._checkpoint_connector
     require_attribute(connector, "_loaded_checkpoint")
     checkpoint: dict[str, Any] = dict(state["checkpoint"])

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 _WORTH_A_CHANGE = 0.05
 """Ranks keep their sizes if others would make a step faster by less than this part."""
 
+_LEAST_PART = 0.25
+"""A rank whose speed is measured takes at least this part of an equal share."""
+
 _SCATTERS = 0.1
 """A warning is given if step times vary by more than this part."""
 
@@ -33,7 +36,8 @@ class HeterogeneousBatches:
     """Give each rank as many samples per step as it can finish in the same time, out of one global batch.
 
     With global batch G and rank speeds ``s_i``, rank i takes ``B_i = G s_i / sum(s)`` samples per step, rounded by
-    largest remainder. It takes at least 1, and 2 if the module has a BatchNorm layer, which refuses a single sample.
+    largest remainder. It takes at least 1, and 2 if the module has a BatchNorm layer, which refuses a single sample;
+    with measured speeds a quarter of an equal share.
     All ranks take ``floor(N / G)`` steps per epoch on disjoint samples, in the order of the dataloader's own sampler.
 
     Gradients combine as ``sum_i w_i g_i`` with ``w_i = B_i / G``. If a rank's loss is the mean over its samples, that
@@ -46,11 +50,11 @@ class HeterogeneousBatches:
 
     **Measuring.** With ``speeds="measure"`` a run begins with equal batches and times its own training steps, without
     the first two and without waiting for other ranks. After a second or so, at least four steps, it divides the batch.
-    It times as many steps of the new sizes, which shows the fixed cost of a step, and divides again. No step is lost or
-    repeated: global batches do not depend on the division. Batches that ``DataLoader`` workers have loaded ahead keep
-    the old sizes. With an ``IterableDataset``, several dataloaders, manual optimization or
-    ``training_step(dataloader_iter)`` the sizes change when the next epoch begins. A resumed run keeps the division of
-    its checkpoint.
+    It times as many steps of the new sizes, which shows the fixed cost of a step, and divides again. Sizes stay as they
+    are if others would save less than the step times scatter. No step is lost or repeated: global batches do not depend
+    on the division. Batches that ``DataLoader`` workers have loaded ahead keep the old sizes. With an
+    ``IterableDataset``, several dataloaders, manual optimization or ``training_step(dataloader_iter)`` the sizes change
+    when the next epoch begins. A resumed run keeps the division of its checkpoint.
 
     Source: "Heterogeneous gradient computing optimization for scalable deep neural networks" (HetGrad), Section 3. The
     paper rounds shard and batch sizes separately, which gives ranks unequal numbers of steps, and prints weights that
@@ -234,9 +238,9 @@ class HeterogeneousBatches:
         if self._spreads and max(self._spreads) > _SCATTERS:
             rank = self._spreads.index(max(self._spreads))
             warnings.warn(
-                f"the step times of rank {rank} scattered by ±{self._spreads[rank]:.0%} while they were measured, and"
-                " the division may be off by as much: something else keeps that machine busy. Measure when it is idle,"
-                " give the speeds=[...] you know, or use rebalance_every_n_epochs=1.",
+                f"the step times of rank {rank} scattered by ±{self._spreads[rank]:.0%} while they were measured, so the"
+                " division may be off by as much, and was not changed for less: something else keeps that machine busy."
+                " Measure when it is idle, give the speeds=[...] you know, or use rebalance_every_n_epochs=1.",
                 stacklevel=2,
             )
 
@@ -333,7 +337,10 @@ class HeterogeneousBatches:
     # ---- dividing ------------------------------------------------------------------------------------------------
 
     def _divided(self, costs: Sequence[StepCost]) -> list[int]:
-        return divide(self.global_batch_size, costs, self._limits, self._least)
+        least = self._least
+        if self._source == "measure":  # a rank that was disturbed once is not left almost without samples
+            least = max(least, math.ceil(_LEAST_PART * self.global_batch_size / len(costs)))
+        return divide(self.global_batch_size, costs, self._limits, least)
 
     def _measure(self, measurement: SpeedMeasurement, accumulated: int) -> None:
         """Divide by the measured costs, if there are enough, from the first batch that no rank has begun to load."""
@@ -350,6 +357,8 @@ class HeterogeneousBatches:
             return
         self._costs, self._spreads = [cost for cost, _ in found], [spread for _, spread in found]
         sizes = self._divided(self._costs)
+        if _gain(self._costs, self.division.sizes, sizes) < max(self._spreads):
+            sizes = [*self.division.sizes]
         if measurement.end_round(self.batch_size) or sizes == self.division.sizes:
             self._measurement = None
         first = max(ahead for _, ahead in of_ranks)
@@ -374,9 +383,8 @@ class HeterogeneousBatches:
             return
         costs = [cost.through(size, seconds) for cost, size, seconds in zip(costs, sizes, times, strict=True)]
         new = self._divided(costs)
-        before, after = (max(map(StepCost.seconds, costs, division)) for division in (sizes, new))
         self._costs = costs
-        if after > (1 - _WORTH_A_CHANGE) * before:
+        if _gain(costs, sizes, new) < _WORTH_A_CHANGE:
             return
         self._take(new)
         self.clock.reset()
@@ -390,6 +398,12 @@ class HeterogeneousBatches:
         costs = self._costs or [StepCost(0.0, 1.0)] * len(sizes)
         speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
         self._topology.set_weights(rank_weights(self.weighting, sizes, speeds))
+
+
+def _gain(costs: Sequence[StepCost], before: Sequence[int], after: Sequence[int]) -> float:
+    """Return the part of a step's time that other sizes save."""
+    old, new = (max(map(StepCost.seconds, costs, sizes)) for sizes in (before, after))
+    return 1 - new / old
 
 
 def _limits_of_ranks(max_batch_size: int | list[int] | None, ranks: int) -> list[int | None]:

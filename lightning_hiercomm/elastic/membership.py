@@ -66,7 +66,9 @@ class Membership:
             left = [f"node {node} has left" for replica, node in self._nodes.items() if replica not in nodes]
             joined = [f"node {node} joins" for replica, node in nodes.items() if replica not in self._nodes]
             if left or joined:
-                event = f"{', '.join(left + joined)}; {len(quorum.members)} go on, after sync {self.me.syncs}"
+                count = len(quorum.members)
+                continues = "1 node continues" if count == 1 else f"{count} nodes continue"
+                event = f"{', '.join(left + joined)}; {continues}, after sync {self.me.syncs}"
                 self.history.note(event)
                 if self.is_first:
                     log.warning("%s", event)
@@ -115,6 +117,8 @@ class Membership:
             assert self.rendezvous.last is not None, "it names the source"
             self.rendezvous.note_failure(self.rendezvous.last, f"no state from node {source.node}")
             return None
+        if self.is_first:
+            log.warning("node %s receives the state of node %s", self.me.node, source.node)
         about = state["node"]
         self.shards.load(*about["shards"])
         vars(self.history).update(about["history"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 from lightning_hiercomm._lightning.collectives import (
@@ -25,6 +26,18 @@ from lightning_hiercomm.control.plane import ControlPlane, RankFailure
 from lightning_hiercomm.control.waiting import MainThread
 
 log = logging.getLogger(__name__)
+
+
+def print_without_traceback(exception: BaseException) -> None:
+    """Let this process, if the exception ends it, print the message alone: another rank, the cause, prints more."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if value is exception:
+            value.__cause__ = value.__context__ = value.__traceback__ = traceback = None
+        show(kind, value, traceback)
+
+    sys.excepthook = hook
 
 
 class LeavesTogether(pl.utilities.exceptions.SIGTERMException):
@@ -164,6 +177,8 @@ class RunControl:
             )
             if self._is_stopping_together:
                 return
+        if isinstance(exception, RankFailure):
+            print_without_traceback(exception)
         if self.plane is None or self._has_noted_exception or isinstance(exception, RankFailure):
             return
         self._has_noted_exception = True
@@ -181,6 +196,7 @@ class RunControl:
             note = self.plane.description(exception)
         else:
             note = f"{self.plane.place} ends because {failure}"
+            print_without_traceback(exception)
         log.error(note)
         if sys.version_info >= (3, 11):
             exception.add_note(f"lightning_hiercomm: {note}")

@@ -223,6 +223,28 @@ def test_measurements_that_scatter_are_warned_of(clock, jitter, warned):
     assert ["step times of rank 1 scattered" in text for text in said] == [True] * warned
 
 
+@pytest.mark.parametrize(("slower", "sizes"), [(1.1, {16}), (4.0, {16, 26, 6})])
+def test_a_division_that_gains_less_than_the_scatter_is_not_made(clock, slower, sizes):
+    """Rank 1 takes 10 % or 300 % longer, and its steps scatter by 50 %."""
+
+    def work(rank, topology):
+        factors = cycle([0.5, 1, 1.5] if rank else [1])
+        seconds = (0.1 * slower if rank else 0.1) / 16
+        return train(clock, bound(topology, 32), lambda size: size * seconds * next(factors))[0]
+
+    with warnings_with("scattered"):
+        used = set.union(*map(set, on_ranks([[0, 1]], work)))
+    assert used == sizes
+
+
+@pytest.mark.parametrize(("speeds", "least"), [("measure", 4), ([1, 0.01], 1)])
+def test_a_rank_whose_speed_is_measured_keeps_a_quarter_of_an_equal_share(clock, speeds, least):
+    def work(rank, topology):
+        return train(clock, bound(topology, 32, speeds), lambda size: size * (0.2 if rank else 0.002))[0]
+
+    assert on_ranks([[0, 1]], work)[1][-1] == least
+
+
 def test_one_rank_has_nothing_to_announce(capsys):
     on_ranks([[0]], lambda rank, topology: bound(topology, 8).begin())
     assert capsys.readouterr().out == ""

@@ -293,5 +293,8 @@ def test_lost_batches_are_counted_also_by_a_recovered_node(sizes):
         assert history.lost_batches == sizes[1] * (3 + 3), "from step 3, its last sync, to 9, the next node's first"
         assert (history.heals, history.nodes) == (1, 3)
         events = [event.partition(" ")[2] for event in history.events]
-        assert events == ["node 1 has left; 2 go on, after sync 1", "node 3 joins; 2 go on, after sync 2"]
+        assert events == [
+            "node 1 has left; 2 nodes continue, after sync 1",
+            "node 3 joins; 2 nodes continue, after sync 2",
+        ]
         assert "1 recovered; waited" in history.lines()[0]

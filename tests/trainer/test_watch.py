@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import sys
 import time
 from functools import partial
 
@@ -28,7 +29,7 @@ from lightning_hiercomm import (
     StepsDelay,
 )
 from lightning_hiercomm.control.plane import ControlPlane
-from lightning_hiercomm.trainer.watch import RunControl
+from lightning_hiercomm.trainer.watch import RunControl, print_without_traceback
 
 
 @pytest.fixture
@@ -328,3 +329,22 @@ def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
     settings = {"scheme": AllReduce(), "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
     reports = fit(Evaluates(), settings, devices=2, forked=True)
     assert [len(report["report"]) for report in reports] == [4, 4]
+
+
+def test_a_rank_that_ends_because_of_another_prints_no_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    caught = {}
+    for name in ("own", "of another rank"):
+        try:
+            try:
+                raise KeyError("first")
+            except KeyError:
+                raise RuntimeError(name)  # noqa: B904
+        except RuntimeError as error:
+            caught[name] = error
+    print_without_traceback(caught["of another rank"])
+    for error in caught.values():
+        sys.excepthook(type(error), error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert said.count("Traceback") == 2, "of the first error, and its context"
+    assert said.endswith("\nRuntimeError: own\nRuntimeError: of another rank\n")
