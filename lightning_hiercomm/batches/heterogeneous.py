@@ -238,9 +238,9 @@ class HeterogeneousBatches:
         if self._spreads and max(self._spreads) > _SCATTERS:
             rank = self._spreads.index(max(self._spreads))
             warnings.warn(
-                f"the step times of rank {rank} scattered by ±{self._spreads[rank]:.0%} while they were measured, so the"
-                " division may be off by as much, and was not changed for less: something else keeps that machine busy."
-                " Measure when it is idle, give the speeds=[...] you know, or use rebalance_every_n_epochs=1.",
+                f"the step times of rank {rank} scattered by ±{self._spreads[rank]:.0%} while they were measured, so"
+                " the division may be off by as much, and was not changed for less: something else keeps that machine"
+                " busy. Measure when it is idle, give the speeds=[...] you know, or use rebalance_every_n_epochs=1.",
                 stacklevel=2,
             )
 
