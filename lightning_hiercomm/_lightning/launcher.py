@@ -112,10 +112,20 @@ def settle_as_fork(start_method: str) -> None:
     Garbage that owns threads, such as a process group, would wait for threads that exist in the parent only. torch
     creates a fork's thread pool on first use. Threads of a backward pass that use it at once may find none, which ends
     the process ("Invalid thread pool").
+
+    Raises:
+        RuntimeError: If torch refuses backward passes in forks of the parent.
     """
     if start_method == "fork":
         gc.freeze()
         torch.set_num_threads(torch.get_num_threads())
+        try:
+            torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise RuntimeError(
+                "a forked rank cannot compute gradients, because torch.compile or a GPU has done so in the launching"
+                " process. Compute none before the fit starts, or start the ranks with torchrun or start_method='spawn'"
+            ) from error
 
 
 def _end_soon(processes: list[Any], patience: float = 3.0) -> None:

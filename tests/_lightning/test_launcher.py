@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -27,6 +29,28 @@ def test_a_forked_rank_starts_its_threads_before_backward(monkeypatch):
     assert asked == []
     settle_as_fork("fork")
     assert asked == [torch.get_num_threads()]
+
+
+COMPILED_BEFORE_A_FORK = """
+import os, torch
+from lightning_hiercomm._lightning.launcher import settle_as_fork
+
+torch.compile(torch.nn.Linear(3, 3), backend="aot_eager")(torch.randn(2, 3)).sum().backward()
+if os.fork() == 0:
+    try:
+        settle_as_fork("fork")
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.long("it compiles")
+def test_a_fork_after_a_compilation_is_refused_with_a_remedy():
+    """A process of its own, because the forks of this one could not train afterwards."""
+    ran = subprocess.run([sys.executable, "-c", COMPILED_BEFORE_A_FORK], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert ran.stdout.startswith("a forked rank cannot compute gradients, because torch.compile or a GPU has done so")
 
 
 @pytest.mark.parametrize(
