@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import is_whole, local, whole
@@ -140,7 +141,9 @@ class Replicas:
 
         def memory(tensor: Tensor) -> int | None:
             own = local(tensor)
-            return own.untyped_storage().data_ptr() if own.layout == torch.strided and own.numel() else None
+            if own.layout != torch.strided or is_traceable_wrapper_subclass(own) or not own.numel():
+                return None  # without memory of its own: sparse, or made of other tensors, such as quantized state
+            return own.untyped_storage().data_ptr()
 
         held = {memory(each) for each in (*self.module.parameters(), *self.module.buffers())} - {None}
         return lambda tensor: memory(tensor) in held

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_hiercomm.comm.codec import Quantized
 from lightning_hiercomm.comm.wire import Wire
@@ -121,12 +122,19 @@ class OptimizerStateMean:
             self._to_squares()
 
     def _held(self, replica: Replica) -> dict[_Key, Tensor]:
-        return {
+        held = {
             (index, name): tensor
             for index, parameter in enumerate(replica.parameters)
             for name, tensor in sorted(self._optimizer.state.get(parameter, {}).items())
             if is_elementwise(tensor, name, parameter) and is_of_numbers(tensor)
         }
+        for (_, name), tensor in held.items():
+            if is_traceable_wrapper_subclass(tensor):
+                raise ValueError(
+                    f"average_optimizer_state=True: {type(self._optimizer).__name__} stores {name} as"
+                    f" {type(tensor).__name__}, which has no mean: leave average_optimizer_state out"
+                )
+        return held
 
     def _common(
         self, held: dict[_Key, Tensor], narrowed: Sequence[_Key]

@@ -280,3 +280,58 @@ def test_a_module_that_saves_itself_saves_the_averaged_model(fit, scheme):
         assert torch.equal(adapter["parts"][1][1], expected["head.weight"])
         assert isinstance(adapter["parts"][1][1], nn.Parameter)
     assert len(own[0]["report"]) == 6
+
+
+class Packed(torch.Tensor):
+    """Float numbers made of a tensor of codes, without memory of its own, as the state of 8-bit optimizers."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # noqa: SLF001
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    def __tensor_flatten__(self):
+        return ["codes"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, *_):
+        return cls(tensors["codes"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments, keywords=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(arguments[0].codes)
+        raise NotImplementedError(f"{function} of {cls.__name__}")
+
+
+class PackedMomentum(torch.optim.SGD):
+    def step(self, closure):
+        loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            before = self.state[parameter].get("momentum")
+            momentum = parameter.grad if before is None else 0.5 * before.codes.float() + parameter.grad
+            self.state[parameter]["momentum"] = Packed(momentum.half())
+            parameter.data.sub_(momentum, alpha=0.1)
+        return loss
+
+
+class TrainedByPacked(Quadratic):
+    def configure_optimizers(self):
+        return PackedMomentum(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(3), Gossip(), DiLoCo(3)], ids=repr)
+def test_a_checkpoint_holds_optimizer_state_without_memory_of_its_own(fit, scheme):
+    own = fit(TrainedByPacked(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, callbacks=[Looks()])
+    for path in own[0]["report"]:
+        (state,) = torch.load(path, weights_only=False)["optimizer_states"]
+        assert all(type(each["momentum"]) is Packed for each in state["state"].values())
+    assert len(own[0]["report"]) == 4
+
+
+def test_optimizer_state_without_a_mean_is_refused(fit):
+    settings = {"scheme": PeriodicAveraging(2), "ranks_per_node": 1, "average_optimizer_state": True}
+    with pytest.raises(ProcessException, match="PackedMomentum stores momentum as Packed, which has no mean: leave"):
+        fit(TrainedByPacked(), settings, devices=2, forked=True)
