@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, completed_future, finished
@@ -118,14 +119,18 @@ class WorldMean(GradientPath):
     """The weighted mean over all ranks: shards are reduced inside a node, then between ranks of equal local rank.
 
     With M nodes and R ranks, a node sends ``2 (M - 1) / M`` of the gradients, against ``2 (R - 1) / R`` in a ring over
-    all ranks. A bucket is cut into chunks, so that their three stages overlap with each other and with the backward
-    pass. Sparse gradients are gathered from all ranks unencoded.
+    all ranks. The three stages of a bucket overlap with those of other buckets and with the backward pass. Sparse
+    gradients are gathered from all ranks unencoded.
+
+    On CPUs, and for GPUs over gloo or MPI, a bucket is cut into chunks that fit into a processor's cache, and whose
+    stages overlap, too. Over nccl a bucket is not cut: each collective waits for the other nodes and takes the GPU from
+    training, which costs more than the overlap within a bucket gains.
 
     Args:
         topology: The nodes and the ranks' weights.
         device: The device of the gradients.
         wire: The encoding between nodes.
-        chunk_bytes: Upper bound of a chunk's size.
+        chunk_bytes: Upper bound of a chunk's size, if buckets are cut.
         parameters: The model's parameters in their order, which identify the contents of buckets.
     """
 
@@ -144,14 +149,15 @@ class WorldMean(GradientPath):
         second = None if wire.codec.adds else topology.duplicate().inter
         self._sum = InterNodeSum(wire.codec, self._duplicate.inter, second)
         self.residuals = None if wire.codec.adds else Residuals(self._sum, parameters, device)
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = None if streams.has(device) and not topology.waits_on_host else chunk_bytes
         self._outbound = Background(device, topology.meter, "inter")
         self._inbound = Background(device, topology.meter, "inter", defers=topology.waits_on_host)
 
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
-        shards = self._topology.num_shards
+        if self._chunk_bytes is None:
+            return self._reduce_chunk(bucket, (index, 0))
         length = max(1, self._chunk_bytes // bucket.element_size())
-        length += -length % shards
+        length += -length % self._topology.num_shards
         *_, last = [self._reduce_chunk(chunk, (index, i)) for i, chunk in enumerate(bucket.split(length))]
         return last
 
@@ -415,7 +421,7 @@ def gradient_path(
         topology: The nodes.
         device: The device of the gradients.
         wire: The encoding between nodes.
-        chunk_bytes: Upper bound in bytes of what is sent between nodes at once.
+        chunk_bytes: Upper bound of what is sent between nodes at once, except over nccl; see :class:`WorldMean`.
         parameters: The model's parameters.
         first: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.first_gradients`.
     """

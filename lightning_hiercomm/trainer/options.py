@@ -69,7 +69,8 @@ class Transport:
         wire_raw: Cast the parameters themselves to ``wire_dtype``, as DASO's paper does, instead of their differences
             from the last averaged ones. It saves a copy of this rank's shard of the model, but updates smaller than
             half a unit in the last place of ``wire_dtype`` are lost.
-        bucket_mb: Size in MiB of the buckets in which parameters travel.
+        bucket_mb: Size in MiB of the buckets in which parameters travel. Gradients travel in parts of this size, except
+            over nccl, where each of DDP's buckets is sent as a whole (``bucket_cap_mb``).
 
     Raises:
         ValueError: If a value is out of range.

@@ -111,6 +111,31 @@ def test_gradient_mean_is_equal_on_all_ranks_and_as_exact_as_the_wire(nodes, wir
         assert (buckets[0].double() - exact).abs().max() <= bound + 1e-6
 
 
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("nodes", "waits_on_host", "messages"),
+    [
+        (((0, 1), (2, 3)), False, 1),
+        (((0,), (1,), (2,)), False, {None: 1, "bfloat16": 1, "int8": 2 + 1}),  # to each other node, and an all-gather
+        (((0, 1), (2, 3)), True, 10),
+    ],
+)
+def test_a_bucket_is_sent_as_a_whole_between_gpus_unless_the_host_waits(
+    nodes, waits_on_host, messages, wire, fake_device
+):
+    buckets = 3
+
+    def work(topology):
+        path = gradient_path("world", topology, place.device, Wire.named(wire), chunk_bytes=400)
+        for index in range(buckets):
+            path.reduce(gradient_of(topology.rank, 1000), index).wait()
+        path.close()
+        return topology.meter.messages["inter"]
+
+    expected = messages[wire] if isinstance(messages, dict) else messages
+    assert on_each(work, nodes, waits_on_host=waits_on_host) == [buckets * expected] * sum(map(len, nodes))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8"])
 def test_gradients_of_other_types_cross_nodes_too(dtype, wire):
