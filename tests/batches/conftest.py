@@ -26,4 +26,5 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> ManualClock:
     clock = ManualClock()
     monkeypatch.setattr(speed, "time", clock)
     monkeypatch.setattr(meter, "time", clock)
+    monkeypatch.setattr(meter.Meter, "mark", staticmethod(lambda device: clock.now))  # CUDA has its own clock
     return clock
