@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm import streams
+from lightning_hiercomm.comm import fused, streams
 from lightning_hiercomm.comm.spares import scratch
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -31,6 +31,9 @@ class Codec(ABC):
 
     A payload decodes to the same bits on every rank and device. So a sender that decodes its own payload has exactly
     the values of every receiver.
+
+    With ``chunk``, methods cut a 1-D tensor into chunks of so many elements, which are encoded separately. Every chunk
+    has a row of the payload, also the last one, which may be shorter.
     """
 
     adds: ClassVar[bool]
@@ -63,13 +66,14 @@ class Codec(ABC):
         """Return the bytes of the payload of ``numel`` values of ``dtype``."""
         return self.payload_numel(numel, dtype) * self.payload_dtype(dtype).itemsize
 
-    def encode(self, values: Tensor, payload: Tensor | None = None) -> Tensor:
+    def encode(self, values: Tensor, payload: Tensor | None = None, chunk: int | None = None) -> Tensor:
         """Encode ``values``.
 
         Args:
             values: 1-D, or rows that are encoded separately; contiguous, of any floating type. Not changed.
             payload: The output: as many rows of :meth:`payload_numel` elements of :meth:`payload_dtype`, contiguous.
                 None: a new tensor, or ``values`` itself if its type is not encoded.
+            chunk: The length of chunks. None: values are not cut.
 
         Returns:
             The payload.
@@ -77,19 +81,20 @@ class Codec(ABC):
         if payload is None:
             if not self.narrows(values.dtype):
                 return values
-            *rows, numel = values.shape
-            payload = values.new_empty(
-                *rows, self.payload_numel(numel, values.dtype), dtype=self.payload_dtype(values.dtype)
-            )
-        self._encode(values, payload)
+            payload = self._empty_payload(values)
+        for rows, chunks in self._in_rows(chunk, payload, values):
+            self._encode(chunks, rows)
         return payload
 
-    def decode(self, payload: Tensor, out: Tensor) -> Tensor:
+    def decode(self, payload: Tensor, out: Tensor, chunk: int | None = None) -> Tensor:
         """Decode ``payload`` into ``out`` (1-D or rows, contiguous, of any floating type), and return it."""
-        _copy(payload, out)
+        for rows, chunks in self._in_rows(chunk, payload, out):
+            self._decode(rows, chunks)
         return out
 
-    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> Tensor:
+    def encode_with_feedback(
+        self, values: Tensor, residual: Tensor, payload: Tensor, chunk: int | None = None
+    ) -> Tensor:
         """Encode ``residual + values``, and store the error of the payload in ``residual``.
 
         Args:
@@ -97,13 +102,13 @@ class Codec(ABC):
             residual: The error of the previous payload, of the same shape and type. Replaced by the error of this
                 one; non-finite elements become zero.
             payload: The output.
+            chunk: The length of chunks. None: values are not cut.
 
         Returns:
             The payload.
         """
-        self._encode(residual.add_(values), payload)
-        self.decode(payload, values)
-        drop_nonfinite(residual.sub_(values))
+        for rows, chunks, errors in self._in_rows(chunk, payload, values, residual):
+            self._encode_with_feedback(chunks, errors, rows)
         return payload
 
     def add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
@@ -116,8 +121,52 @@ class Codec(ABC):
         """
         _add_in_order(self.decode(payloads, own.new_empty(len(payloads), own.numel())), own, place)
 
+    def add_and_encode(
+        self, payloads: Tensor, own: Tensor, place: int, payload: Tensor, residual: Tensor | None = None
+    ) -> None:
+        """Encode the sum of decoded payloads and ``own``.
+
+        Args:
+            payloads: As for :meth:`add_decoded`.
+            own: As for :meth:`add_decoded`. Its contents are undefined afterwards.
+            place: As for :meth:`add_decoded`.
+            payload: The output.
+            residual: As for :meth:`encode_with_feedback`. None: without feedback.
+        """
+        self.add_decoded(payloads, own, place)
+        if residual is None:
+            self.encode(own, payload)
+        else:
+            self.encode_with_feedback(own, residual, payload)
+
+    def _empty_payload(self, values: Tensor) -> Tensor:
+        *rows, numel = values.shape
+        length, dtype = self.payload_numel(numel, values.dtype), self.payload_dtype(values.dtype)
+        return values.new_empty(*rows, length, dtype=dtype)
+
+    def _in_rows(self, chunk: int | None, payload: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield payloads and tensors: the chunks of equal length as rows, then a shorter one."""
+        if chunk is None:
+            yield payload, *tensors
+            return
+        numel = tensors[0].numel()
+        rows, rest = divmod(numel, chunk)
+        if rows:
+            yield payload[:rows], *(tensor[: numel - rest].view(rows, chunk) for tensor in tensors)
+        if rest:
+            length = self.payload_numel(rest, tensors[0].dtype)
+            yield payload[rows, :length], *(tensor[numel - rest :] for tensor in tensors)
+
     def _encode(self, values: Tensor, payload: Tensor) -> None:
         _copy(values, payload)
+
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
+        _copy(payload, out)
+
+    def _encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
+        self._encode(residual.add_(values), payload)
+        self._decode(payload, values)
+        drop_nonfinite(residual.sub_(values))
 
 
 @dataclass(frozen=True)
@@ -159,6 +208,8 @@ class Blockwise(Codec):
 
     A payload is a tensor of bytes: the scales of all blocks as bfloat16, then all codes. Elements that share a byte
     have the same position in equal parts of a block. The length is even, so that payloads can be concatenated.
+
+    On GPUs, each public method is one Triton kernel, if Triton is installed (:mod:`lightning_hiercomm.comm.fused`).
     """
 
     adds: ClassVar[bool] = False
@@ -177,9 +228,60 @@ class Blockwise(Codec):
             return numel
         return self._used_bytes(numel) + self._used_bytes(numel) % 2
 
-    def encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> Tensor:
+    # ---- one kernel per method, where there are kernels ----------------------------------------------------------
+
+    def encode(self, values: Tensor, payload: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        if payload is None and self.narrows(values.dtype):
+            payload = self._empty_payload(values)
+        if payload is None or not self._is_fused(payload, values, chunk):
+            return super().encode(values, payload, chunk)
+        if not fused.encode(self._layout, values, payload, chunk):
+            super().encode(values, payload, chunk)
+        return payload
+
+    def decode(self, payload: Tensor, out: Tensor, chunk: int | None = None) -> Tensor:
+        if not self._is_fused(payload, out, chunk) or not fused.decode(self._layout, payload, out, chunk):
+            super().decode(payload, out, chunk)
+        return out
+
+    def encode_with_feedback(
+        self, values: Tensor, residual: Tensor, payload: Tensor, chunk: int | None = None
+    ) -> Tensor:
+        is_fused = self._is_fused(payload, values, chunk)
+        if not is_fused or not fused.encode(self._layout, values, payload, chunk, residual):
+            super().encode_with_feedback(values, residual, payload, chunk)
+        return payload
+
+    def add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
+        if not self._is_fused(payloads[0], own) or not fused.add(self._layout, payloads, own, place):
+            self._add_decoded(payloads, own, place)
+
+    def add_and_encode(
+        self, payloads: Tensor, own: Tensor, place: int, payload: Tensor, residual: Tensor | None = None
+    ) -> None:
+        is_fused = self._is_fused(payload, own) and self._is_fused(payloads[0], own)
+        if not is_fused or not fused.add_and_encode(self._layout, payloads, own, place, payload, residual):
+            super().add_and_encode(payloads, own, place, payload, residual)
+
+    @property
+    def _layout(self) -> fused.Layout:
+        return fused.Layout(self.block, self._group, self._top)
+
+    def _is_fused(self, payload: Tensor, values: Tensor, chunk: int | None = None) -> bool:
+        """Whether a kernel takes these tensors."""
+        if payload.dtype != torch.uint8 or not fused.takes(values):
+            return False
+        length = chunk or values.shape[-1]
+        rows = -(-values.numel() // max(1, length))
+        expected = self.payload_numel(length, torch.float32)
+        return payload.shape[-1] == expected and payload.numel() >= rows * expected
+
+    # ---- with PyTorch, which is the definition of the payload ------------------------------------------------------
+
+    def _encode_with_feedback(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
         if not self._is_quantized(payload, values):
-            return super().encode_with_feedback(values, residual, payload)
+            super()._encode_with_feedback(values, residual, payload)
+            return
         for scales, codes, rows, errors in self._tiles(payload, values, residual):
             numel = rows.shape[-1]
             blocks = self._padded(errors.add_(rows))
@@ -194,9 +296,8 @@ class Blockwise(Codec):
                 rows.copy_(_unpadded(quotients, numel))
                 errors.copy_(_unpadded(blocks, numel))
         self._zero_unused(payload, values.shape[-1])
-        return payload
 
-    def add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
+    def _add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
         if not own.is_floating_point() or payloads.dtype != torch.uint8:
             super().add_decoded(payloads, own, place)
             return
@@ -215,9 +316,10 @@ class Blockwise(Codec):
             self._quantize(blocks, scales, codes, rows.shape[-1], quotients=_scratch_like("values", blocks))
         self._zero_unused(payload, values.shape[-1])
 
-    def decode(self, payload: Tensor, out: Tensor) -> Tensor:
+    def _decode(self, payload: Tensor, out: Tensor) -> None:
         if not self._is_quantized(payload, out):
-            return super().decode(payload, out)
+            super()._decode(payload, out)
+            return
         dtype = arithmetic_dtype(out.dtype)
         for scales, codes, rows in self._tiles(payload, out):
             numel = rows.shape[-1]
@@ -227,7 +329,6 @@ class Blockwise(Codec):
             decoded = scratch("values", (*scales.shape[:-1], self.block), dtype, out.device)
             self._dequantize(scales, codes, numel, decoded)
             rows.copy_(_unpadded(decoded, numel))
-        return out
 
     def _is_quantized(self, payload: Tensor, values: Tensor) -> bool:
         if payload.dtype != torch.uint8 or not values.is_floating_point():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,15 +115,19 @@ class EncodedSum:
             streams.keep_here(feedback.sender)  # allocated on the stream of training, and freed by an aborted run
         is_whole = self._members == 2
         chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())
+        chunk = _length(chunks[0])  # no chunk is longer
         lengths = [self.codec.payload_numel(_length(chunk), part.dtype) for chunk in chunks]
         own = 0 if is_whole else self._rank
         payload_dtype = self.codec.payload_dtype(part.dtype)
-        sent = part.new_empty(len(chunks), lengths[0], dtype=payload_dtype)  # no chunk is longer than the first
+        sent = part.new_empty(len(chunks), lengths[0], dtype=payload_dtype)
         received = part.new_empty(self._members - 1, lengths[own], dtype=payload_dtype)
         payloads = [
             row if length == lengths[0] else row[:length] for row, length in zip(sent.unbind(), lengths, strict=True)
         ]
-        self._encode(values, chunks, sent, feedback)
+        if feedback is None:
+            self.codec.encode(values, sent, chunk)
+        else:
+            self.codec.encode_with_feedback(values, feedback.sender, sent, chunk)
         peers = [peer for peer in range(self._members) if peer != self._rank]
         arrived = self._first.exchange(
             [(payloads[0 if is_whole else peer], peer) for peer in peers],
@@ -137,45 +141,17 @@ class EncodedSum:
             arrived.wait()
             residuals = () if feedback is None else (feedback.reducer,)
             streams.keep_here(sent, values, received, *residuals)  # allocated on the launching stream
-            self.codec.add_decoded(received, values[chunks[own]], self._rank)
-            if not is_whole:
-                self._gather(values, chunks, sent, feedback)
+            if is_whole:
+                self.codec.add_decoded(received, values, self._rank)
+            else:  # round two, in the memory of the sent chunks
+                residual = None if feedback is None else feedback.reducer
+                self.codec.add_and_encode(received, values[chunks[own]], self._rank, payloads[own], residual)
+                self._second.all_gather(sent.view(-1), sent[own]).wait()
+                self.codec.decode(sent, values, chunk)
             if values is not part:
                 part.copy_(values)
 
         return complete
-
-    def _encode(self, values: Tensor, chunks: Sequence[slice], sent: Tensor, feedback: Feedback | None) -> None:
-        """Encode the payloads of round one; with feedback, decode them to ``values``."""
-        if feedback is None:
-            for chunk, payload in self._rows(values, chunks, sent):
-                self.codec.encode(chunk, payload)
-            return
-        residuals = self._rows(feedback.sender, chunks, sent)
-        for (chunk, payload), (residual, _) in zip(self._rows(values, chunks, sent), residuals, strict=True):
-            self.codec.encode_with_feedback(chunk, residual, payload)
-
-    def _gather(self, values: Tensor, chunks: Sequence[slice], sent: Tensor, feedback: Feedback | None) -> None:
-        """Round two: gather the encoded sums in the memory of the sent chunks, and decode them to ``values``."""
-        own = values[chunks[self._rank]]
-        payload = sent[self._rank, : self.codec.payload_numel(own.numel(), own.dtype)]
-        if feedback is None:
-            self.codec.encode(own, payload)
-        else:
-            self.codec.encode_with_feedback(own, feedback.reducer, payload)
-        self._second.all_gather(sent.view(-1), sent[self._rank]).wait()
-        for chunk, payload in self._rows(values, chunks, sent):
-            self.codec.decode(payload, chunk)
-
-    def _rows(self, flat: Tensor, chunks: Sequence[slice], sent: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the chunks of a tensor with their payloads: equal ones as rows, then a shorter one."""
-        length = _length(chunks[0])
-        rows = flat.numel() // length
-        whole = rows * length
-        yield flat[:whole].view(rows, length), sent[:rows]
-        if whole < flat.numel():
-            rest = flat[whole:]
-            yield rest, sent[rows, : self.codec.payload_numel(rest.numel(), rest.dtype)]
 
     def _chunks(self, numel: int) -> list[slice]:
         length = -(-numel // self._members)
