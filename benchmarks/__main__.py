@@ -422,11 +422,10 @@ def front_command(arguments: argparse.Namespace) -> None:
 
 
 def documents_command(_: argparse.Namespace) -> None:
-    """Write the pages whose numbers have changed, and the planner's table of accuracy."""
+    """Write the pages whose generated parts have changed, and the planner's table of accuracy."""
     from benchmarks import documents
 
     documents.ACCURACY.write_text(documents.accuracy_table())
-    documents.SUBSTITUTIONS.write_text(documents.substitutions())
     for page in documents.PAGES:
         before = page.read_text()
         after = documents.written(before)

@@ -1,17 +1,18 @@
-"""Write measured numbers and tables into the documentation: ``python -m benchmarks documents``.
+"""Write code, outputs, numbers and tables into the documentation: ``python -m benchmarks documents``.
 
-Pages of the site contain substitutions such as ``{{ sgd8_int4 }}``. Their values are in ``docs/measured.json``, which
-this program writes from stored results: `MEASURED` maps every name to a path such as ``tuned / nodes-8 / AllReduce``.
-GitHub shows the README and some pages of results without Sphinx. There a table is between two comments,
-``<!-- measured: PATH -->`` and ``<!-- end -->``. A test fails where a page differs from the stored results.
+Pages are complete as they are stored, so any viewer of Markdown shows them. What comes from another file is between two
+comments, ``<!-- generated: PATH -->`` and ``<!-- end -->``. A path such as ``tuned / nodes-8 / AllReduce`` begins with
+one of `_KINDS`. A test fails where a page differs from what this program writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import math
+import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,10 @@ from benchmarks.papers import front, tuned
 from benchmarks.papers.paired import difference
 from benchmarks.papers.studies import STUDIES
 from benchmarks.papers.study import Results, known_results
+from benchmarks.passages import MEASURED, PASSAGES
+from benchmarks.reference import reference
 from benchmarks.settings import ALONE, NARROW, OURS, PEERS
+from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.planning.plan import RULE, Cluster, recommended, rows_of
 from lightning_hiercomm.planning.plan import report as plan_of
 from lightning_hiercomm.planning.quantities import shown_number
@@ -40,25 +44,11 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 ACCURACY = CHECKOUT / "lightning_hiercomm/planning/accuracy.csv"
 """The accuracy that ``plan`` quotes."""
 RESULTS = CHECKOUT / "benchmarks" / "results"
-PAGES = tuple(
-    CHECKOUT / name
-    for name in (
-        "README.md",
-        "benchmarks/results/tuned/README.md",
-        "docs/howto/choose_a_scheme.md",
-        "docs/howto/compress.md",
-        "docs/howto/plan_a_cluster.md",
-    )
-)
-"""Pages with tables between comments."""
-SUBSTITUTIONS = CHECKOUT / "docs" / "measured.json"
-"""The values of `MEASURED`, which ``docs/conf.py`` reads."""
-_MARKED = re.compile(r"(<!-- measured: (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
-
-
-def substitutions() -> str:
-    """Return the contents of `SUBSTITUTIONS`."""
-    return json.dumps({name: _value(path) for name, path in MEASURED.items()}, indent=1, ensure_ascii=False) + "\n"
+SITE = tuple(sorted(page for page in (CHECKOUT / "docs").rglob("*.md") if "_build" not in page.parts))
+"""The pages of the documentation."""
+PAGES = (CHECKOUT / "README.md", CHECKOUT / "benchmarks/results/tuned/README.md", *SITE)
+"""Pages with generated parts between comments."""
+_MARKED = re.compile(r"(<!-- generated: (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def accuracy_table() -> str:
@@ -71,18 +61,51 @@ def accuracy_table() -> str:
 
 
 def written(page: str) -> str:
-    """Return the page with the stored tables between its comments."""
+    """Return the page with its generated parts."""
     return _MARKED.sub(lambda found: f"{found[1]}\n{_value(found[2])}\n{found[4]}", page)
 
 
-def without_marked(page: str) -> str:
-    """Return the page without its stored tables."""
+def without_generated(page: str) -> str:
+    """Return the page without its generated parts."""
     return _MARKED.sub("", page)
 
 
 def _value(path: str) -> str:
     kind, *parts = path.split(" / ")
     return _KINDS[kind](*parts)
+
+
+_LANGUAGES = {".py": "python", ".txt": "text", ".yaml": "yaml"}
+
+
+def _file(path: str, start: str = "", end: str = "") -> str:
+    """Return a file as a block of code: from the first line that contains `start` to before the next with `end`."""
+    lines = (CHECKOUT / path).read_text().rstrip().splitlines()
+    first = next(index for index, line in enumerate(lines) if start in line)
+    rest = lines[first:]
+    if end:
+        rest = rest[: next(index for index, line in enumerate(rest) if end in line)]
+    code = "\n".join(rest).rstrip()
+    return f"```{_LANGUAGES[Path(path).suffix]}\n{code}\n```"
+
+
+def _help(command: str) -> str:
+    """Return the help of a command."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "80"
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+            main([command, "--help"])
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    return f"```text\n{printed.getvalue()}```"
+
+
+def _passage(name: str) -> str:
+    """Return a passage with its numbers."""
+    return re.sub(r"\{(\w+)\}", lambda found: _value(MEASURED[found[1]]), PASSAGES[name])
 
 
 def _tuned(arena: str, *contenders: str) -> str:
@@ -325,14 +348,11 @@ def _accuracy(setting: str) -> str:
     return "\n".join(lines)
 
 
-def _memory(*only: str) -> str:
-    """How many models more than DDP a scheme takes at a peak; without either, all of them as a table."""
+def _memory() -> str:
+    """Return how many models more than DDP a scheme takes at a peak."""
     stored = json.loads((RESULTS / "memory.json").read_text())
     rows, model = stored["rows"], stored["model_bytes"]
     baseline = rows.pop("ddp")
-    if only:
-        name, when = only
-        return f"{(rows[name][when] - baseline[when]) / model:+.2f}"
     lines = [f"| scheme | {' | '.join(baseline)} |", "|---|" + "--:|" * len(baseline)]
     for name, peaks in rows.items():
         extra = [f"{(peaks[when] - base) / model:+.2f}" for when, base in baseline.items()]
@@ -395,89 +415,6 @@ def _elastic() -> str:
     return "\n".join(lines)
 
 
-MEASURED = {
-    "table_front_8_sgd": "front in short / 8-sgd-short-cnn",
-    "table_front_8_adamw": "front in short / 8-adamw-short-cnn",
-    "table_front_2_adamw": "front in short / 2-adamw-short-cnn",
-    "table_front_8_batchnorm": "front in short / 8-sgd-short-batchnorm",
-    "table_front_32_adamw": "front in short / 32-adamw-short-cnn",
-    "table_front_8_characters": "front in short / 8-adamw-short-characters",
-    "table_front_8_adamw_long": "front in short / 8-adamw-long-cnn",
-    "table_sooner_500": "sooner / digits10m-2x2-500mbit",
-    "table_sooner_100": "sooner / digits10m-2x2-100mbit",
-    "table_sooner_small": "sooner / digits-2x2-500mbit",
-    "table_speed": "quote / comparison",
-    "table_accuracy": "accuracy / characters-2x2-500mbit",
-    "table_memory": "memory",
-    "table_tuned_8": "tuned / nodes-8",
-    "table_tuned_32": "tuned / nodes-32",
-    "table_tuned_long8": "tuned / long-8",
-    "table_rare2": "tuned / rare-2",
-    "table_predictions": "predictions",
-    "table_elastic": "elastic",
-    "nodes4_periodic2": "tuned / nodes-4 / PeriodicAveraging(2) / AllReduce",
-    "nodes4_steps08": "tuned / nodes-4 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
-    "nodes8_periodic4": "tuned / nodes-8 / PeriodicAveraging(4) / AllReduce",
-    "nodes32_periodic4": "tuned / nodes-32 / PeriodicAveraging(4) / AllReduce",
-    "adamw8_periodic4": "tuned / adamw-8 / PeriodicAveraging(4) / AllReduce",
-    "nodes8_daso": "tuned / nodes-8 / DASO(4), a whole run / AllReduce",
-    "nodes32_daso": "tuned / nodes-32 / DASO(4), a whole run / AllReduce",
-    "long8_daso": "tuned / long-8 / DASO(4), its defaults / AllReduce",
-    "daso8_delta": "tuned / nodes-8 / DASO(4), delta / DASO(4), a whole run",
-    "stale8_21_ar": "tuned / stale-8 / B = 2, S = 1 / AllReduce",
-    "stale8_41_ar": "tuned / stale-8 / B = 4, S = 1 / AllReduce",
-    "stale8_81_ar": "tuned / stale-8 / B = 8, S = 1 / AllReduce",
-    "stale8_81": "tuned / stale-8 / B = 8, S = 1 / B = 4, S = 1",
-    "stale8_44": "tuned / stale-8 / B = 4, S = 4 / B = 4, S = 1",
-    "steps8_08": "tuned / nodes-8 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
-    "steps8_half": "tuned / nodes-8 / StepsDelay(4), warm-up of half the run / AllReduce",
-    "steps8_6th": "tuned / nodes-8 / StepsDelay(4), warm-up of a sixth / AllReduce",
-    "steps32_08": "tuned / nodes-32 / StepsDelay(4), warm-up of 0.8 of the run / AllReduce",
-    "gossip8": "tuned / nodes-8 / Crossover-SGD, flat / AllReduce",
-    "gossip32": "tuned / nodes-32 / Crossover-SGD, flat / AllReduce",
-    "gossip32_sgp": "tuned / nodes-32 / Crossover-SGD, flat / SGP, flat",
-    "gossip32_one": "tuned / gossip-32 / Crossover-SGD, one fragment / Crossover-SGD, flat",
-    "gossip32_ring": "tuned / gossip-32 / ring / Crossover-SGD, flat",
-    "acc8_gossip": "tuned / nodes-8 / Crossover-SGD, flat",
-    "acc32_gossip": "tuned / nodes-32 / Crossover-SGD, flat",
-    "rate8_gossip": "tuned / nodes-8 / Crossover-SGD, flat / AllReduce / rate",
-    "unequal_weights": "tuned / unequal-ranks / weights by samples / equal weights",
-    "unequal_speed": "tuned / unequal-ranks / weights by speed / equal weights",
-    "rare2_plain512": "tuned / rare-2 / plain averages, H = 512 / AllReduce",
-    "rare2_diloco64_09": "tuned / rare-2 / DiLoCo, H = 64, outer 0.7, 0.9 / plain averages, H = 64",
-    "rare2_diloco64_05": "tuned / rare-2 / DiLoCo, H = 64, outer 0.7, 0.5 / plain averages, H = 64",
-    "late64_09": "tuned / late-64-0.9 / keep_local = 0.5 / keep_local = 0",
-    "late64_05": "tuned / late-64-0.5 / keep_local = 0.5 / keep_local = 0",
-    "muon_plain64": "across / muon-2 / rare-2 / plain averages, H = 64 / AllReduce",
-    "muon_diloco64": "across / muon-2 / rare-2 / DiLoCo, H = 64, outer 0.7, 0.5 / AllReduce",
-    "papers_k4_4": "papers / 000 / K' = 4; 4 nodes, learning rate 0.1 / AllReduce; 4 nodes, learning rate 0.1",
-    "papers_k4_8": "papers / 000 / K' = 4; 8 nodes, learning rate 0.1 / AllReduce; 8 nodes, learning rate 0.1",
-    "papers_k4_20": "papers / 000 / K' = 4; 20 nodes, learning rate 0.1 / AllReduce; 20 nodes, learning rate 0.1",
-    "model_10_k5": "model / 10 / k = 5",
-    "memory_daso_training": "memory / daso / training",
-    "memory_daso_checkpoint": "memory / daso / validation and checkpoint",
-    "memory_gossip_training": "memory / gossip / training",
-    "memory_gossip_checkpoint": "memory / gossip / validation and checkpoint",
-    "memory_steps_training": "memory / steps_delay / training",
-    "memory_steps_checkpoint": "memory / steps_delay / validation and checkpoint",
-    "ms_compute_shared": (
-        "speed / mlp11m-2x2-500mbit / computing, gradients averaged inside nodes over shared memory / ms"
-    ),
-    "ms_compute_alone": "speed / mlp11m-2x2-500mbit / computing alone, no communication / ms",
-    "ms_10g_ddp": "speed / mlp11m-2x2-10000mbit / Lightning DDPStrategy / ms",
-    "ms_10g_all_reduce": "speed / mlp11m-2x2-10000mbit / AllReduce / ms",
-    "ms_10g_gossip": "speed / mlp11m-2x2-10000mbit / Gossip, overlapped / ms",
-    "ms_10g_steps": "speed / mlp11m-2x2-10000mbit / StepsDelay(4) / ms",
-    "ms_10g_daso": "speed / mlp11m-2x2-10000mbit / DASO(4), merged a step later / ms",
-    "ms_10g_diloco": "speed / mlp11m-2x2-10000mbit / DiLoCo(16) / ms",
-    "ratio_torch_averager": "speed / mlp11m-2x2-500mbit / torch HierarchicalModelAverager(16) / PeriodicAveraging(16)",
-    "ratio_lightning_postlocal": (
-        "speed / mlp11m-2x2-500mbit / Lightning post-local SGD(16), hook registered by hand / PeriodicAveraging(16)"
-    ),
-    "predictions_20": "predictions / 20",
-}
-"""Names of substitutions, and the paths of what they stand for."""
-
 _KINDS: dict[str, Callable[..., str]] = {
     "tuned": _tuned,
     "across": _across,
@@ -497,4 +434,8 @@ _KINDS: dict[str, Callable[..., str]] = {
     "rule": _rule,
     "plan": _plan,
     "elastic": _elastic,
+    "file": _file,
+    "help": _help,
+    "passage": _passage,
+    "reference": reference,
 }

@@ -44,15 +44,11 @@ class ParameterSync(Scheme):
 
         ParameterSync(schedule=50, reducer=RandomPermutation(), merge=OuterOptimizer())
 
-    =========  ===================================================  =============================
-    component  question                                             argument
-    =========  ===================================================  =============================
-    schedule   which fragments are sent, and merged, after a step?  ``schedule``, ``staleness``
-    fragments  how is the model divided?                            ``fragments``
-    reducer    between which ranks are they averaged?               ``reducer``
-    codec      how are they encoded?                                the strategy's ``wire_dtype``
-    merge      what does a node do with the average?                ``merge``
-    =========  ===================================================  =============================
+    - *schedule* (``schedule``, ``staleness``): which fragments are sent, and merged, after a step?
+    - *fragments* (``fragments``): how is the model divided?
+    - *reducer* (``reducer``): between which ranks are they averaged?
+    - *codec* (the strategy's ``wire_dtype``): how are they encoded?
+    - *merge* (``merge``): what does a node do with the average?
 
     ``PeriodicAveraging``, ``DASO`` and ``DiLoCo`` are such compositions. With x the parameters of a fragment that is
     due after step t, and y the average of those sent after step t - staleness::

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks import documents
-from benchmarks.documents import CHECKOUT, PAGES, SUBSTITUTIONS, without_marked, written
+from benchmarks.documents import CHECKOUT, PAGES, SITE, without_generated, written
+from benchmarks.passages import MEASURED, PASSAGES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(CHECKOUT)))
-def test_a_page_shows_the_stored_results(page):
+def test_a_page_shows_what_it_is_generated_from(page):
     assert page.read_text() == written(page.read_text()), "python -m benchmarks documents"
 
 
-def test_substitutions_equal_the_stored_results():
-    assert SUBSTITUTIONS.read_text() == documents.substitutions(), "python -m benchmarks documents"
+def test_every_passage_and_every_measured_number_is_used():
+    pages = "\n".join(map(Path.read_text, PAGES))
+    assert set(re.findall(r"generated: passage / (.+?) -->", pages)) == set(PASSAGES)
+    assert {name for passage in PASSAGES.values() for name in re.findall(r"\{(\w+)\}", passage)} == set(MEASURED)
 
 
 def test_the_planner_knows_the_stored_accuracy():
@@ -24,13 +28,11 @@ def test_the_planner_knows_the_stored_accuracy():
 
 
 def test_changed_digits_are_replaced():
-    stored = written("<!-- measured: front in short / 8-adamw-short-cnn -->0<!-- end -->")
+    stored = written("<!-- generated: front in short / 8-adamw-short-cnn -->0<!-- end -->")
     assert "| AllReduce, int4 |" in stored
     assert written(stored.replace("9", "8")) == stored
 
 
-PAGES_OF_SITE = (p for p in (CHECKOUT / "docs").rglob("*.md") if "_build" not in p.parts)
-SITE = [CHECKOUT / "README.md", *sorted(PAGES_OF_SITE)]
 _QUANTITY = (
     r"\d[\d.,]*(?: to [\d.,]+)? (?:%|ms\b|seconds\b|[MG]B\b|times\b|points\b)|\d ± \d|\d\.\d+x|(?<!\w)[+-]\d+\.\d+"
 )
@@ -51,9 +53,9 @@ _NO_MEASUREMENT = {
 _PREDICTED = {"docs/explanation/large_clusters.md"}  # all of its numbers come from a command that the page shows
 
 
-@pytest.mark.parametrize("page", SITE, ids=lambda page: str(page.relative_to(CHECKOUT)))
-def test_measured_numbers_are_substitutions(page):
-    prose = without_marked(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+@pytest.mark.parametrize("page", [CHECKOUT / "README.md", *SITE], ids=lambda page: str(page.relative_to(CHECKOUT)))
+def test_measured_numbers_are_generated(page):
+    prose = without_generated(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
     name = str(page.relative_to(CHECKOUT))
     if name not in _PREDICTED:
         assert set(re.findall(_QUANTITY, prose)) == _NO_MEASUREMENT.get(name, set())
@@ -61,5 +63,5 @@ def test_measured_numbers_are_substitutions(page):
 
 def test_a_mark_without_a_result_is_an_error():
     with pytest.raises(KeyError):
-        written("<!-- measured: tuned / nodes-8 / Unknown -->1.0<!-- end -->")
-    assert documents.without_marked("a <!-- measured: x -->1.0<!-- end --> b") == "a  b"
+        written("<!-- generated: tuned / nodes-8 / Unknown -->1.0<!-- end -->")
+    assert without_generated("a <!-- generated: x -->1.0<!-- end --> b") == "a  b"

@@ -24,7 +24,9 @@ from lightning_hiercomm.schemes import ParameterSync, Scheme, Staggered
 ROOT = Path(__file__).parents[2]
 HOWTO = ROOT / "docs" / "howto"
 PAGE = (HOWTO / "add_a_scheme.md").read_text()
-BLOCKS = {name: (HOWTO / name).read_text() for name in re.findall(r"literalinclude\} (schemes/\w+\.py)", PAGE)}
+BLOCKS = {
+    name: (HOWTO / name).read_text() for name in re.findall(r"generated: file / docs/howto/(schemes/\w+\.py) -->", PAGE)
+}
 SCHEME, ITS_TEST = "schemes/quadratic.py", "schemes/test_quadratic.py"
 COMPOSITIONS = dict(re.findall(r"^\| (\S+) .* \| `(ParameterSync\(.*\))` \|$", PAGE, re.MULTILINE))
 TABLE = [(0, 4), (3, 3), (2.25, 4.25), (1.6875, 5.1875), (1.265625, 5.890625), (3.68359375, 3.68359375)]
