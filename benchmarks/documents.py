@@ -164,19 +164,6 @@ def _front_rows(setting: str) -> dict[str, front.Row]:
     return {row.way.name: row for row in front.rows(comparison, tuned.load(comparison, RESULTS / "front"))}
 
 
-def _front(setting: str, *what: str) -> str:
-    """Return a setting's table; of one method its difference from all-reduce, its share of bytes, or its time."""
-    if not what:
-        comparison = front.SETTINGS[setting]
-        return front.table(comparison, tuned.load(comparison, RESULTS / "front"))
-    method, *rest = what
-    row = _front_rows(setting)[method]
-    if rest:
-        return row.share_text() if rest == ["bytes"] else row.time_text(rest[0])
-    assert row.apart is not None
-    return row.apart.text()
-
-
 _SHOWN = (
     *(f"AllReduce{wire}" for wire in ("", ", bfloat16", ", int8", ", int4", ", sparse2")),
     *(f"PeriodicAveraging({period}), {wire}" for period in (2, 4) for wire in ("int4", "sparse2")),
@@ -216,16 +203,27 @@ _ADVISED = tuple(
 
 def _advice() -> str:
     """Return what methods cost in accuracy, by setting; the tables of each setting have more of them."""
+    return _costs((*_ADVISED, "DiLoCo(16), int4"), _ADVICE)
+
+
+def _costs(methods: Sequence[str], settings: Mapping[str, str]) -> str:
+    every = {setting: _front_rows(setting) for setting in settings}
     lines = [
-        f"| | bytes on 8 nodes, of float32 | {' | '.join(_ADVICE.values())} |",
-        "|---|" + "--:|" * (1 + len(_ADVICE)),
+        f"| | bytes on 8 nodes, of float32 | {' | '.join(settings.values())} |",
+        "|---|" + "--:|" * (1 + len(settings)),
     ]
-    every = {setting: _front_rows(setting) for setting in _ADVICE}
-    for name in (*_ADVISED, "DiLoCo(16), int4"):
+    for name in methods:
         rows = [rows[name] for rows in every.values()]
         cells = ["" if row.apart is None else row.apart.text() for row in rows]
         lines.append("| " + " | ".join([name, every["8-adamw-short-cnn"][name].share_text(), *cells]) + " |")
     return "\n".join(lines)
+
+
+def _advice_of_readme() -> str:
+    """Return the rows and columns of `_advice` that the README shows."""
+    names = ("2-adamw-short-cnn", "8-adamw-short-cnn", "8-adamw-long-cnn", "8-sgd-short-cnn")
+    methods = ("AllReduce, int8", "AllReduce, int4", "PeriodicAveraging(16)", "DiLoCo(16)")
+    return _costs(methods, {name: _ADVICE[name] for name in names})
 
 
 _CLUSTERS = (
@@ -316,20 +314,15 @@ def _cells(setting: str) -> dict[str, Cell]:
     return {cell.title: cell for cell in report.load_one(RESULTS / f"{setting}.json")}
 
 
-def _speed(setting: str, title: str, what: str) -> str:
-    """Of a step: milliseconds, with half their range or without, megabytes, or the ratio to its bound or to another."""
+def _speed(setting: str, title: str, other: str = "") -> str:
+    """Return the milliseconds of a step, or their ratio to those of another row."""
     cell = _cells(setting)[title]
-    milliseconds = report.measured(cell)
-    if what in ("ms", "ms, range"):
-        return milliseconds if what == "ms, range" else milliseconds.split(" ")[0]
-    if what == "MB":
-        return f"{(cell.bytes_per_step or math.nan) / 1e6:.1f}"
-    if what == "bound":
-        return f"{cell.ratio:.2f}"
-    own, other = cell.step_ms, _cells(setting)[what].step_ms
+    if not other:
+        return report.measured(cell).split(" ")[0]
+    own, others = cell.step_ms, _cells(setting)[other].step_ms
     assert own is not None
-    assert other is not None
-    return f"{own / other:.1f}"
+    assert others is not None
+    return f"{own / others:.1f}"
 
 
 def _accuracy(setting: str) -> str:
@@ -369,27 +362,7 @@ def _sooner(setting: str, baseline: str = "ddp") -> str:
 def _quote(page: str) -> str:
     """The table of a page."""
     cells = report.load_one(RESULTS / "mlp11m-2x2-500mbit.json")
-    text = report.quotation(cells, _ROWS[page], bounds=page == "comparison").strip()
-    return _with_accuracy(text.splitlines(), _ROWS[page]) if page == "README" else text
-
-
-_IN_FRONT = {
-    "all_reduce_bf16": "AllReduce, bfloat16",
-    "all_reduce_int8": "AllReduce, int8",
-    "all_reduce_int4": "AllReduce, int4",
-    "periodic": "PeriodicAveraging(16)",
-    "diloco": "DiLoCo(16)",
-}
-"""Rows of step times by their methods in the tables of accuracy."""
-
-
-def _with_accuracy(lines: Sequence[str], rows: Sequence[str]) -> str:
-    """Add the differences in accuracy from float32 all-reduce to a table of step times."""
-    settings = {"2 nodes, AdamW": "2-adamw-short-cnn", "8 nodes, momentum SGD": "8-sgd-short-cnn"}
-    added = [[f"accuracy lost or gained, {name} |" for name in settings], ["--:|"] * len(settings)]
-    for row in rows:
-        added.append([f"{_front(each, _IN_FRONT[row]) if row in _IN_FRONT else ''} |" for each in settings.values()])
-    return "\n".join(f"{line} {' '.join(cells)}" for line, cells in zip(lines, added, strict=True))
+    return report.quotation(cells, _ROWS[page], bounds=page == "comparison").strip()
 
 
 def _predictions(*what: str) -> str:
@@ -418,9 +391,9 @@ def _elastic() -> str:
 _KINDS: dict[str, Callable[..., str]] = {
     "tuned": _tuned,
     "across": _across,
-    "front": _front,
     "front in short": _front_short,
     "advice": _advice,
+    "advice of README": _advice_of_readme,
     "clusters": _clusters,
     "rates": _rates,
     "papers": _papers,

@@ -45,16 +45,14 @@ MEASURED = {
     "papers_k4_8": "papers / 000 / K' = 4; 8 nodes, learning rate 0.1 / AllReduce; 8 nodes, learning rate 0.1",
     "papers_k4_20": "papers / 000 / K' = 4; 20 nodes, learning rate 0.1 / AllReduce; 20 nodes, learning rate 0.1",
     "model_10_k5": "model / 10 / k = 5",
-    "ms_compute_shared": (
-        "speed / mlp11m-2x2-500mbit / computing, gradients averaged inside nodes over shared memory / ms"
-    ),
-    "ms_compute_alone": "speed / mlp11m-2x2-500mbit / computing alone, no communication / ms",
-    "ms_10g_ddp": "speed / mlp11m-2x2-10000mbit / Lightning DDPStrategy / ms",
-    "ms_10g_all_reduce": "speed / mlp11m-2x2-10000mbit / AllReduce / ms",
-    "ms_10g_gossip": "speed / mlp11m-2x2-10000mbit / Gossip, overlapped / ms",
-    "ms_10g_steps": "speed / mlp11m-2x2-10000mbit / StepsDelay(4) / ms",
-    "ms_10g_daso": "speed / mlp11m-2x2-10000mbit / DASO(4), merged a step later / ms",
-    "ms_10g_diloco": "speed / mlp11m-2x2-10000mbit / DiLoCo(16) / ms",
+    "ms_compute_shared": ("speed / mlp11m-2x2-500mbit / computing, gradients averaged inside nodes over shared memory"),
+    "ms_compute_alone": "speed / mlp11m-2x2-500mbit / computing alone, no communication",
+    "ms_10g_ddp": "speed / mlp11m-2x2-10000mbit / Lightning DDPStrategy",
+    "ms_10g_all_reduce": "speed / mlp11m-2x2-10000mbit / AllReduce",
+    "ms_10g_gossip": "speed / mlp11m-2x2-10000mbit / Gossip, overlapped",
+    "ms_10g_steps": "speed / mlp11m-2x2-10000mbit / StepsDelay(4)",
+    "ms_10g_daso": "speed / mlp11m-2x2-10000mbit / DASO(4), merged a step later",
+    "ms_10g_diloco": "speed / mlp11m-2x2-10000mbit / DiLoCo(16)",
     "ratio_torch_averager": "speed / mlp11m-2x2-500mbit / torch HierarchicalModelAverager(16) / PeriodicAveraging(16)",
     "ratio_lightning_postlocal": (
         "speed / mlp11m-2x2-500mbit / Lightning post-local SGD(16), hook registered by hand / PeriodicAveraging(16)"
