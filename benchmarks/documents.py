@@ -257,13 +257,19 @@ def _clusters() -> str:
     return "\n".join(lines)
 
 
+_ALONE = RULE[-1].period * 8
+"""A step of M nodes by the last row takes c + T / 800, and M c if it is as slow as one node alone."""
+
+
 def _rule() -> str:
     """Return the rule of ``plan``."""
     lines = ["| T / c | write `HierarchicalStrategy` of | why |", "|---|---|---|"]
     for choice in RULE:
-        holds = f"below {choice.below:g}" if choice is not RULE[-1] else f"above {RULE[-2].below:g}"
+        holds = f"below {choice.below:g}" if choice is not RULE[-1] else f"below {_ALONE:g} (M - 1)"
+        holds += ", with 2 nodes and AdamW" if choice.only_where_kept else ""
         arguments = f"instead `{choice.arguments}`" if choice.is_ddp else f"`{choice.arguments}`"
         lines.append(f"| {holds} | {arguments} | {choice.why} |")
+    lines.append("| above | nothing: train on one node alone | It is faster than M nodes |")
     return "\n".join(lines)
 
 

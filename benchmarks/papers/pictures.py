@@ -90,7 +90,7 @@ def accuracy_and_time(rows: Sequence[Row], path: Path, title: str) -> None:
         path: Of the picture.
         title: Of the figure.
     """
-    figure, (by_bytes, by_time) = panels(2, 4.8)
+    figure, (by_bytes, by_time) = panels(2, 5.2)
     for row in rows:
         apart, is_reached = row.apart or Difference(0.0, 0.0, 1), bool(row.times)
         drawn = {
@@ -107,7 +107,7 @@ def accuracy_and_time(rows: Sequence[Row], path: Path, title: str) -> None:
         places = [(by_bytes, row.share), *([(by_time, row.times[_AT])] if is_reached else [])]
         for axis, x in places:
             axis.errorbar([x], [apart.mean], yerr=[half], **drawn)
-            axis.annotate(note, (x, apart.mean), textcoords="offset points", xytext=(5, 3), fontsize=7)
+            axis.annotate(note, (x, apart.mean), textcoords="offset points", xytext=(5, 3), fontsize=9)
     for axis in (by_bytes, by_time):
         axis.axhline(0.0, color="black", linewidth=0.8, linestyle=":")
         axis.set(xscale="log")
@@ -127,7 +127,7 @@ def accuracy_and_time(rows: Sequence[Row], path: Path, title: str) -> None:
     shown = [by_bytes.plot([], [], "s", color=COLOURS[family], label=family)[0] for family in families]
     shown += [by_bytes.plot([], [], _MARKERS[wire], color="black", label=wire)[0] for wire in wires]
     shown += [by_bytes.plot([], [], "o", color="black", markerfacecolor="none", label="target never reached")[0]]
-    figure.legend(handles=shown, loc="outside lower center", ncols=len(shown), fontsize=7.5, frameon=False)
+    figure.legend(handles=shown, loc="outside lower center", ncols=-(-len(shown) // 2), fontsize=11, frameon=False)
     save(figure, path, title)
 
 

@@ -34,6 +34,8 @@ class Choice:
         why: The reason, for the page.
         measured: The method whose accuracy was measured; None: accuracy is that of DDP.
         steps: Steps of the measured run; None: those of the short runs.
+        only_where_kept: Whether the row holds on two nodes with AdamW only: on eight, short runs of the same model ended
+            more than a point below DDP, or may have.
     """
 
     below: float
@@ -43,6 +45,11 @@ class Choice:
     why: str
     measured: str | None
     steps: int | None = None
+    only_where_kept: bool = False
+
+    def applies(self, nodes: int, optimizer: str) -> bool:
+        """Return whether the row may be recommended."""
+        return not self.only_where_kept or (nodes == 2 and optimizer == "adamw")
 
     @property
     def is_ddp(self) -> bool:
@@ -61,24 +68,33 @@ class Choice:
         return codec_named(self.wire_dtype).payload_bytes(numel, torch.float32) / (_BYTES * numel)
 
 
+LONG = 20_000
+"""The fewest steps of a run for the last row of `RULE`."""
+
 _SPARSE2, _INT4 = 'wire_dtype="sparse2"', 'wire_dtype="int4"'
 RULE = (
     Choice(0.1, 'strategy="ddp"', None, 1, "The network is no limit", None),
     Choice(2, 'wire_dtype="int8"', "int8", 1, "T / 4 hides behind the backward pass", "AllReduce, int8"),
     Choice(8, _INT4, "int4", 1, "T / 8 hides for the most part", "AllReduce, int4"),
     Choice(22, _SPARSE2, "sparse2", 1, "T / 16 hides for a large part", "AllReduce, sparse2"),
-    Choice(
-        32, f"PeriodicAveraging(2), {_SPARSE2}", "sparse2", 2, "A step waits T / 32", "PeriodicAveraging(2), sparse2"
-    ),
-    Choice(
-        64, f"PeriodicAveraging(4), {_SPARSE2}", "sparse2", 4, "A step waits T / 64", "PeriodicAveraging(4), sparse2"
+    *(
+        Choice(
+            16 * period,
+            f"PeriodicAveraging({period}), {_SPARSE2}",
+            "sparse2",
+            period,
+            f"A step waits T / {16 * period}",
+            f"PeriodicAveraging({period}), sparse2",
+            only_where_kept=True,
+        )
+        for period in (2, 4)
     ),
     Choice(
         math.inf,
         f"DiLoCo(100), {_INT4}",
         "int4",
         100,
-        "A step waits T / 800. Only for runs of 20,000 steps or more: 200 synchronizations",
+        f"A step waits T / 800. In runs of {LONG:,} steps or more: 200 synchronizations",
         "DiLoCo(16), int4",
         steps=2976,
     ),
@@ -231,6 +247,7 @@ class Row:
     bytes: float
     speed: float
     accuracy: Accuracy | None
+    applies: bool
 
     @property
     def loses_nothing(self) -> bool:
@@ -247,18 +264,27 @@ def rows_of(cluster: Cluster, optimizer: str = "adamw") -> list[Row]:
             cluster.bytes_per_step(choice),
             cluster.speed(choice),
             nearest(choice, cluster.nodes, optimizer),
+            choice.applies(cluster.nodes, optimizer),
         )
         for choice in RULE
     ]
 
 
 def recommended(cluster: Cluster, rows: Sequence[Row]) -> Row:
-    """Return the row that holds, or a faster one of less risk or without a loss."""
-    index = next(index for index, row in enumerate(rows) if cluster.ratio < row.choice.below)
-    own = rows[index]
-    better = [row for place, row in enumerate(rows) if place < index or row.loses_nothing]
+    """Return the first row that holds, or a faster one of less risk or without a loss."""
+    applying = [row for row in rows if row.applies]
+    index = next((index for index, row in enumerate(applying) if cluster.ratio < row.choice.below), len(applying) - 1)
+    own = applying[index]
+    better = [row for place, row in enumerate(applying) if place < index or row.loses_nothing]
     fastest = min(better, key=lambda row: row.seconds, default=own)
     return fastest if fastest.seconds < own.seconds else own
+
+
+def _advice(cluster: Cluster, best: Row) -> str:
+    if best.speed >= 1:
+        return best.choice.line
+    slower = f"{shown_number(1 / best.speed)} times slower"
+    return f"one node alone. {cluster.nodes} nodes are {slower}, also with {best.choice.line}."
 
 
 def report(cluster: Cluster, optimizer: str = "adamw") -> str:
@@ -291,11 +317,10 @@ def report(cluster: Cluster, optimizer: str = "adamw") -> str:
         ),
         "",
     ]
-    if best.speed < 1:
-        slower = f"{shown_number(1 / best.speed)} times slower"
-        lines.append(f"Recommended: one node alone. {cluster.nodes} nodes are {slower}, also with {best.choice.line}.")
-    else:
-        lines.append(f"Recommended: {best.choice.line}")
-        if best.choice is RULE[-1]:
-            lines.append(f"{best.choice.why}.")
+    lines.append(f"Recommended: {_advice(cluster, best)}")
+    if best.choice is RULE[-1] and best.speed >= 1:
+        lines += [
+            f"That is for runs of {LONG:,} steps or more: 200 synchronizations. In a shorter run:",
+            _advice(cluster, recommended(cluster, rows[:-1])),
+        ]
     return "\n".join(lines)
