@@ -223,7 +223,7 @@ def compute_quorum(
         raise NodeRefused(
             f"nodes came to synchronization {syncs + 1} at different positions: {positions}. All nodes must take"
             " equally many steps, and validate and save after the same ones: give all nodes dataloaders of one length"
-            f" (or limit_train_batches), and let none stop on its own. Nodes {position} go on without this one."
+            f" (or limit_train_batches), and let none stop on its own. Nodes {position} continue without this one."
         )
     members = [member for member in members if member.position == position]
     if len(members) + len(joining) < min_nodes:

@@ -286,7 +286,7 @@ class Rendezvous:
                     f"its synchronization with nodes {others} has failed {times} times ({reason}). Nodes have to reach"
                     " each other at all ports, at the address that HIERCOMM_ADDRESS names; and where 4 MiB take longer"
                     f" than dead_after={self._around.elastic.dead_after:g} s, give Elastic and the lighthouse a larger"
-                    " dead_after. Earlier nodes go on without it"
+                    " dead_after. Earlier nodes continue without it"
                 )
             )
 

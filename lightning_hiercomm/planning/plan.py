@@ -34,8 +34,8 @@ class Choice:
         why: The reason, for the page.
         measured: The method whose accuracy was measured; None: accuracy is that of DDP.
         steps: Steps of the measured run; None: those of the short runs.
-        only_where_kept: Whether the row holds on two nodes with AdamW only: on eight, short runs of the same model ended
-            more than a point below DDP, or may have.
+        only_where_kept: Whether the row holds on two nodes with AdamW only: on eight, short runs of the same model
+            ended more than a point below DDP, or may have.
     """
 
     below: float
@@ -271,12 +271,10 @@ def rows_of(cluster: Cluster, optimizer: str = "adamw") -> list[Row]:
 
 
 def recommended(cluster: Cluster, rows: Sequence[Row]) -> Row:
-    """Return the first row that holds, or a faster one of less risk or without a loss."""
+    """Return the first row that holds, or a faster one without a loss."""
     applying = [row for row in rows if row.applies]
-    index = next((index for index, row in enumerate(applying) if cluster.ratio < row.choice.below), len(applying) - 1)
-    own = applying[index]
-    better = [row for place, row in enumerate(applying) if place < index or row.loses_nothing]
-    fastest = min(better, key=lambda row: row.seconds, default=own)
+    own = next((row for row in applying if cluster.ratio < row.choice.below), applying[-1])
+    fastest = min((row for row in applying if row.loses_nothing), key=lambda row: row.seconds)
     return fastest if fastest.seconds < own.seconds else own
 
 

@@ -26,7 +26,7 @@ class Health:
             lost machine, holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
             step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
             each other for as long in different collectives or at different batches. Long steps, validations and waits
-            in one place go on. None: never. Only with a Trainer.
+            in one place continue. None: never. Only with a Trainer.
         control_port: Port of rank 0's node on which the control plane listens. It exchanges a few bytes in parallel
             with the collectives, to report which rank died and when to stop. Every rank must be able to reach it, and
             takes one open file there. None (or 0): any free port. Only with a Trainer.
