@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev  ## all checks and tests, against the installed pac
 	$(BIN)/codespell --dictionary tools/vocabulary.txt $(MARKDOWN)
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 $(NIGHTLY)
 
-docs: $(VENV)/.installed-dev  ## the documentation, in docs/_build/html; a warning is an error
+docs: $(VENV)/.installed-docs  ## the documentation, in docs/_build/html; a warning is an error
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 format: $(VENV)/.installed-dev
@@ -57,6 +57,11 @@ $(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) $(SOURCES) | $(BIN)/pytho
 	@echo 'Installing torch with its CUDA packages and the rest into $(VENV): 5.8 GB, some minutes.'
 	@echo 'On a machine without a GPU 1 GB is enough: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo'
 	$(PIP) '.[cli,examples]'
+	touch $@
+
+# The site is built from the committed pages alone, without the package.
+$(VENV)/.installed-docs: $(CONSTRAINTS) | $(BIN)/python
+	$(INSTALL) furo myst-parser sphinx
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) $(SOURCES) | $(BIN)/python

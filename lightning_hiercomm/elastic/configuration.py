@@ -80,6 +80,6 @@ def check_address(address: str, name: str) -> str:
 
 
 def check_torchft() -> None:
-    """Raise a ``ModuleNotFoundError`` that names the extra if torchft is not installed."""
+    """Raise a ``ModuleNotFoundError`` with the remedy if torchft is not installed."""
     if importlib.util.find_spec("torchft") is None:
-        raise ModuleNotFoundError("elastic nodes need torchft: pip install 'lightning-hiercomm[elastic]'")
+        raise ModuleNotFoundError("elastic nodes need torchft: pip install torchft==0.2.0")

