@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FORMAT = 2
+FORMAT = 3
 """Increase it whenever an entry changes its name or meaning."""
 
 

@@ -18,7 +18,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.losses import EpochLoss
 from lightning_hiercomm.run.misuse import Misuse
-from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.schedules import Schedules
 from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
@@ -88,6 +88,8 @@ class TrainingRun:
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
         self.samples = samples
+        if reason := scheme.requirements.needs_own_parameters:
+            check_own_parameters(replicas, reason)
         self.schemes = [
             scheme.build(Context(replica, topology, optimizer, self.wire, policy, samples))
             for replica, optimizer in zip(held, replicas.optimizers, strict=True)
@@ -285,6 +287,17 @@ class TrainingRun:
         for scheme in self.schemes:
             scheme.close(timeout)
         self.gradients.close(timeout)
+
+
+def check_own_parameters(replicas: Replicas, reason: str) -> None:
+    """Raise a ``ValueError`` with the reason if two optimizers train the same parameter."""
+    trained: dict[int, int] = {}
+    for number, optimizer in enumerate(replicas.optimizers):
+        for parameter in trained_by(optimizer):
+            first = trained.setdefault(id(parameter), number)
+            if first != number:
+                names = (name for name, each in replicas.module.named_parameters() if each is parameter)
+                raise ValueError(f"optimizers {first} and {number} train {next(names, 'a parameter')}. {reason}")
 
 
 def check_equal_layouts(replicas: Sequence[Replica], group: Communicator, device: torch.device) -> None:

@@ -57,8 +57,9 @@ class DiLoCo(ParameterSync):
 
     Args:
         sync_every: H, optimizer steps between two synchronizations of the same fragment.
-        outer_optimizer: Function that creates the outer optimizer from parameters: any optimizer of ``torch.optim``
-            whose update is elementwise. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9.
+        outer_optimizer: Function that creates the outer optimizer from parameters: any optimizer whose update is
+            elementwise, which a trial on other tensors checks. Default: SGD with learning rate 0.7 and Nesterov
+            momentum 0.9.
         fragments: P, the number of equal fragments of the model, or a list of module names such as ``["net.layer1",
             "net.layer2"]``: the parameters of each module form one fragment, all others the last one.
         staleness: tau, optimizer steps between sending a fragment and merging it; less than ``sync_every / fragments``.
@@ -73,7 +74,7 @@ class DiLoCo(ParameterSync):
             set to the current parameters, and t counts from 1. Default: 0, no such phase.
 
     Raises:
-        ValueError: If an argument is out of range; when a run begins, if the outer optimizer needs whole tensors.
+        ValueError: If an argument is out of range; when a run begins, if the outer optimizer is not elementwise.
     """
 
     def __init__(

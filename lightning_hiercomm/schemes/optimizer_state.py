@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from copy import copy
 from functools import cache
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm import streams
 
 _ONE_PER_PARAMETER = frozenset({"mu_product", "eta", "mu"})  # of NAdam and ASGD
-_NEED_WHOLE_TENSORS = frozenset({"adafactor", "dadapt", "lamb", "lars", "muon", "shampoo", "soap"})
-
-
-def class_names(optimizer: Optimizer) -> set[str]:
-    """Return the names of an optimizer's class and its bases, in lower case."""
-    return {base.__name__.lower() for base in type(optimizer).__mro__}
-
-
-def needs_whole_tensors(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is known to update elements of a tensor depending on its other elements."""
-    return bool(class_names(optimizer) & _NEED_WHOLE_TENSORS)
 
 
 def evaluates_loss(optimizer: Optimizer) -> bool:
@@ -79,8 +71,73 @@ def keep_state_here(optimizer: Optimizer, parameter: Tensor) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a value of an optimizer's state, which the stream of an exchange may have allocated."""
-    if not isinstance(value, Tensor):
-        return value
-    streams.keep_here(value)
-    return value.clone()
+    """Return a copy of a value of an optimizer, in which tensors are copied, in containers too, and parameters are not.
+
+    The stream of an exchange may have allocated a tensor.
+    """
+    if isinstance(value, Tensor):
+        if isinstance(value, torch.nn.Parameter):
+            return value
+        streams.keep_here(value)
+        return value.clone()
+    if isinstance(value, dict):
+        own = copy(value)
+        own.update({name: copied(each) for name, each in value.items()})
+        return own
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Return whether two values of an optimizer are equal, in containers too. NaN equals NaN."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape
+        return both and bool(torch.equal(one.cpu(), other.cpu()) or (one.isnan() & other.isnan()).all())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return one is other or bool(one == other) or (one != one and other != other)
+
+
+# ---- param groups ----------------------------------------------------------------------------------------------------
+
+
+def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of all values of a param group except the parameters."""
+    return {name: copied(value) for name, value in group.items() if name != "params"}
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``after`` that are new or different."""
+    return {name: v for name, v in after.items() if name not in before or not are_same(before[name], v)}
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a checkpoint can hold a value of a param group: numbers, strings, tensors, containers of them."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
+
+
+def plain_values_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the values of a param group that a checkpoint can hold."""
+    return {name: value for name, value in values_of(group).items() if is_plain(value)}
+
+
+def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
+    """Return an optimizer like one param group of another, without parameters and state.
+
+    The class's constructor is not called, because its arguments cannot be read from an instance (``AdamW`` does not
+    take all its own defaults). The user's hooks, and a scheduler's wrapper of ``step``, stay with the user's.
+    """
+    own: Optimizer = type(optimizer).__new__(type(optimizer))
+    left_out = ("step", "state", "param_groups")
+    own.__dict__.update({name: copied(value) for name, value in vars(optimizer).items() if name not in left_out})
+    for name, value in vars(optimizer).items():
+        if isinstance(value, OrderedDict):  # hooks
+            setattr(own, name, OrderedDict())
+    own.state = defaultdict(dict)
+    own.param_groups = [{**values_of(optimizer.param_groups[group]), "params": []}]
+    return own

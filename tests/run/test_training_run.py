@@ -437,7 +437,7 @@ class Product(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 third = torch.full((1, 1), 1 / 3, device=parameter.device)
-                parameter.sub_((parameter.grad.view(1, 1) @ third).view(parameter.shape))
+                parameter.sub_((parameter.grad.view(-1, 1) @ third).view(parameter.shape))
 
 
 def stepped_in_autocast(scheme: Scheme, wire: Wire | None, with_autocast: bool) -> list[tuple[float, float]]:

@@ -13,6 +13,8 @@ from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 
 _BY_ELEMENT = "_by_element"
 _IS_KNOWN = "is_known"
+_NUMBER = "_number"
+"""Ends the names in files of numbers that are no tensors: an optimizer may calculate with them in another precision."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +104,21 @@ class TensorState:
         histories = self.other_histories | {run.history for run in self.runs}
         if len(histories) == 1:
             (history,) = histories
-            return {name: torch.as_tensor(value) for name, value in history.state(self.values).items()}
+            state = {name: self.values[name] for name, _ in history.kinds}
+            return state | {_in_file(name, dtype): _tensor(value, dtype) for name, value, dtype in history.numbers}
         kinds = dict(sorted({kind for history in histories for kind in history.kinds}, key=str))
         saved = {name: self.values.get(name, torch.zeros_like(like, dtype=dtype)) for name, dtype in kinds.items()}
-        numbers = {name: dtype for history in histories for name, _, dtype in history.numbers}
+        numbers = {
+            (name, dtype): _tensor(v, dtype).dtype for history in histories for name, v, dtype in history.numbers
+        }
         lengths = torch.tensor([run.numel for run in self.runs], device=like.device)
 
         def by_element(of_runs: Sequence[float], dtype: torch.dtype | None) -> Tensor:
             return torch.tensor(of_runs, dtype=dtype, device=like.device).repeat_interleave(lengths).view(like.shape)
 
-        for name in sorted(numbers):
+        for (name, dtype), in_file in sorted(numbers.items(), key=str):
             of_runs = [next((v for n, v, _ in run.history.numbers if n == name), 0) for run in self.runs]
-            saved[name + _BY_ELEMENT] = by_element(of_runs, numbers[name])
+            saved[_in_file(name, dtype) + _BY_ELEMENT] = by_element(of_runs, in_file)
         saved[_IS_KNOWN + _BY_ELEMENT] = by_element([run.history != History() for run in self.runs], torch.bool)
         return saved
 
@@ -123,7 +128,11 @@ class TensorState:
         by_element = {
             n.removesuffix(_BY_ELEMENT): v.cpu().view(-1) for n, v in saved.items() if n.endswith(_BY_ELEMENT)
         }
-        rest = {name: value for name, value in saved.items() if not name.endswith(_BY_ELEMENT)}
+        rest: dict[str, Any] = {
+            name.removesuffix(_NUMBER): value.item() if name.endswith(_NUMBER) else value
+            for name, value in saved.items()
+            if not name.endswith(_BY_ELEMENT)
+        }
         whole = History.of(rest, like)
         new = cls({name: rest[name] for name, _ in whole.kinds})
         if not by_element:
@@ -133,7 +142,22 @@ class TensorState:
         columns = torch.stack([is_known.double(), *(each.double() for each in by_element.values())], 1)
         rows, lengths = torch.unique_consecutive(columns, return_counts=True, dim=0)
         for row, numel in zip(rows.tolist(), lengths.tolist(), strict=True):
-            numbers = [(name, value, by_element[name].dtype) for name, value in zip(by_element, row[1:], strict=True)]
+            numbers = [_number(name, by_element[name].dtype, v) for name, v in zip(by_element, row[1:], strict=True)]
             history = History(tuple(sorted(numbers)), whole.kinds) if row[0] else History()
             new.runs.append(Run(numel, history))
         return new
+
+
+def _in_file(name: str, dtype: torch.dtype | None) -> str:
+    return name if dtype is not None else name + _NUMBER
+
+
+def _tensor(value: float, dtype: torch.dtype | None) -> Tensor:
+    return torch.tensor(value, dtype=dtype or (torch.float64 if isinstance(value, float) else torch.int64))
+
+
+def _number(name: str, dtype: torch.dtype, value: float) -> tuple[str, float, torch.dtype | None]:
+    """Return a number of a history from its column in a file."""
+    if not name.endswith(_NUMBER):
+        return name, value, dtype
+    return name.removesuffix(_NUMBER), value if dtype.is_floating_point else int(value), None

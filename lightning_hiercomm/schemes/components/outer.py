@@ -18,12 +18,16 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.schemes.components.history import History, Run, TensorState, between, joined
 from lightning_hiercomm.schemes.components.merges import Merge, Replace
 from lightning_hiercomm.schemes.optimizer_state import (
-    class_names,
+    changed,
     copied,
+    evaluates_loss,
     is_elementwise,
     keep_state_here,
-    needs_whole_tensors,
+    plain_values_of,
+    values_of,
+    wraps_another,
 )
+from lightning_hiercomm.schemes.optimizer_trial import why_not_in_parts
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
@@ -31,6 +35,9 @@ OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 _States = Sequence[Sequence[tuple[int, Mapping[str, Any]]]]
 """The length and optimizer state of every run of a rank's shard, by bucket."""
+
+_IN_GROUP = "param_groups."
+"""Begins the names of values that the optimizer keeps in its param group."""
 
 
 class OuterOptimizer(Merge):
@@ -44,20 +51,21 @@ class OuterOptimizer(Merge):
 
     Each rank stores a and the optimizer's state for its own shard of the model, and updates the shard before the node
     gathers it. So a node has one copy of each. Elements that were unfrozen later and have taken fewer steps have a
-    separate optimizer state.
+    separate optimizer state. So do buckets, which are stepped one after the other: each has its own values of what the
+    optimizer itself changes in its param group, such as a number of steps.
 
     Source: Douillard et al. 2023, "DiLoCo", Algorithm 1; Douillard et al. 2025, "Streaming DiLoCo", Algorithm 2.
 
     Args:
-        optimizer: Function that creates the optimizer from parameters: any of ``torch.optim`` whose update is
-            elementwise. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9, the papers' own.
+        optimizer: Function that creates the optimizer from parameters: any whose update is elementwise, which a trial
+            on other tensors checks. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9, the papers' own.
         scheduler: Function that creates its learning-rate scheduler, which steps once when all fragments have been
             merged. Default: a constant learning rate.
         keep_local: Weight of a node's own parameters in the merged ones, from 0 to 1; the paper's alpha. The paper uses
             0.5 with staleness, as ``DiLoCo(staleness=...)`` does. Default: 0.
 
     Raises:
-        ValueError: If ``keep_local`` is out of range; when the optimizer is made, if it needs whole tensors.
+        ValueError: If ``keep_local`` is out of range; when the optimizer is made, if its update is not elementwise.
     """
 
     keeps_reference = True
@@ -96,9 +104,34 @@ class OuterOptimizer(Merge):
             before: The previous outer optimizer, perhaps with other buckets; its state is kept.
 
         Raises:
-            ValueError: If the optimizer needs whole tensors.
+            ValueError: If the optimizer's update is not elementwise.
         """
+        if before is None:
+            self._check(next((each.device for each in reducer.references), torch.device("cpu")))
         return RunningOuterOptimizer(self, reducer, before)
+
+    def _check(self, device: torch.device) -> None:
+        tried: list[Optimizer] = []
+
+        def make(parameters: list[torch.nn.Parameter]) -> Optimizer:
+            tried.append(self.make_optimizer(parameters))
+            return tried[-1]
+
+        reason = why_not_in_parts(make, device, numbers_only=True)
+        for optimizer in tried[:1]:
+            if evaluates_loss(optimizer):
+                reason = "it evaluates the loss in its step"
+            elif wraps_another(optimizer):
+                reason = "it wraps another optimizer, whose state it does not hold"
+            elif len(optimizer.param_groups) != 1:
+                reason = "it has several param groups"
+        if reason is not None:
+            made_by = getattr(self.make_optimizer, "func", self.make_optimizer)
+            kind = type(tried[0]).__name__ if tried else getattr(made_by, "__name__", repr(made_by))
+            raise ValueError(
+                f"the outer optimizer {kind} cannot update the model's shards, one on each rank: {reason}. Use an"
+                " elementwise one, such as SGD, Adam or AdamW"
+            )
 
     def scalars(self, outer: RunningOuterOptimizer | None) -> dict[str, float]:
         return {"outer_lr": 0.0 if outer is None else outer.learning_rate}
@@ -120,8 +153,7 @@ class RunningOuterOptimizer:
         known, schedule = ({}, {}) if before is None else (before._state_by_tensor(), before._schedule())
         self._config = config
         self._reducer = reducer
-        # the runs of consecutive elements with one history, in this rank's shard of every bucket
-        self._runs, self.optimizer, self._scheduler = self._made(self._own_states(known), schedule)
+        self._begin(self._own_states(known), schedule)
 
     @property
     def learning_rate(self) -> float:
@@ -130,16 +162,39 @@ class RunningOuterOptimizer:
 
     def update_reference(self, index: int, reference: Tensor, difference: Tensor) -> Tensor:
         """Update a bucket's reference parameters, given the nodes' mean minus them."""
-        optimizer, runs = self.optimizer, self._runs[index]
+        runs = self._runs[index]
         # 0.0 - x is never -0.0, whose step would turn a reference value of -0.0 into 0.0
         gradients = (0.0 - difference).to(reference.dtype).split([run.numel() for run in runs])
-        for run, gradient in zip(runs, gradients, strict=True):
-            run.grad = gradient
-            keep_state_here(optimizer, run)
-        optimizer.step()
-        for run in runs:
-            run.grad = None
+        left = list(zip(runs, gradients, strict=True))
+        while left:
+            kept = self._kept.get(left[0][0], {})
+            alike = [each for each in left if self._kept.get(each[0], {}) == kept]
+            left = [each for each in left if self._kept.get(each[0], {}) != kept]
+            self._step(alike, kept)
+        if not runs:  # its scheduler expects a step
+            self._step([(self._idle, torch.zeros_like(self._idle))], {})
         return reference
+
+    def _step(self, runs: Sequence[tuple[torch.nn.Parameter, Tensor]], kept: Mapping[str, Any]) -> None:
+        """Step runs with their gradients, given the values that the optimizer keeps for them in its param group."""
+        for run, gradient in runs:
+            run.grad = gradient
+            keep_state_here(self.optimizer, run)
+        (group,) = self.optimizer.param_groups
+        parameters, common = group["params"], values_of(group)
+        group.update(kept, params=[run for run, _ in runs])  # some optimizers change those without gradients, too
+        before = values_of(group)
+        self.optimizer.step()
+        group["params"] = parameters
+        now_kept = {**kept, **changed(before, values_of(group))}
+        for name in now_kept:  # the scheduler changes the others
+            if name in common:
+                group[name] = common[name]
+            else:
+                group.pop(name)
+        for run, _ in runs:
+            run.grad = None
+            self._kept[run] = now_kept
 
     def undo_point(self) -> Callable[[], None]:
         """Store the state; return a callback that restores it."""
@@ -174,9 +229,8 @@ class RunningOuterOptimizer:
 
     def shard_states(self) -> list[list[dict[str, Any]]]:
         """Return the optimizer's state for this rank's shard of every bucket, by runs of one history."""
-        held: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         return [
-            [{"numel": run.numel(), "state": {n: copied(v) for n, v in held.get(run, {}).items()}} for run in runs]
+            [{"numel": run.numel(), "state": {n: copied(v) for n, v in self._held(run).items()}} for run in runs]
             for runs in self._runs
         ]
 
@@ -185,33 +239,29 @@ class RunningOuterOptimizer:
         self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], self._schedule())
 
     def _schedule(self) -> dict[str, Any]:
-        groups = self.optimizer.param_groups
         return {
-            "learning_rates": [float(group["lr"]) for group in groups],
+            "groups": list(map(plain_values_of, self.optimizer.param_groups)),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "scheduled": [] if self._scheduler is None else list(map(_numbers_of, groups)),
         }
 
-    def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
-        self._runs, self.optimizer, self._scheduler = self._made(states, schedule)
+    def _held(self, run: torch.nn.Parameter) -> dict[str, Any]:
+        """Return the optimizer's state of a run, and what it keeps for the run in its param group."""
+        state: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
+        kept = self._kept.get(run, {})
+        return {**state.get(run, {}), **{_IN_GROUP + name: value for name, value in kept.items()}}
 
-    def _made(
-        self, states: _States, schedule: Mapping[str, Any]
-    ) -> tuple[list[list[torch.nn.Parameter]], Optimizer, LRScheduler | None]:
+    def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
         """Make the runs of this rank's shard of every bucket, their optimizer, and its scheduler."""
         of_buckets = [
             [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
             for reference, runs in zip(self._reducer.references, states, strict=True)
         ]
         # an optimizer needs a parameter, and a rank in no inter-node process group has none
-        some = [run for runs in of_buckets for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
+        self._idle = torch.nn.Parameter(torch.zeros(1))
+        some = [run for runs in of_buckets for run in runs] or [self._idle]
         optimizer = self._config.make_optimizer(some)
-        if needs_whole_tensors(optimizer) or "lbfgs" in class_names(optimizer):
-            raise ValueError(
-                f"the outer optimizer {type(optimizer).__name__} needs whole tensors, but every rank updates a"
-                " shard of the model: use an elementwise one, such as SGD, Adam or AdamW"
-            )
-        (group, *_) = optimizer.param_groups
+        (group,) = optimizer.param_groups
+        kept: dict[torch.nn.Parameter, dict[str, Any]] = {}
         keeps_numbers_there = bool(group.get("capturable") or group.get("fused"))
         for runs, of_runs in zip(of_buckets, states, strict=True):
             for run, (_, state) in zip(runs, of_runs, strict=True):
@@ -219,23 +269,29 @@ class RunningOuterOptimizer:
                     if isinstance(value, Tensor):  # a number, such as the step, may be on the CPU
                         is_there = keeps_numbers_there or is_elementwise(value, name, run)
                         value = value.to(run.device if is_there else value.device, copy=True)
-                    optimizer.state[run][name] = value
+                    if name.startswith(_IN_GROUP):
+                        kept.setdefault(run, {})[name.removeprefix(_IN_GROUP)] = value
+                    else:
+                        optimizer.state[run][name] = value
         make_scheduler = self._config.make_scheduler
         scheduler = None if make_scheduler is None else make_scheduler(optimizer)
-        for group, learning_rate in zip(optimizer.param_groups, schedule.get("learning_rates", ()), strict=False):
-            group["lr"] = learning_rate
-        for group, numbers in zip(optimizer.param_groups, schedule.get("scheduled", ()), strict=False):
-            group.update(numbers)
+        for name, value in (item for values in schedule.get("groups", ()) for item in values.items()):
+            present = group.get(name)
+            group[name] = copied(value)
+            if isinstance(value, Tensor) and isinstance(present, Tensor):
+                group[name] = group[name].to(present.device)
         if scheduler is not None and schedule.get("scheduler") is not None:
             scheduler.load_state_dict(schedule["scheduler"])
-        return of_buckets, optimizer, scheduler
+        # the runs of consecutive elements with one history, in this rank's shard of every bucket
+        self._runs, self._kept = of_buckets, kept
+        self.optimizer, self._scheduler = optimizer, scheduler
 
     @torch.no_grad()
     def _state_by_tensor(self) -> dict[int, TensorState]:
         """Return the optimizer's state for whole parameters, by their ``id``. Collective over the node."""
         known: dict[int, TensorState] = {}
         reducer, optimizer = self._reducer, self.optimizer
-        of_node, histories = self._runs_of_node(reducer, optimizer)
+        of_node, histories = self._runs_of_node(reducer)
         for index, (bucket, whole) in enumerate(zip(reducer.buckets, of_node, strict=False)):
             flats: dict[str, Tensor] = {}
             for name, dtype in sorted({kind for run in whole for kind in run.history.kinds}, key=str):
@@ -259,12 +315,12 @@ class RunningOuterOptimizer:
                 offset += piece.length
         return known
 
-    def _runs_of_node(self, reducer: Reducer, optimizer: Optimizer) -> tuple[list[list[Run]], frozenset[History]]:
+    def _runs_of_node(self, reducer: Reducer) -> tuple[list[list[Run]], frozenset[History]]:
         """Return the runs of every whole bucket and all histories on the node. Collective over the node."""
         topology = reducer.topology
         own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
         for index, runs in enumerate(self._runs):
-            own_runs = [Run(run.numel(), History.of(optimizer.state.get(run, {}), run)) for run in runs]
+            own_runs = [Run(run.numel(), History.of(self._held(run), run)) for run in runs]
             own.setdefault(reducer.buckets[index].held_by, []).append((_first_sent(reducer, index), own_runs))
         everyone = topology.intra.all_gather_object(own)
         whole: dict[str, list[list[Run]]] = {}
@@ -309,10 +365,6 @@ class RunningOuterOptimizer:
                 offset += run.numel
             states.append(own)
         return states
-
-
-def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if isinstance(value, float | tuple)}
 
 
 def _first_sent(reducer: Reducer, index: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.schemes.steps_delay.groups import UserGroups
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
 
@@ -17,9 +18,11 @@ class PulledWeights:
 
     Args:
         server: The server; nothing is in flight.
+        groups: The user's param groups, whose changes the server follows.
 
     Attributes:
         server: As above.
+        groups: As above.
         delayed_steps: Steps since the end of warm-up, u.
         has_pulled: Whether the next iteration uses weights that were pulled.
         pulled: The weights pulled last, pre: one flat tensor per bucket of the server.
@@ -27,8 +30,9 @@ class PulledWeights:
         rule_state: The local rule's tensors, for each of these parts.
     """
 
-    def __init__(self, server: ShardedServer) -> None:
+    def __init__(self, server: ShardedServer, groups: UserGroups) -> None:
         self.server = server
+        self.groups = groups
         self.restart()
 
     def restart(self) -> None:
@@ -53,6 +57,7 @@ class PulledWeights:
             "pulled": [tensor.clone() for tensor in self.pulled],
             "rule": [_joined(states) for states in self.rule_state],
             "server": self.server.state_dict(),
+            "groups": self.groups.state_dict(),
         }
 
     @torch.no_grad()
@@ -64,6 +69,7 @@ class PulledWeights:
             tensor.copy_(values)
         self.rule_state = [_cut(whole, parts) for whole, parts in zip(state["rule"], self.parts, strict=True)]
         self.server.load_state_dict(state["server"])
+        self.groups.load_state_dict(state["groups"])
 
 
 def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

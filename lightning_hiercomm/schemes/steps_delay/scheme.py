@@ -20,6 +20,7 @@ from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket
 from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
+from lightning_hiercomm.schemes.steps_delay.groups import UserGroups
 from lightning_hiercomm.schemes.steps_delay.pulled import PulledWeights
 from lightning_hiercomm.schemes.steps_delay.rules import (
     LOCAL_RULES,
@@ -27,6 +28,7 @@ from lightning_hiercomm.schemes.steps_delay.rules import (
     hold_global_gradient,
 )
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
+from lightning_hiercomm.schemes.steps_delay.shards import Hyperparameters
 
 
 class StepsDelay(Scheme):
@@ -48,7 +50,9 @@ class StepsDelay(Scheme):
     A node sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step; an all-reduce sends ``2 (M - 1) / M``. A rank
     holds its shard of the optimizer's state, the weights pulled last, and its messages.
 
-    **Learning rates.** The server uses the user's optimizer and its param groups at each step, so schedulers work. The
+    **Learning rates.** The server has optimizers of the user's class. What a scheduler, a callback or a hook changes in
+    the user's param groups reaches them in the next step. What the optimizer itself changes there, such as a number of
+    steps, each of them keeps for itself. Its update must be elementwise, which a trial on other tensors checks. The
     local rule uses ``local_lr_scale`` times the learning rate. With momentum m the server moves by ``lr / (1 - m)`` per
     unit of gradient, and GLU by ``(alpha + beta) * local_lr_scale * lr``; by default they are equal. torch keeps the
     learning rate out of the momentum buffer (unlike MXNet, which the paper uses), so after a change of the learning
@@ -122,6 +126,8 @@ class StepsDelay(Scheme):
             super().requirements,
             needs_whole_parameters=f"{type(self).__name__} keeps the model on servers of its own: use"
             " HierarchicalStrategy, or another scheme",
+            needs_own_parameters=f"{type(self).__name__} has a server for each optimizer, whose next pull undoes the"
+            " steps of the other one: give the parameter to one optimizer, or use another scheme",
         )
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
@@ -202,7 +208,7 @@ class ServedStepsDelay(RunningStepsDelay):
         self._background = self._new_background()
         self._disagreement = Disagreement()
         self._has_warned_of_sparse = False
-        self._serve({})
+        self._serve({}, {}, UserGroups(self._required_optimizer))
 
     @property
     def exchange(self) -> PulledWeights:
@@ -218,12 +224,17 @@ class ServedStepsDelay(RunningStepsDelay):
     # ---- a run ---------------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
-        state = self._whole_optimizer_state()
+        state, groups = self._whole_optimizer_state(), self.server.groups()
         super().follow(replica)
-        self._serve(state)
+        self._serve(state, groups, self.exchange.groups)
 
-    def _serve(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Make a server of the replica's parameters, with the optimizer's state for them."""
+    def _serve(
+        self,
+        state: Mapping[Tensor, Mapping[str, Any]],
+        groups: Mapping[int, Mapping[str, Any]],
+        of_user: UserGroups,
+    ) -> None:
+        """Make a server of the replica's parameters, with the state and param groups of the last one's optimizers."""
         server = ShardedServer(
             self.replica.parameters,
             self._required_optimizer,
@@ -234,7 +245,8 @@ class ServedStepsDelay(RunningStepsDelay):
             self.replica.bucket_bytes,
         )
         server.take_optimizer_state(state)
-        self.state.exchange = PulledWeights(server)
+        server.set_groups(groups)
+        self.state.exchange = PulledWeights(server, of_user)
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
@@ -256,14 +268,17 @@ class ServedStepsDelay(RunningStepsDelay):
                 )
             self._make_dense()
             with _without_gradients(self.replica.parameters):
-                optimizer_step()  # moves nothing: for hooks, and for schedulers, which check that it is called
+                # moves nothing: for hooks, and for schedulers, which check that it is called
+                changes = self.exchange.groups.step(optimizer_step)
             self.guard.check_gradients()
+        else:
+            changes = self.exchange.groups.changes()
         has_gradient = optimizer_step is not None
         with torch.no_grad():
             if self.phase == "warm-up":
-                self._step_synchronously(has_gradient)
+                self._step_synchronously(has_gradient, changes)
             else:
-                self._step_delayed(has_gradient)
+                self._step_delayed(has_gradient, changes)
 
     def _make_dense(self) -> None:
         """Make sparse gradients dense: their rows do not divide into the server's shards."""
@@ -286,20 +301,20 @@ class ServedStepsDelay(RunningStepsDelay):
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
-        state = self._whole_optimizer_state(only_on=0)
+        state, groups = self._whole_optimizer_state(only_on=0), self.server.groups()
         super().finish()
         self._required_optimizer.state.update(state)
+        self.exchange.groups.take(groups)
         self.state.holds_final_weights = True
 
     # ---- the method: one iteration of Algorithm 1, from the gradient on ------------------------------------------
 
-    def _step_synchronously(self, has_gradient: bool) -> None:
+    def _step_synchronously(self, has_gradient: bool, changes: Hyperparameters) -> None:
         """Step in the warm-up; without a gradient if it overflowed."""
         exchange, server = self.exchange, self.server
-        hyperparameters = server.hyperparameters()
         self._take_writes()
         for index in range(len(server.buckets)):
-            server.push(index, hyperparameters, has_gradient, pull=True)
+            server.push(index, changes, has_gradient, pull=True)
         server.wait_for_pulls()
         for index, weights in enumerate(server.pulled(exchange.pulled)):
             server.buckets[index].bucket.unpack(weights)
@@ -307,16 +322,15 @@ class ServedStepsDelay(RunningStepsDelay):
         exchange.has_pulled = False
         self.state.synchronizations += 1
 
-    def _step_delayed(self, has_gradient: bool) -> None:
+    def _step_delayed(self, has_gradient: bool, changes: Hyperparameters) -> None:
         exchange, server = self.exchange, self.server
         pulls = exchange.delayed_steps % self.config.delay == self.config.delay - 1
-        hyperparameters = server.hyperparameters()
         self._take_writes()
         has_arrived = exchange.has_pulled
         pulled: Iterator[Tensor | None] = server.pulled(exchange.pulled) if has_arrived else repeat(None)
         for index, bucket in enumerate(server.buckets):
             arrived = next(pulled)
-            server.push(index, hyperparameters, has_gradient, pulls)
+            server.push(index, changes, has_gradient, pulls)
             self._update_locally(index, bucket, has_gradient, arrived)
             if arrived is not None:
                 exchange.replace(index, arrived)
@@ -412,8 +426,10 @@ class ServedStepsDelay(RunningStepsDelay):
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         if self.state.holds_final_weights:
             return super().optimizer_state(only_on)
-        whole = self._whole_optimizer_state(only_on)
+        whole, groups = self._whole_optimizer_state(only_on), self.server.groups()
         state = self._required_optimizer.state_dict()
+        for saved, values in zip(state["param_groups"], self.exchange.groups.merged(groups), strict=True):
+            saved.update(values)
         parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
         state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
         return state

@@ -17,9 +17,9 @@ from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.optimizer_state import copied
+from lightning_hiercomm.schemes.optimizer_state import copied, optimizer_like
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket, sharded_buckets
-from lightning_hiercomm.schemes.steps_delay.shards import Hyperparameters, Shard, State, dtypes_of, optimizer_like
+from lightning_hiercomm.schemes.steps_delay.shards import Hyperparameters, Shard, State, dtypes_of, like_present
 
 T = TypeVar("T")
 
@@ -65,7 +65,6 @@ class ShardedServer:
         wire: Wire,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.optimizer = optimizer
         self.wire = wire
         self.spares = Spares()
         self._topology = topology
@@ -75,9 +74,9 @@ class ShardedServer:
             topology.nodes[node][local] for local in range(topology.num_shards) for node in range(topology.num_nodes)
         ]
         self.buckets = list(sharded_buckets(parameters, optimizer, len(self._owners), bucket_bytes))
-        self._shards = [self._new_shard(bucket) for bucket in self.buckets]
+        self._shards = [self._new_shard(bucket, optimizer) for bucket in self.buckets]
 
-    def _new_shard(self, bucket: ShardedBucket) -> Shard:
+    def _new_shard(self, bucket: ShardedBucket, optimizer: Optimizer) -> Shard:
         flat = bucket.pack()
         values = self._own(flat).clone()
         payload_dtype = self.wire.codec.payload_dtype(values.dtype)
@@ -87,7 +86,7 @@ class ShardedServer:
         for tensor in (values, mean, payload, last_pulled):
             if tensor is not None:
                 self._background.uses(tensor)
-        shard = Shard(bucket, values, mean, payload, optimizer_like(self.optimizer, bucket.group), last_pulled)
+        shard = Shard(bucket, values, mean, payload, optimizer_like(optimizer, bucket.group), last_pulled)
         shard.own(list(bucket.slices(*self._range(bucket))))
         return shard
 
@@ -107,7 +106,7 @@ class ShardedServer:
     # ---- push, step and pull -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def push(self, index: int, hyperparameters: Hyperparameters, has_gradients: bool, pull: bool) -> None:
+    def push(self, index: int, changes: Hyperparameters, has_gradients: bool, pull: bool) -> None:
         """Start to send a bucket's gradients to their owners, who then step; waits for the bucket's previous push only.
 
         The gradients are copied before this returns.
@@ -115,7 +114,7 @@ class ShardedServer:
         Args:
             index: The bucket's number. All buckets are pushed in each iteration, in their order. One that was pulled is
                 pushed after its weights were taken from :meth:`pulled`.
-            hyperparameters: Of the user's optimizer in this iteration, see :meth:`hyperparameters`.
+            changes: Values in the user's param groups that the server does not have yet.
             has_gradients: Whether the parameters hold the node's mean gradients; otherwise these overflowed.
             pull: Whether :meth:`pulled` will return the weights after this step.
         """
@@ -132,11 +131,11 @@ class ShardedServer:
 
         def step() -> None:
             summed.wait()
-            shard.step(hyperparameters)
+            shard.step(changes)
             if pull:
                 shard.start_pull(pull_group)
 
-        for value in hyperparameters[shard.bucket.group].values():
+        for value in changes[shard.bucket.group].values():
             if isinstance(value, Tensor):  # a tensor learning rate was cloned on the stream of training
                 self._background.uses(value)
         shard.stepped = self._background.submit(step)
@@ -183,17 +182,6 @@ class ShardedServer:
             self.spares.give_back(payload)
             yield weights
 
-    def hyperparameters(self) -> Hyperparameters:
-        """Return the values of the user's optimizer, and of its schedulers, in this iteration."""
-        return [
-            {
-                name: value.clone() if isinstance(value, Tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
-            for group in self.optimizer.param_groups
-        ]
-
     # ---- while nothing is in flight ------------------------------------------------------------------------------
 
     def settle(self) -> None:
@@ -238,6 +226,23 @@ class ShardedServer:
         """Restore :meth:`state_dict`, of a run with the same topology, buckets and wire."""
         for shard, saved in zip(self._shards, state, strict=True):
             shard.load_state_dict(saved)
+
+    # ---- param groups --------------------------------------------------------------------------------------------
+
+    def groups(self) -> dict[int, dict[str, Any]]:
+        """Return the values in the optimizers' param groups by the index of the user's group. Collective."""
+        own = {shard.bucket.group: shard.group for shard in self._shards if shard.owns_elements}
+        on_cpu = {
+            index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
+            for index, values in own.items()
+        }
+        everyone = self._topology.world.all_gather_object(on_cpu)
+        return {index: own.get(index, values) for theirs in reversed(everyone) for index, values in theirs.items()}
+
+    def set_groups(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
+        """Set values in the optimizers' param groups, as :meth:`groups` returns them."""
+        for shard in self._shards:
+            shard.set_group(like_present(groups.get(shard.bucket.group, {}), shard.group))
 
     # ---- optimizer state of whole parameters ---------------------------------------------------------------------
 

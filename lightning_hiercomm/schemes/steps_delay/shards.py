@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -12,16 +12,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.schemes.components.history import History
-from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
+from lightning_hiercomm.schemes.optimizer_state import (
+    copied,
+    is_elementwise,
+    keep_state_here,
+    plain_values_of,
+    values_of,
+)
+from lightning_hiercomm.schemes.optimizer_trial import NoCollectives
 from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket, Slice
 
 Hyperparameters: TypeAlias = list[dict[str, Any]]
-"""Per param group: learning rate, momentum, weight decay and all others except the parameters."""
+"""Per param group, values such as learning rate, momentum or weight decay; never the parameters."""
 
 State: TypeAlias = dict[int, dict[str, Any]]
 """Optimizer state by a slice's index: values, or the dtype of a value that has one number per element."""
@@ -66,14 +72,16 @@ class Shard:
     # ---- step and pull -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, hyperparameters: Hyperparameters) -> None:
-        """Step the weights with the mean gradient."""
+    def step(self, changes: Hyperparameters) -> None:
+        """Step the weights with the mean gradient, after changes of the param groups."""
         may_keep = not _is_of_torch(self.optimizer)  # the gradient itself, while the next push overwrites `mean`
         for owned in self._owned:
             part = self.mean[owned.offset :][: owned.parameter.numel()]
             owned.parameter.grad = part.to(owned.parameter.dtype, copy=may_keep).view(owned.parameter.shape)
             keep_state_here(self.optimizer, owned.parameter)
-        self.optimizer.param_groups[0].update(hyperparameters[self.bucket.group])
+        self.set_group(changes[self.bucket.group])
+        if not self.owns_elements:
+            return
         with _without_collectives(self.optimizer):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -90,6 +98,20 @@ class Shard:
         self.pull = group.all_gather(self.payload, own)
 
     # ---- optimizer state -----------------------------------------------------------------------------------------
+
+    @property
+    def owns_elements(self) -> bool:
+        """Whether the shard is more than padding, so that its optimizer steps."""
+        return bool(self._owned)
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """A copy of the optimizer's param group without the parameters, with what its own steps have changed."""
+        return values_of(self.optimizer.param_groups[0])
+
+    def set_group(self, values: Mapping[str, Any]) -> None:
+        """Change values of the optimizer's param group."""
+        self.optimizer.param_groups[0].update(copied(dict(values)))
 
     def own(self, slices: Sequence[Slice], lengths: Sequence[int] | None = None) -> None:
         """Let the optimizer step these slices: neighbours together, so many each time (default: all)."""
@@ -156,6 +178,7 @@ class Shard:
             "last_pulled": None if self.last_pulled is None else self.last_pulled.clone(),
             "payload": self.payload.clone(),
             "optimizer": [{name: copied(value) for name, value in state.items()} for state in states],
+            "group": plain_values_of(self.optimizer.param_groups[0]),
             "runs": [len(owned.slices) for owned in self._owned],
         }
 
@@ -166,6 +189,7 @@ class Shard:
         self.payload.copy_(state["payload"])
         if self.last_pulled is not None:
             self.last_pulled.copy_(state["last_pulled"])
+        self.set_group(like_present(state["group"], self.group))
         self.optimizer.state.clear()
         self.own(self._slices(), state["runs"])
         for owned, held in zip(self._owned, state["optimizer"], strict=True):
@@ -181,26 +205,20 @@ class Shard:
         return value.clone() if stays else value.to(owned.parameter.device, copy=True)
 
 
+def like_present(values: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of a param group from a file, with tensors on the devices of the present ones."""
+    return {
+        name: value.to(held.device)
+        if isinstance(value, Tensor) and isinstance(held := present.get(name), Tensor)
+        else value
+        for name, value in values.items()
+    }
+
+
 def dtypes_of(state: State) -> Iterator[tuple[str, torch.dtype]]:
     """List the names and dtypes of state with one number per element."""
     items = (item for values in state.values() for item in values.items())
     yield from sorted({name: value for name, value in items if isinstance(value, torch.dtype)}.items())
-
-
-def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
-    """Return an optimizer like one param group of the user's, without parameters and state.
-
-    The class's constructor is not called, because its arguments cannot be read from an instance (``AdamW`` does not
-    take all its own defaults). The user's hooks, and a scheduler's wrapper of ``step``, stay with the user's.
-    """
-    own: Optimizer = type(optimizer).__new__(type(optimizer))
-    own.__dict__.update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    for name, value in vars(optimizer).items():
-        if isinstance(value, OrderedDict):  # hooks
-            setattr(own, name, OrderedDict())
-    own.state = defaultdict(dict)
-    own.param_groups = [{**optimizer.param_groups[group], "params": []}]
-    return own
 
 
 def _is_of_torch(optimizer: Optimizer) -> bool:
@@ -210,20 +228,7 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 def _without_collectives(optimizer: Optimizer) -> AbstractContextManager[object]:
     if _is_of_torch(optimizer):
         return nullcontext()  # the check takes as long as a step of a small shard
-    return _NoCollectives(
+    return NoCollectives(
         f"{type(optimizer).__name__}.step() communicates with other ranks. With StepsDelay every rank steps another"
         " shard of the parameters, so its collectives would not match. Use AllReduce()"
     )
-
-
-class _NoCollectives(TorchDispatchMode):
-    """Raises an error before a collective of ``torch.distributed`` starts in this thread."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._message = message
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace:
-            raise RuntimeError(self._message)
-        return func(*args, **(kwargs or {}))

@@ -283,7 +283,16 @@ def test_a_narrow_wire_loses_no_small_updates():
 
 
 class Communicating(torch.optim.SGD):
+    """Communicates from a step on."""
+
+    def __init__(self, parameters, lr, first=1):
+        super().__init__(parameters, lr)
+        self.first, self.taken = first, 0
+
     def step(self, closure=None):
+        self.taken += 1
+        if self.taken < self.first:
+            return super().step(closure)
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
@@ -292,8 +301,10 @@ class Communicating(torch.optim.SGD):
 
 @pytest.mark.parametrize("warmup_steps", [0, 2])
 def test_optimizer_that_communicates_is_refused_by_name(process_group, warmup_steps):
-    with pytest.raises(RuntimeError, match=r"Communicating\.step\(\) communicates .* Use AllReduce\(\)"):
+    with pytest.raises(ValueError, match=r"serve Communicating.* its step communicates .* Use AllReduce\(\)"):
         train(steps(4), StepsDelay(2, warmup_steps), inner=partial(Communicating, lr=0.1))
+    with pytest.raises(RuntimeError, match=r"Communicating\.step\(\) communicates .* Use AllReduce\(\)"):
+        train(steps(12), StepsDelay(2, warmup_steps), inner=partial(Communicating, lr=0.1, first=10))
 
 
 def test_parameters_that_join_later_leave_the_others_state_alone():

@@ -27,6 +27,8 @@ from problems import train_with_momentum as train
 from lightning_hiercomm.nodes import bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Context, StepsDelay
 from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate, dc_asgd, glu
 
@@ -322,10 +324,12 @@ def test_a_step_does_not_wait_for_its_own_push_and_pull():
 
 
 class FailsAtThird(torch.optim.SGD):
-    """An optimizer whose third step on a shard raises."""
+    """An optimizer whose third step on a shard raises, once training has begun."""
+
+    is_training = False
 
     def step(self, closure: Any = None) -> None:
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+        if self.is_training and any(p.grad is not None for group in self.param_groups for p in group["params"]):
             self.taken = getattr(self, "taken", 0) + 1
             if self.taken == 3:
                 raise ArithmeticError("the third step")
@@ -333,11 +337,13 @@ class FailsAtThird(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_a_background_error_reaches_the_training_thread(warmup):
+def test_a_background_error_reaches_the_training_thread(monkeypatch, warmup):
     needs_a_background_thread()
     reached = []
+    monkeypatch.setattr(FailsAtThird, "is_training", False)
 
     def work(run: Rank) -> None:
+        FailsAtThird.is_training = True
         for n in range(6):
             try:
                 run.train()
@@ -435,8 +441,14 @@ def test_bad_arguments_are_named(arguments, message):
         StepsDelay(**arguments)
 
 
-class LARS(torch.optim.SGD):
-    """Only the name matters here."""
+class Normalizing(torch.optim.SGD):
+    """Divides each gradient by its norm."""
+
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.grad /= p.grad.norm()
+        return super().step(closure)
 
 
 class ByClosure(torch.optim.Optimizer):
@@ -499,12 +511,12 @@ def lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     ("optimizer", "arguments", "message"),
     [
         (lambda p: torch.optim.Adam(p), {}, "local_update='sgd'"),
-        (lambda p: LARS(p, lr=0.1), {"local_update": "sgd"}, "LARS, which needs whole tensors.* another scheme"),
+        (lambda p: Normalizing(p, lr=0.1), {"local_update": "sgd"}, "Normalizing.* depends on all.* another scheme"),
         (lambda p: torch.optim.LBFGS(p), {"local_update": "sgd"}, "LBFGS"),
         (lambda p: ByClosure(p), {"local_update": "sgd"}, "ByClosure, which evaluates the loss several times"),
         (lambda p: lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
         (lambda p: Wrapping(p), {"local_update": "sgd"}, "Wrapping, which wraps another"),
-        (lambda p: torch.optim.SparseAdam(p), {"local_update": "sgd"}, "dense, which SparseAdam does not take"),
+        (lambda p: torch.optim.SparseAdam(p), {"local_update": "sgd"}, "SparseAdam.* does not support dense gradients"),
         (lambda p: Releasing(p), {}, "make it without gradient_release"),
         (None, {}, "needs the optimizer"),
     ],
@@ -527,6 +539,17 @@ def test_parameters_that_share_memory_are_refused_with_the_way_to_tie_them():
 
     with pytest.raises(ValueError, match="share memory"):
         on_ranks(bind, [[0], [1]])
+
+
+@pytest.mark.parametrize("nodes", [((0,),), ((0,), (1,))])
+def test_two_optimizers_of_one_parameter_are_refused_with_the_reason(nodes):
+    def bind(topology: Topology) -> None:
+        module = torch.nn.Linear(2, 1)
+        optimizers = [torch.optim.SGD(parameters, lr=0.1) for parameters in (module.parameters(), [module.bias])]
+        TrainingRun(StepsDelay(), Replicas(module, optimizers), topology)
+
+    with pytest.raises(ValueError, match=r"optimizers 0 and 1 train bias. StepsDelay has a server for each optimizer"):
+        on_ranks(bind, nodes)
 
 
 @pytest.mark.parametrize("arguments", [{"local_update": "sgd"}, {"local_update": "dc_asgd"}])

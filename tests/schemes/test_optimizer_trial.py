@@ -1,0 +1,220 @@
+"""Optimizers that cannot step parts of tensors are found by a trial, whatever their names."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from harness import Rank, on_nodes, steps
+
+from lightning_hiercomm.schemes import DiLoCo, StepsDelay
+from lightning_hiercomm.schemes.optimizer_trial import why_not_in_parts, why_not_without_gradient
+
+CPU = torch.device("cpu")
+TWO = ((0,), (1,))
+
+
+class Plain(torch.optim.SGD):
+    """Calls :meth:`update` for each parameter with a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
+
+    def update(self, p, group):
+        p.sub_(p.grad, alpha=float(group["lr"]))
+
+
+class OneNormPerTensor(Plain):
+    def update(self, p, group):
+        p.sub_(p.grad * (p.norm() / p.grad.norm()), alpha=float(group["lr"]))
+
+
+class NormInState(Plain):
+    def update(self, p, group):
+        state = self.state[p]
+        state["norm"] = 0.9 * state.get("norm", 0.0) + p.grad.norm()
+        p.sub_(p.grad / state["norm"], alpha=float(group["lr"]))
+
+
+class NumberInGroup(Plain):
+    def update(self, p, group):
+        group["d"] = max(group.get("d", 1e-6), float(p.grad.norm()) * 1e-6)
+        p.sub_(p.grad, alpha=float(group["lr"]) * group["d"])
+
+
+class MatricesOnly(Plain):
+    def update(self, p, group):
+        p.sub_(p.grad @ p.grad.mT @ p.grad, alpha=float(group["lr"]))
+
+
+class Rows(Plain):
+    def update(self, p, group):
+        self.state[p]["rows"] = p.grad.square().mean(-1, keepdim=True) if p.dim() > 1 else p.grad.square()
+        p.sub_(p.grad / (self.state[p]["rows"].sqrt() + 1e-8), alpha=float(group["lr"]))
+
+
+class Centralized(Plain):
+    def update(self, p, group):
+        grad = p.grad - p.grad.mean(-1, keepdim=True) if p.dim() > 1 else p.grad
+        p.sub_(grad, alpha=float(group["lr"]))
+
+
+class ClipsLate(Plain):
+    """Begins to clip its updates by their norm at the fourth step."""
+
+    def update(self, p, group):
+        state = self.state[p]
+        state["step"] = state.get("step", 0) + 1
+        scale = 1.0 if state["step"] < 4 else 1.0 / max(1.0, float(p.grad.norm()))
+        p.sub_(p.grad, alpha=float(group["lr"]) * scale)
+
+
+class Buffers(Plain):
+    def update(self, p, group):
+        buffers = self.state[p].setdefault("buffers", {0.5: torch.zeros_like(p), 0.9: torch.zeros_like(p)})
+        for beta, buffer in buffers.items():
+            buffer.mul_(beta).add_(p.grad)
+            p.sub_(buffer, alpha=float(group["lr"]))
+
+
+class StateOfNoParameter(Plain):
+    def step(self, closure=None):
+        self.state["k"] = self.state.get("k", 0) + 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (StateOfNoParameter, "its state 'k' belongs to no parameter"),
+        (OneNormPerTensor, "its step depends on all elements of a tensor"),
+        (ClipsLate, "its step depends on all elements of a tensor"),
+        (Centralized, "its step depends on all elements of a tensor"),
+        (NormInState, "its state 'norm' depends on all elements"),
+        (NumberInGroup, "its 'd' in param_groups depends on all elements"),
+        (MatricesOnly, "a trial step of a flat shard raised RuntimeError"),
+        (Rows, "its state 'rows' is neither one number nor one per element"),
+        (Buffers, "its state 'buffers' is neither one number nor one per element"),
+    ],
+)
+def test_an_optimizer_of_whole_tensors_is_found_whatever_its_name(optimizer, reason):
+    assert reason in (why_not_in_parts(partial(optimizer, lr=0.1), CPU) or "")
+    for scheme, inner in (
+        (DiLoCo(2, partial(optimizer, lr=0.1)), partial(torch.optim.SGD, lr=0.1)),
+        (StepsDelay(2, 2, local_update="sgd"), partial(optimizer, lr=0.1)),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{optimizer.__name__} cannot|cannot serve {optimizer.__name__}"
+        ) as error:
+            on_nodes(steps(1), scheme, TWO, inner=inner)
+        assert reason in str(error.value)
+        assert re.search("Use an elementwise one|Use AllReduce", str(error.value))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(torch.optim.SGD, lr=0.0, momentum=0.9, **given) for given in ({"foreach": True}, {"nesterov": True})),
+        *(partial(torch.optim.Adam, **given) for given in ({}, {"fused": True}, {"amsgrad": True}, {"foreach": True})),
+        partial(torch.optim.AdamW, lr=torch.tensor(0.0)),
+        *(getattr(torch.optim, name) for name in ("NAdam", "RAdam", "ASGD", "RMSprop", "Rprop", "Adagrad", "Adamax")),
+    ],
+)
+def test_elementwise_optimizers_pass_the_trial(make):
+    assert why_not_in_parts(make, CPU, numbers_only=True) is None
+    assert why_not_without_gradient(make, CPU) is None
+
+
+def test_a_trial_leaves_the_optimizer_and_random_numbers_alone():
+    class Noisy(Plain):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, lr)
+            self.calls = []
+            self.param_groups[0]["cache"] = [0, [torch.zeros(1)]]
+
+        def step(self, closure=None):
+            self.calls.append(1)
+            self.param_groups[0]["cache"][1][0].add_(1)
+            torch.rand(3)
+            super().step(closure)
+
+    def work(rank: Rank) -> None:
+        assert rank.optimizer.calls == []
+        assert rank.optimizer.param_groups[0]["cache"] == [0, [torch.zeros(1)]]
+        assert rank.optimizer.param_groups[0]["lr"] == 0.5
+
+    torch.manual_seed(7)
+    expected = torch.rand(4)
+    torch.manual_seed(7)
+    on_nodes(work, StepsDelay(2, 2, local_update="sgd"), ((0,),), inner=partial(Noisy, lr=0.5))
+    assert torch.equal(torch.rand(4), expected)
+
+
+class NeedsGradient(Plain):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=float(group["lr"]))
+
+
+class Decays(Plain):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.99)
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [(NeedsGradient, "without gradients raised TypeError"), (Decays, "moves parameters that have no gradient")],
+)
+def test_steps_delay_refuses_an_optimizer_that_does_not_skip_parameters_without_gradient(optimizer, reason):
+    with pytest.raises(ValueError, match=f"cannot serve {optimizer.__name__}.*{reason}"):
+        on_nodes(steps(1), StepsDelay(2, 2, local_update="sgd"), TWO, inner=partial(optimizer, lr=0.1))
+
+
+def test_each_param_group_is_tried():
+    def make(parameters):
+        optimizer = ByFlag([{"params": parameters[:1]}, {"params": parameters[1:], "norms": True}], lr=0.1)
+        return optimizer
+
+    class ByFlag(Plain):
+        def update(self, p, group):
+            p.sub_(p.grad / (p.grad.norm() if group.get("norms") else 1.0), alpha=float(group["lr"]))
+
+    with pytest.raises(ValueError, match="cannot serve ByFlag"):
+        on_nodes(steps(1), StepsDelay(2, 2, local_update="sgd"), TWO, inner=make, shapes=((2,), (3,)))
+
+
+class CountsInAttribute(Plain):
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr)
+        self.taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("outer", "reason"),
+    [
+        (CountsInAttribute, "CountsInAttribute cannot .*changes its attribute 'taken'"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS cannot .*evaluates the loss"),
+        (
+            lambda p: torch.optim.SGD([{"params": p[:1]}, {"params": p[1:]}], lr=0.1),
+            "SGD cannot .*several param groups",
+        ),
+    ],
+)
+def test_other_outer_optimizers_are_refused_with_the_reason(outer, reason):
+    with pytest.raises(ValueError, match=reason):
+        on_nodes(steps(1), DiLoCo(2, outer), TWO)
