@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.tree import fabric
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP's constructor looks for names
+from lightning_hiercomm.nodes.ignored import NAMES, ignored_by_ddp
 
 _FIND_UNUSED = "`strategy={}(find_unused_parameters=True)`"
 
@@ -128,7 +127,7 @@ class PassThroughDDP(CopiedDDP):
         self.static_graph = given["static_graph"]
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.parameters_to_ignore: set[str] = set()
+        self.parameters_to_ignore = set(getattr(module, NAMES, ()))
         self.reducer = _NoReducer()  # type: ignore[assignment]
         self.logger = None
 
@@ -239,7 +238,7 @@ def in_ddp(
         device_ids: As in DDP.
         arguments: Other arguments of DDP.
         settled: Whether to use :class:`SettledDDP`; otherwise results equal those of DDP to the bit.
-        ignored: Names of buffers that are never broadcast, because their shapes differ between ranks.
+        ignored: Names of further buffers that are never broadcast, because their shapes differ between ranks.
     """
     kind = SettledDDP if settled else CopiedDDP
     with _ignoring(module, ignored):
@@ -256,16 +255,17 @@ def in_ddp(
 @contextmanager
 def _ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Inside, DDP's constructor ignores more tensors of a module than the user has named."""
-    before = vars(module).get(_IGNORED)
-    if names:
-        vars(module)[_IGNORED] = {*(before or ()), *names}
+    before = vars(module).get(NAMES)
+    # not other names of a tied parameter: DDP averages its gradient, unless the user lists all its names
+    if further := {*names} - ignored_by_ddp(module):
+        vars(module)[NAMES] = {*getattr(module, NAMES, ()), *further}
     try:
         yield
     finally:
         if before is not None:
-            vars(module)[_IGNORED] = before
+            vars(module)[NAMES] = before
         else:
-            vars(module).pop(_IGNORED, None)
+            vars(module).pop(NAMES, None)
 
 
 def register_bucket_hook(model: DistributedDataParallel, reduce: Callable[[Any], Future[Tensor]]) -> None:

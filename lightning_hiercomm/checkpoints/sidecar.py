@@ -143,15 +143,15 @@ def check_sidecar(
     state: Mapping[str, Any],
     module: nn.Module,
     schemes: Sequence[RunningScheme[Scheme]],
-    own_buffers: Collection[str] = (),
+    own_tensors: Collection[str] = (),
 ) -> None:
     """Raise a ``ValueError`` if a sidecar was saved with other parameters, schemes, buckets or codecs.
 
-    ``own_buffers`` names buffers whose shapes may differ between ranks.
+    ``own_tensors`` names tensors whose shapes may differ between ranks.
     """
     path = state["path"]
     saved, own = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in own_buffers}
+        {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in own_tensors}
         for tensors in (state["tensors"], _tensors(module))
     )
     if saved != own:
@@ -169,7 +169,7 @@ def restore_sidecar(
     optimizers: Sequence[Optimizer],
     schemes: Sequence[RunningScheme[Scheme]],
     gradients: GradientPath,
-    own_buffers: Collection[str] = (),
+    own_tensors: Collection[str] = (),
 ) -> None:
     """Restore a sidecar, except for the random states.
 
@@ -179,7 +179,8 @@ def restore_sidecar(
     tensors = _tensors(module)
     for name, tensor in tensors.items():
         saved = state["tensors"].get(name, tensor)
-        if saved.shape != tensor.shape and name in own_buffers:
+        is_replaced = saved.shape != tensor.shape or tensor.layout != torch.strided
+        if is_replaced and name in own_tensors and not isinstance(tensor, nn.Parameter):
             owner, _, own_name = name.rpartition(".")
             setattr(module.get_submodule(owner), own_name, saved.to(tensor.device))
             continue
@@ -209,6 +210,8 @@ def checksum(state: Any) -> str:
 def _digest(value: Any, digest: hashlib.blake2b) -> None:
     if type(value) in (Tensor, nn.Parameter):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.layout != torch.strided:  # of buffers that stay each rank's own
+            value = value.detach().to_dense()
         flat = value.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     elif isinstance(value, Mapping):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.nodes.checksums import print_of
-from lightning_hiercomm.run.replicas import Replicas, trained_by
+from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
@@ -40,8 +40,8 @@ class Misuse:
             self._known = self._replicas.checksums()  # the first batch may have initialized parameters
         if self._batches != _FIRST:
             return
-        now, named = self._replicas.checksums(), self._replicas.module.named_parameters()
-        if changed := [name for name, p in named if p.requires_grad and now[name] != self._known.get(name)]:
+        now, named = self._replicas.checksums(), dict(self._replicas.module.named_parameters())
+        if changed := [n for n, known in now.items() if named[n].requires_grad and known != self._known.get(n)]:
             raise RuntimeError(
                 f"{', '.join(changed[:3])} changed in {_FIRST} batches without a counted optimizer step: nodes would"
                 " never synchronize. Step what self.optimizers() returns (with Fabric: what fabric.setup returned), and"
@@ -87,7 +87,7 @@ class Misuse:
 
     def _compare_gradients(self, optimizer: Optimizer, group: Communicator) -> None:
         own = set(map(id, self._replicas.module.parameters()))
-        grads = [p.grad for p in trained_by(optimizer) if id(p) in own and p.grad is not None]
+        grads = [p.grad for p in self._replicas.trained_by(optimizer) if id(p) in own and p.grad is not None]
         if are_equal([int(print_of(local(grad).to_dense())) for grad in grads], group, self._replicas.device):
             return
         self.gradient_group = None

@@ -17,6 +17,7 @@ from lightning_hiercomm.comm.dtensor import is_whole, local, whole
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.buffers import homes_of_buffers, is_of_numbers, names_of_directions
 from lightning_hiercomm.nodes.checksums import plain, print_of
+from lightning_hiercomm.nodes.ignored import ignored_by_ddp
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.shapes import check_shapes
 from lightning_hiercomm.run.shards import own_shard, reshard, shard_specs
@@ -31,7 +32,8 @@ class Replicas:
     The parameters of an optimizer may change during a run: callbacks like BackboneFinetuning unfreeze some or add param
     groups. So :meth:`of` builds each replica from what is trainable at the time of the call.
 
-    If the module is sharded over the node, a replica holds this rank's shards.
+    If the module is sharded over the node, a replica holds this rank's shards. What the module tells DDP to ignore
+    stays each rank's own (:mod:`~lightning_hiercomm.nodes.ignored`).
 
     A float buffer that holds infinities, NaN or very large numbers when training begins is a mask or a bound, not a
     statistic. It has no mean and is not exchanged in training. Once it is finite on all ranks (the best loss so far),
@@ -76,31 +78,43 @@ class Replicas:
 
     def check_names(self) -> None:
         """Check that the module has the buffers that ``average_buffers`` names."""
-        names = [name for name, buffer in self.module.named_buffers() if is_of_numbers(buffer)]
+        ignored = ignored_by_ddp(self.module)
+        named = self.module.named_buffers()
+        names = [name for name, buffer in named if is_of_numbers(buffer) and name not in ignored]
         patterns = [] if isinstance(self.average_buffers, bool) else self.average_buffers
         unknown = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
         if unknown:
             raise ValueError(
                 f"average_buffers={list(patterns)!r}: no float buffer has a name like {unknown[0]!r}. They are"
-                f" {', '.join(names[:20]) or 'none'}"
+                f" {', '.join(names[:20]) or 'none'}{', without those that DDP ignores' if ignored else ''}"
             )
 
     def check_shapes(self, group: Communicator) -> None:
         """Raise a ``ValueError`` on all ranks if shapes of what they exchange differ. Collective."""
         check_shapes(self.module, group, self.device, averaged_buffers(self.module, self.average_buffers))
 
-    def own_buffers(self, group: Communicator) -> set[str]:
-        """Return the names of buffers that stay each rank's own, and whose shapes differ. Collective.
+    def own_tensors(self, group: Communicator) -> set[str]:
+        """Return the names of tensors that stay each rank's own, and are never broadcast. Collective.
 
         Raises:
             ValueError: On all ranks, as :meth:`check_shapes`.
         """
-        return own_buffers(self.module, group, self.device, self.average_buffers)
+        return own_tensors(self.module, group, self.device, self.average_buffers)
 
     @property
     def not_averaged(self) -> set[str]:
-        """The names of buffers that are never averaged."""
-        return not_averaged(self.module, self.average_buffers)
+        """The names of buffers, and of parameters that DDP ignores, that are never averaged."""
+        return not_averaged(self.module, self.average_buffers) | ignored_by_ddp(self.module)
+
+    def trained_by(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the optimizer's trainable parameters, except those that stay each rank's own."""
+        own, trained = self._ignored_parameters(), trained_by(optimizer)
+        return [parameter for parameter in trained if id(parameter) not in own] if own else trained
+
+    def _ignored_parameters(self) -> set[int]:
+        if not (names := ignored_by_ddp(self.module)):
+            return set()
+        return {id(parameter) for name, parameter in self.module.named_parameters() if name in names}
 
     @property
     def device(self) -> torch.device:
@@ -111,7 +125,7 @@ class Replicas:
         """Return an optimizer's trainable parameters, and the float buffers of the layers that they belong to."""
         buffers = self._buffers_by_optimizer()
         own = next(index for index, other in enumerate(self.optimizers) if other is optimizer)
-        trained = trained_by(optimizer)
+        trained = self.trained_by(optimizer)
         self.have_written()  # or the module's parameters may be gathered ones
         names = [(name, local(parameter)) for name, parameter in self.module.named_parameters()]
         own_buffers = set(map(id, buffers.get(own, ())))
@@ -127,10 +141,11 @@ class Replicas:
         )
 
     def whole(self) -> Replica:
-        """Return all parameters of the module, frozen ones too, and its averaged float buffers."""
+        """Return all parameters of the module, frozen ones too, and its averaged float buffers, except ignored ones."""
         floats = [buffer for _, buffer in self._averaged_buffers()]
         self.have_written()
-        parameters = [parameter for parameter in self.module.parameters() if is_of_numbers(parameter)]
+        own = self._ignored_parameters()
+        parameters = [p for p in self.module.parameters() if is_of_numbers(p) and id(p) not in own]
         shares = shard_specs(parameters, self._node)
         plain = [parameter for parameter in parameters if id(local(parameter)) not in shares]
         sharded = [local(parameter) for parameter in parameters if id(local(parameter)) in shares]
@@ -155,6 +170,7 @@ class Replicas:
         mean when the run began, and buffers that were added since.
         """
         trained = {id(parameter) for optimizer in self.optimizers for parameter in trained_by(optimizer)}
+        trained |= self._ignored_parameters()
         parameters = [] if self._node else self.module.parameters()
         found: list[Tensor] = [p for p in parameters if id(p) not in trained and is_of_numbers(p) and p.numel()]
         if not with_buffers:
@@ -166,24 +182,26 @@ class Replicas:
 
     def has_changed(self, replica: Replica, optimizer: Optimizer) -> bool:
         """Return whether the optimizer trains other parameters now than ``replica`` holds; the same on all ranks."""
-        trained, known = trained_by(optimizer), replica.with_empty
+        trained, known = self.trained_by(optimizer), replica.with_empty
         return len(trained) != len(known) or any(local(a) is not b for a, b in zip(trained, known, strict=True))
 
     def has_grown(self, replica: Replica, optimizer: Optimizer) -> bool:
         """Return whether the optimizer trains parameters that ``replica`` does not hold; the same on all ranks."""
         known = set(map(id, replica.with_empty))
-        return any(id(local(parameter)) not in known for parameter in trained_by(optimizer))
+        return any(id(local(parameter)) not in known for parameter in self.trained_by(optimizer))
 
     def grown(self, replica: Replica, optimizer: Optimizer) -> list[Tensor]:
         """Return parameters that the optimizer trains and ``replica`` does not hold; none of a sharded module."""
         known = set(map(id, replica.parameters))
-        return [] if self._node else [p for p in trained_by(optimizer) if id(p) not in known and is_of_numbers(p)]
+        return [] if self._node else [p for p in self.trained_by(optimizer) if id(p) not in known and is_of_numbers(p)]
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
-        """Return by name a checksum of what this rank holds of each of the module's parameters."""
+        """Return by name a checksum of what this rank holds of each parameter, except those that stay its own."""
         self.have_written()  # or the module's parameters may be gathered ones
-        return {name: int(print_of(local(parameter))) for name, parameter in self.module.named_parameters()}
+        own = ignored_by_ddp(self.module)
+        named = self.module.named_parameters()
+        return {name: int(print_of(local(parameter))) for name, parameter in named if name not in own}
 
     def have_written(self) -> None:
         """Make a sharded module gather its parameters again, after a write outside of a training step."""
@@ -205,7 +223,7 @@ class Replicas:
             By name, the state of every parameter that the optimizer trains, in its order: DTensors where it is sharded.
         """
         by_tensor = {id(tensor): state for tensor, state in zip(replica.parameters, held, strict=True)}
-        parameters = trained_by(optimizer)
+        parameters = self.trained_by(optimizer)
         shards = list(map(local, parameters))
         states = [by_tensor.get(id(shard), {}) for shard in shards]
         if self._node:  # a rank with an empty shard of a parameter takes part with the others' kinds of state
@@ -224,7 +242,7 @@ class Replicas:
     def held_state(self, optimizer: Optimizer, states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Undo :meth:`whole_state`, also from the plain tensors that other strategies save. Collective."""
         held = []
-        for parameter, state in zip(trained_by(optimizer), states, strict=True):
+        for parameter, state in zip(self.trained_by(optimizer), states, strict=True):
             own = {name: own_shard(v, parameter) if v.shape == parameter.shape else v for name, v in state.items()}
             if local(parameter).numel():
                 held.append(own)
@@ -264,11 +282,12 @@ def averaged_buffers(module: nn.Module, average_buffers: bool | Sequence[str]) -
     """Return the persistent floating-point buffers that ``average_buffers`` selects, by name."""
     if average_buffers is False:
         return {}
-    homes = homes_of_buffers(module)
+    homes, ignored = homes_of_buffers(module), ignored_by_ddp(module)
     return {
         name: buffer
         for name, buffer in module.named_buffers(remove_duplicate=False)
         if is_of_numbers(buffer)
+        and name not in ignored
         and homes[id(local(buffer))].is_persistent
         and (average_buffers is True or any(fnmatchcase(name, pattern) for pattern in average_buffers))
     }
@@ -280,12 +299,15 @@ def not_averaged(module: nn.Module, average_buffers: bool | Sequence[str]) -> se
     return {name for name, _ in module.named_buffers(remove_duplicate=False) if name not in averaged}
 
 
-def own_buffers(
+def own_tensors(
     module: nn.Module, group: Communicator, device: torch.device, average_buffers: bool | Sequence[str]
 ) -> set[str]:
-    """Check shapes before training; return the names of buffers that stay each rank's own, and differ. Collective."""
+    """Check shapes before training; return the names of tensors that stay each rank's own. Collective.
+
+    They are those that DDP ignores, and buffers that are not averaged and whose shapes differ.
+    """
     averaged = averaged_buffers(module, average_buffers)
-    return check_shapes(module, group, device, averaged, before_training=True)
+    return check_shapes(module, group, device, averaged, before_training=True) | ignored_by_ddp(module)
 
 
 def tensors_without(module: nn.Module, names: Collection[str]) -> list[Tensor]:

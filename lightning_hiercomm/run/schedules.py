@@ -77,11 +77,11 @@ class Schedules:
         Their saved state belongs to these parameters. A resumed program may freeze or unfreeze others, which the next
         step detects.
         """
-        parameters = dict(self._replicas.module.named_parameters())
+        parameters, own = dict(self._replicas.module.named_parameters()), self._replicas.not_averaged
         before = {name: parameter.requires_grad for name, parameter in parameters.items()}
         if names is not None:
             for name, parameter in parameters.items():
-                if before[name] != (name in names):
+                if before[name] != (name in names) and name not in own:
                     parameter.requires_grad_(name in names)
             for scheme, optimizer in zip(self._schemes, self._replicas.optimizers, strict=True):
                 if self._replicas.has_changed(scheme.replica, optimizer):

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.buffers import LEAVE_OUT
+from lightning_hiercomm.nodes.ignored import ignored_by_ddp
 
 
 class _Kind(NamedTuple):
@@ -31,6 +32,8 @@ def check_shapes(
 ) -> set[str]:
     """Check that shapes, dtypes and device types of parameters and averaged buffers are equal on all ranks. Collective.
 
+    Those that DDP ignores are not compared.
+
     Args:
         module: The module.
         group: The ranks.
@@ -44,9 +47,10 @@ def check_shapes(
     Raises:
         ValueError: On all ranks, if a parameter or an averaged buffer differs.
     """
-    named = module.named_parameters(remove_duplicate=False)
+    ignored = ignored_by_ddp(module)
+    named = [each for each in module.named_parameters(remove_duplicate=False) if each[0] not in ignored]
     parameters = {name: _Kind(_text(p), is_trained=before_training and p.requires_grad) for name, p in named}
-    named_buffers = module.named_buffers(remove_duplicate=False)
+    named_buffers = [each for each in module.named_buffers(remove_duplicate=False) if each[0] not in ignored]
     buffers = {name: _Kind(_text(b), name in averaged) for name, b in named_buffers}
     own = parameters | {name: kind for name, kind in buffers.items() if before_training or kind.is_averaged}
     if are_equal(sorted(own.items()), group, device):

@@ -94,7 +94,7 @@ class ElasticNode(pl.Callback):
 
     def _begin_equal(self) -> None:
         replicas, world = self._run.replicas, self._run.topology.world
-        broadcast_values(tensors_without(replicas.module, replicas.own_buffers(world)), world)
+        broadcast_values(tensors_without(replicas.module, replicas.own_tensors(world)), world)
 
     def _undo_point(self) -> Callable[[], None]:
         run = self._run

@@ -8,6 +8,7 @@ from typing import Any
 from lightning_hiercomm._lightning.trainer import names_logged_in_training, validates_by_the_clock
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.elastic.configuration import check_torchft
+from lightning_hiercomm.nodes.ignored import ignored_by_ddp
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import Scheme
@@ -69,6 +70,11 @@ _CALLBACKS: tuple[Check, ...] = (
 )
 
 _TRAINER: tuple[Check, ...] = (
+    (
+        lambda trainer: bool(ignored_by_ddp(trainer.lightning_module)),
+        "the module tells DDP to leave parameters or buffers to each rank (_ddp_params_and_buffers_to_ignore), but a"
+        " joining node begins with another node's: leave the attribute or elastic= out",
+    ),
     (
         validates_by_the_clock,
         "Trainer(val_check_interval=...) of a time validates at another step on every node: give a number of batches,"

@@ -150,7 +150,7 @@ class FabricLoop:
                 run.remember_values()
             run.averaged_model.check_shapes()
             if run.values_have_changed():  # since `fabric.setup`: pretrained weights, say
-                own = run.replicas.own_buffers(run.topology.world)
+                own = run.replicas.own_tensors(run.topology.world)
                 broadcast_values(tensors_without(run.module, own), run.topology.world)
                 run.begin_from_module()
             run.begin(self.epochs, self.steps)

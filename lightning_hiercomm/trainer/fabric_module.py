@@ -28,9 +28,8 @@ from lightning_hiercomm.run.replicas import (
     Replicas,
     broadcast_values,
     check_initialized,
-    own_buffers,
+    own_tensors,
     tensors_without,
-    trained_by,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
@@ -61,8 +60,8 @@ class FabricModule:
         self._wrapped: DistributedDataParallel | None = None
         self._reduced: dict[int, nn.Parameter] | None = None  # None: ranks do not share gradients
         self._expects_all_used = False
-        self._own_buffers = own_buffers(module, topology.world, device, settings.average_buffers)
-        broadcast_values(tensors_without(module, self._own_buffers), topology.world)
+        self._own_tensors = own_tensors(module, topology.world, device, settings.average_buffers)
+        broadcast_values(tensors_without(module, self._own_tensors), topology.world)
 
     @property
     def group(self) -> Communicator | None:
@@ -109,7 +108,7 @@ class FabricModule:
         if not self._reduced:  # DDP refuses such a module
             return self.module
         arguments = {**ddp_arguments, "process_group": process_group(self.group)}
-        self._wrapped = in_ddp(self.module, device_ids, arguments, self._topology.num_nodes > 1, self._own_buffers)
+        self._wrapped = in_ddp(self.module, device_ids, arguments, self._topology.num_nodes > 1, self._own_tensors)
         register_bucket_hook(self._wrapped, partial(_reduce_bucket, weakref.ref(self)))
         return self._wrapped
 
@@ -145,7 +144,7 @@ class FabricModule:
         """Trained parameters whose gradients DDP does not reduce: it was made before they were unfrozen or added."""
         if self.run is None or self._reduced is None:
             return []
-        trained = dict.fromkeys(p for optimizer in self.run.optimizers for p in trained_by(optimizer))
+        trained = dict.fromkeys(p for optimizer in self.run.optimizers for p in self.run.replicas.trained_by(optimizer))
         return [parameter for parameter in trained if id(parameter) not in self._reduced]
 
     @outside_autocast()

@@ -38,7 +38,7 @@ from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.replicas import (
     Replicas,
     check_initialized,
-    own_buffers,
+    own_tensors,
     tensors_without,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -147,10 +147,10 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         self._announce()  # before a progress bar starts
 
     def _begin_equal(self) -> None:
-        """Broadcast rank 0's values of the module's tensors, except where shapes differ. Collective."""
+        """Broadcast rank 0's values of the module's tensors, except those that stay each rank's own. Collective."""
         world, average_buffers = self._topology.world, self._settings.average_buffers
-        self._own_buffers = own_buffers(self._module, world, self.root_device, average_buffers)
-        self._broadcast_tensors(tensors_without(self._module, self._own_buffers))
+        self._own_tensors = own_tensors(self._module, world, self.root_device, average_buffers)
+        self._broadcast_tensors(tensors_without(self._module, self._own_tensors))
 
     def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
         settings = self._settings
@@ -224,11 +224,11 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     def _synchronize_written(self) -> None:
         """Broadcast rank 0's values of what the program has written; trained parameters only if these have changed."""
         if self._run.values_have_changed(of_trained=True):
-            own = self._run.replicas.own_buffers(self._topology.world)
+            own = self._run.replicas.own_tensors(self._topology.world)
             self._broadcast_tensors(tensors_without(self._module, own))
             self._run.begin_from_module()
         else:  # a teacher, say
-            kept = self._run.schedules.trained()
+            kept = {*self._run.schedules.trained(), *self._run.replicas.not_averaged}
             self._broadcast_tensors([p for name, p in self._module.named_parameters() if name not in kept])
             self._run.remember_values()
 

@@ -21,6 +21,7 @@ from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_
 from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.comm.torch import without_splitting_gloo
+from lightning_hiercomm.nodes.ignored import ignored_by_ddp
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
@@ -227,6 +228,12 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
 
     @override
     def model_to_device(self) -> None:
+        if names := ignored_by_ddp(self._module):
+            raise ValueError(
+                f"{', '.join(sorted(names)[:3])}: the module tells DDP to leave them to each rank"
+                f" (_ddp_params_and_buffers_to_ignore), but {type(self).__name__} does not use DDP, and makes all nodes"
+                " equal: leave the attribute out, or use HierarchicalStrategy"
+            )
         super().model_to_device()
         self._begin_equal()
 

@@ -52,7 +52,7 @@ class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
         self._run_or_none: TrainingRun | None = None
         self._epoch_clock: EpochClock | None = None
         self._elastic_node: ElasticNode | None = None
-        self._own_buffers: set[str] = set()  # names of buffers whose shapes differ between ranks
+        self._own_tensors: set[str] = set()  # names of tensors that are never broadcast
 
     def __getstate__(self) -> dict[str, Any]:
         # spawn pickles a strategy before it trains, and programs copy and pickle Trainers at any time

@@ -160,7 +160,7 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         settled = self._topology.num_nodes > 1 or self._settings.elastic is not None
-        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, self._own_buffers)
+        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, self._own_tensors)
 
     @override
     def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_hiercomm._lightning.ddp import in_ddp
+from lightning_hiercomm._lightning.ddp import PassThroughDDP, in_ddp
 
 
 class Layer(nn.Module):
@@ -56,3 +56,22 @@ def test_ignored_buffers_are_never_broadcast(launch):
         assert named == ["counts"], "as the user has set it"
         assert other == [1.0] * 2
         assert counts == [rank] * 2
+
+
+class Tells(nn.Module):
+    """Names what DDP is to ignore in its class."""
+
+    _ddp_params_and_buffers_to_ignore = ("bank",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("bank", torch.zeros(3))
+        self.register_buffer("other", torch.zeros(3))
+
+
+def test_names_of_a_class_are_ignored_with_further_ones(process_group):
+    module = Tells()
+    assert in_ddp(module, None, {}, settled=False, ignored={"other"}).parameters_to_ignore == {"bank", "other"}
+    assert module._ddp_params_and_buffers_to_ignore == ("bank",)
+    assert PassThroughDDP(module, None, {}).parameters_to_ignore == {"bank"}

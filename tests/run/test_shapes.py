@@ -30,7 +30,7 @@ from lightning_hiercomm import (
     StepsDelay,
 )
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas, own_buffers
+from lightning_hiercomm.run.replicas import Replicas, own_tensors
 from lightning_hiercomm.run.training_run import TrainingRun
 
 SCHEMES = {"all_reduce": AllReduce, "periodic": partial(PeriodicAveraging, 2), "diloco": partial(DiLoCo, 2)}
@@ -267,7 +267,7 @@ def test_trainable_parameters_that_differ_are_refused_before_training(fit, how, 
 
 def _refused(module: nn.Module, topology: Topology, average_buffers: Any = True) -> str:
     with pytest.raises(ValueError, match="rank 0") as refused:
-        own_buffers(module, topology.world, torch.device("cpu"), average_buffers)
+        own_tensors(module, topology.world, torch.device("cpu"), average_buffers)
     return str(refused.value)
 
 
@@ -277,7 +277,7 @@ def test_every_rank_refuses_tensors_that_differ():
         other.register_buffer("bank", torch.zeros(1 + topology.rank))
         other.register_buffer("types", torch.zeros(1, dtype=[torch.float32, torch.float64][topology.rank // 2]))
         said = [_refused(layer, topology), _refused(other, topology), _refused(other, topology, ["types"])]
-        return [*said, own_buffers(other, topology.world, torch.device("cpu"), ["b"])]
+        return [*said, own_tensors(other, topology.world, torch.device("cpu"), ["b"])]
 
     said = on_ranks(work, [[0], [1], [2]])
     assert said == [said[0]] * 3
@@ -391,3 +391,11 @@ def test_buffers_that_are_left_out_stay_each_ranks_own_on_fabric(borrow, ranks_p
         assert held == bank == [float(rank)] * (8 + rank)
         assert saved == [0.0] * 8
         assert parameters == ranks[0][3]
+
+
+def test_buffers_that_ddp_ignores_cannot_be_named_for_averaging():
+    module = nn.BatchNorm1d(2)
+    module._ddp_params_and_buffers_to_ignore = ["running_mean"]
+    with pytest.raises(ValueError, match="They are running_var, without those that DDP ignores"):
+        Replicas(module, [], average_buffers=["running_mean"]).check_names()
+    Replicas(module, [], average_buffers=["running_*"]).check_names()

@@ -28,8 +28,14 @@ def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor], local_up
     """
     if is_placeholder(optimizer):
         return
-    kind = type(optimizer).__name__
+    kind, held = type(optimizer).__name__, set(map(id, parameters))
+    of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
     reasons = [
+        (
+            any(p.requires_grad and p.numel() and id(p) not in held for p in of_groups),
+            "steps all parameters on its server, also those that the module tells DDP to leave to each rank"
+            " (_ddp_params_and_buffers_to_ignore): use another scheme",
+        ),
         (
             evaluates_loss(optimizer),
             f"cannot serve {kind}, which evaluates the loss several times per step: use another scheme",
