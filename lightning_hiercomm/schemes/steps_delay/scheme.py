@@ -428,6 +428,8 @@ class ServedStepsDelay(RunningStepsDelay):
             return super().optimizer_state(only_on)
         whole, groups = self._whole_optimizer_state(only_on), self.server.groups()
         state = self._required_optimizer.state_dict()
+        if not state:  # Lightning's stand-in, where a module has no optimizer
+            return state
         for saved, values in zip(state["param_groups"], self.exchange.groups.merged(groups), strict=True):
             saved.update(values)
         parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
