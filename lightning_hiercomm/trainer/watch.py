@@ -28,16 +28,30 @@ from lightning_hiercomm.control.waiting import MainThread
 log = logging.getLogger(__name__)
 
 
+_IS_CONSEQUENCE = "_is_consequence_of_another_rank"
+
+
+class BriefHook:
+    """A ``sys.excepthook`` that prints the message alone of an exception that another rank has caused.
+
+    Args:
+        show: The hook before it, which prints.
+    """
+
+    def __init__(self, show: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
+        self._show = show
+
+    def __call__(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if hasattr(value, _IS_CONSEQUENCE):
+            value.__cause__ = value.__context__ = value.__traceback__ = traceback = None
+        self._show(kind, value, traceback)
+
+
 def print_without_traceback(exception: BaseException) -> None:
     """Let this process, if the exception ends it, print the message alone: another rank, the cause, prints more."""
-    show = sys.excepthook
-
-    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if value is exception:
-            value.__cause__ = value.__context__ = value.__traceback__ = traceback = None
-        show(kind, value, traceback)
-
-    sys.excepthook = hook
+    setattr(exception, _IS_CONSEQUENCE, True)  # a reference would keep the model in memory if the program continues
+    if not isinstance(sys.excepthook, BriefHook):
+        sys.excepthook = BriefHook(sys.excepthook)
 
 
 class LeavesTogether(pl.utilities.exceptions.SIGTERMException):
@@ -179,7 +193,8 @@ class RunControl:
                 return
         if isinstance(exception, RankFailure):
             print_without_traceback(exception)
-        if self.plane is None or self._has_noted_exception or isinstance(exception, RankFailure):
+            return
+        if self.plane is None or self._has_noted_exception:
             return
         self._has_noted_exception = True
         if isinstance(exception, SystemExit) and not exception.code:

@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import time
+import weakref
 from functools import partial
 
 import lightning.pytorch as pl
@@ -348,3 +349,19 @@ def test_a_rank_that_ends_because_of_another_prints_no_traceback(capsys, monkeyp
     said = capsys.readouterr().err
     assert said.count("Traceback") == 2, "of the first error, and its context"
     assert said.endswith("\nRuntimeError: own\nRuntimeError: of another rank\n")
+
+
+def test_a_program_that_continues_after_a_failure_of_another_rank_does_not_keep_it(monkeypatch):
+    class FailureError(RuntimeError):
+        pass
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    hooks, left = [], []
+    for _ in range(2):
+        failure = FailureError()
+        print_without_traceback(failure)
+        hooks.append(sys.excepthook)
+        left.append(weakref.ref(failure))
+    del failure
+    assert [each() for each in left] == [None, None]
+    assert hooks[0] is hooks[1]
