@@ -88,10 +88,8 @@ def _tried(
                     part.step(of_part)
                 if reason := _difference(whole, parts, numbers_only):
                     return reason
-    except CollectiveError:
-        return "its step communicates with other ranks, whose steps are of other shards"
     except Exception as error:  # whatever the optimizer raises
-        return f"a trial step of a flat shard raised {type(error).__name__}: {error}"
+        return _why_it_raised("of a flat shard", error)
     return None
 
 
@@ -102,11 +100,16 @@ def why_not_without_gradient(make: MakeOptimizer, device: torch.device) -> str |
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), NoCollectives():
             tried = _Tried(make, [values], device)
             tried.optimizer.step()
-    except CollectiveError:
-        return "its step communicates with other ranks, whose steps are of other shards"
     except Exception as error:  # whatever the optimizer raises
-        return f"a trial step without gradients raised {type(error).__name__}: {error}"
+        return _why_it_raised("without gradients", error)
     return None if torch.equal(tried.values.cpu(), values) else "it moves parameters that have no gradient"
+
+
+def _why_it_raised(kind: str, error: Exception) -> str:
+    if isinstance(error, CollectiveError):
+        return "its step communicates with other ranks, whose steps are of other shards"
+    first, *_ = str(error).splitlines() or [""]  # of a compiled step it has dozens
+    return f"a trial step {kind} raised {type(error).__name__}: {first}"
 
 
 class _Tried:

@@ -181,6 +181,16 @@ def test_steps_delay_refuses_an_optimizer_that_does_not_skip_parameters_without_
         on_nodes(steps(1), StepsDelay(2, 2, local_update="sgd"), TWO, inner=partial(optimizer, lr=0.1))
 
 
+@pytest.mark.parametrize("said", ["no kernel\nfor this frame\nnor that", ""])
+def test_what_a_trial_step_raises_is_one_line_of_the_reason(said):
+    class Fails(Plain):
+        def update(self, p, group):
+            raise RuntimeError(said)
+
+    ends = f"raised RuntimeError: {said.partition(chr(10))[0]}"
+    assert str(why_not_in_parts(partial(Fails, lr=0.1), CPU)).endswith(ends)
+
+
 def test_each_param_group_is_tried():
     def make(parameters):
         optimizer = ByFlag([{"params": parameters[:1]}, {"params": parameters[1:], "norms": True}], lr=0.1)

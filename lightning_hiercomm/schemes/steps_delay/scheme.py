@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.in_place_of_step import Update
+from lightning_hiercomm.schemes.optimizer_state import is_placeholder
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
@@ -424,12 +425,10 @@ class ServedStepsDelay(RunningStepsDelay):
         return super().scalars() if relative is None else {**super().scalars(), "disagreement": relative}
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
-        if self.state.holds_final_weights:
+        if self.state.holds_final_weights or is_placeholder(self._required_optimizer):
             return super().optimizer_state(only_on)
         whole, groups = self._whole_optimizer_state(only_on), self.server.groups()
         state = self._required_optimizer.state_dict()
-        if not state:  # Lightning's stand-in, where a module has no optimizer
-            return state
         for saved, values in zip(state["param_groups"], self.exchange.groups.merged(groups), strict=True):
             saved.update(values)
         parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
