@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,34 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from harness import TARGETS, run_to_end
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from ranks import collect_trainers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
+from lightning_hiercomm import (
+    DASO,
+    AllReduce,
+    DiLoCo,
+    Gossip,
+    HierarchicalFabricStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
+
 BATCH = 8
 """Samples per step over all ranks: each takes ``BATCH / world_size``."""
+
+SHORT_SCHEMES = {
+    "all_reduce": AllReduce(),
+    "periodic": PeriodicAveraging(2),
+    "daso": DASO(2, 1, warmup_steps=1, cooldown_steps=0),
+    "diloco": DiLoCo(2),
+    "gossip": Gossip(),
+    "steps_delay": StepsDelay(delay=2, warmup_steps=2),
+}
+"""Every scheme, synchronizing at least once in a run of three steps."""
 
 
 train_with_momentum = partial(
@@ -230,6 +252,17 @@ def warnings_with(text: str) -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield messages
     messages += [str(warning.message) for warning in caught if text in str(warning.message)]
+
+
+def on_fabric(loop: Callable[[Fabric], Any]) -> list[Any]:
+    """Run a loop on two ranks under Fabric's DDP and under AllReduce of two nodes; returns what it has returned."""
+    ours, found = HierarchicalFabricStrategy("all_reduce", ranks_per_node=1), []
+    for strategy in (FabricDDP(), ours):
+        found.append(Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(loop))
+    for run in ours.runs:
+        run.close(timeout=20.0)
+    ours.topology.close()
+    return found
 
 
 def same_bits(reports: list[dict[str, Any]]) -> None:

@@ -7,35 +7,22 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
-from problems import SaveAfter, one_trainer
+from problems import SHORT_SCHEMES, SaveAfter, on_fabric, one_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
-    DASO,
-    AllReduce,
-    DiLoCo,
     Gossip,
-    HierarchicalFabricStrategy,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
-    PeriodicAveraging,
     StepsDelay,
 )
 from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
 pytestmark = pytest.mark.pooled
-SCHEMES = {
-    "all_reduce": AllReduce(),
-    "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, warmup_steps=1, cooldown_steps=0),
-    "diloco": DiLoCo(2),
-    "gossip": Gossip(),
-    "gossip of ranks": Gossip(hierarchical=False),
-}
+SCHEMES = {**SHORT_SCHEMES, "gossip of ranks": Gossip(hierarchical=False)}
+del SCHEMES["steps_delay"]  # which refuses them
 OWN = ("layers.expert", "layers.table", "layers.seen")
 
 
@@ -158,16 +145,7 @@ def test_loops_on_fabric_leave_each_rank_its_own(borrow):
             optimizer.zero_grad()
         return own_of(module)
 
-    def both(_):
-        ours, found = HierarchicalFabricStrategy("all_reduce", ranks_per_node=1), []
-        for strategy in (FabricDDP(), ours):
-            found.append(Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(loop))
-        for run in ours.runs:
-            run.close(timeout=20.0)
-        ours.topology.close()
-        return found
-
-    (zero, zeros), (one, ones) = borrow(both, ranks=2)
+    (zero, zeros), (one, ones) = borrow(lambda _: on_fabric(loop), ranks=2)
     assert (zeros, ones) == (zero, one)
     assert zero[1:] != one[1:]
 

@@ -7,14 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.pytorch.strategies import DDPStrategy
-from problems import one_trainer
+from problems import on_fabric, one_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import HierarchicalFabricStrategy, HierarchicalStrategy
+from lightning_hiercomm import HierarchicalStrategy
 
 pytestmark = pytest.mark.pooled
 STEPS, FEATURES = 4, 6
@@ -124,14 +122,5 @@ def test_programs_on_fabric_that_keep_gradients_train_as_on_ddp(borrow):
             optimizer.step()
         return [parameter.detach() for parameter in module.parameters()]
 
-    def both(_):
-        ours, found = HierarchicalFabricStrategy("all_reduce", ranks_per_node=1), []
-        for strategy in (FabricDDP(), ours):
-            found.append(Fabric(accelerator="cpu", devices=2, strategy=strategy).launch(surgery))
-        for run in ours.runs:
-            run.close(timeout=20.0)
-        ours.topology.close()
-        return found
-
-    for ddp, ours in borrow(both, ranks=2):
+    for ddp, ours in borrow(lambda _: on_fabric(surgery), ranks=2):
         torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-7)

@@ -11,21 +11,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from problems import Quadratic, one_trainer
+from problems import SHORT_SCHEMES, Quadratic, one_trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 
 pytestmark = pytest.mark.pooled
 STEPS = 4
-SCHEMES = {
-    "all_reduce": AllReduce(),
-    "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, warmup_steps=1, cooldown_steps=0),
-    "diloco": DiLoCo(2),
-    "gossip": Gossip(),
-    "steps_delay": StepsDelay(delay=2, warmup_steps=2),
-}
 
 
 class Accumulates(Quadratic):
@@ -53,13 +45,13 @@ def weights(module: pl.LightningModule) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in module.parameters()]
 
 
-def _accumulated(folder, ranks, sizes, names=tuple(SCHEMES)):
+def _accumulated(folder, ranks, sizes, names=tuple(SHORT_SCHEMES)):
     """By scheme, whether both ways to DDP do the same, after a comparison with a run without no_sync."""
     found = {}
     for name in names:
         ends = []
         for module in (Accumulates(""), Accumulates(), Accumulates("strategy.model")):
-            strategy = HierarchicalStrategy(SCHEMES[name], ranks_per_node=sizes)
+            strategy = HierarchicalStrategy(SHORT_SCHEMES[name], ranks_per_node=sizes)
             one_trainer(folder, devices=ranks, max_epochs=1, strategy=strategy).fit(module)
             ends.append((module.report, weights(module)))
         torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
@@ -69,7 +61,7 @@ def _accumulated(folder, ranks, sizes, names=tuple(SCHEMES)):
 
 @pytest.mark.parametrize("sizes", [1, 2], ids=["2x1", "1x2"])
 def test_no_sync_accumulates_on_nodes_of_any_size(borrow, sizes):
-    assert borrow(lambda folder: _accumulated(folder, 2, sizes), ranks=2) == [dict.fromkeys(SCHEMES, True)] * 2
+    assert borrow(lambda folder: _accumulated(folder, 2, sizes), ranks=2) == [dict.fromkeys(SHORT_SCHEMES, True)] * 2
 
 
 def test_no_sync_accumulates_in_a_run_of_one_rank(tmp_path):
@@ -186,7 +178,7 @@ def _read(folder, sizes):
         ("periodic", "head", True),
         ("all_reduce", "head", False),
     ):
-        strategy = HierarchicalStrategy(SCHEMES[name], ranks_per_node=sizes, find_unused_parameters=finds_unused)
+        strategy = HierarchicalStrategy(SHORT_SCHEMES[name], ranks_per_node=sizes, find_unused_parameters=finds_unused)
         trainer = one_trainer(folder, devices=2, max_epochs=1, strategy=strategy)
         trainer.fit(module := Reads(freeze))
         found.append((name, finds_unused, module.report))

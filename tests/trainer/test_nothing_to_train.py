@@ -9,21 +9,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from pairwise import select
-from problems import one_trainer
+from problems import SHORT_SCHEMES, one_trainer
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import HierarchicalStrategy
 
 pytestmark = pytest.mark.pooled
 STEPS = 3
-SCHEMES = {
-    "all_reduce": AllReduce(),
-    "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, warmup_steps=1, cooldown_steps=0),
-    "diloco": DiLoCo(2),
-    "gossip": Gossip(),
-    "steps_delay": StepsDelay(delay=2, warmup_steps=2),
-}
 
 
 class Counts(pl.LightningModule):
@@ -104,7 +96,7 @@ class FrozenWithout(Frozen):
 PROGRAMS = (Counts, Unoptimized, UnoptimizedByHand, NoOptimizers, Frozen, FrozenWithout)
 
 
-PAIRS = [*itertools.product(PROGRAMS, SCHEMES)]
+PAIRS = [*itertools.product(PROGRAMS, SHORT_SCHEMES)]
 ON_PUSH = select([{"program": program, "scheme": name} for program, name in PAIRS])  # each program, each scheme
 
 
@@ -115,7 +107,7 @@ def _runs(folder, sizes, pairs):
         module, path = program(), folder / f"{program.__name__}-{name}.ckpt"
         before = {key: value.clone() for key, value in module.named_parameters()}
         for resume in (None, path):
-            strategy = HierarchicalStrategy(SCHEMES[name], ranks_per_node=sizes, checkpoint_replicas=True)
+            strategy = HierarchicalStrategy(SHORT_SCHEMES[name], ranks_per_node=sizes, checkpoint_replicas=True)
             epochs = 1 if resume is None else 2
             trainer = one_trainer(folder, devices=2, strategy=strategy, max_epochs=epochs, callbacks=[Save(path)])
             trainer.fit(module, ckpt_path=resume)
