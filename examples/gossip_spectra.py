@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm import DirectedExponential, Graph, RandomPermutation, Ring
-from lightning_hiercomm.schemes.reducers.graphs import round_of
+from lightning_hiercomm.schemes.reducers.graphs import partners_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -33,7 +33,7 @@ def mixing_matrices(graph: Graph, ranks: int, steps: int) -> Iterator[Tensor]:
             identity = torch.eye(ranks, dtype=torch.float64)
             yield (identity + identity[graph.receive_from(ranks, step, 0)]) / 2
         else:
-            yield round_of(graph, ranks, step).mixing_matrix()
+            yield partners_of(graph, ranks, step).mixing_matrix()
 
 
 def products(graph: Graph, ranks: int, steps: int, push_sum: bool) -> Iterator[Tensor]:
@@ -41,7 +41,7 @@ def products(graph: Graph, ranks: int, steps: int, push_sum: bool) -> Iterator[T
     product = torch.eye(ranks, dtype=torch.float64)
     if push_sum:
         for step in range(steps):
-            product = round_of(graph, ranks, step).mixing_matrix() @ product
+            product = partners_of(graph, ranks, step).mixing_matrix() @ product
             yield product / product.sum(1, keepdim=True)  # z = x / w
     else:
         for matrix in mixing_matrices(graph, ranks, steps):

@@ -23,7 +23,7 @@ from lightning_hiercomm.schemes.reducers.graphs import (
     RandomPermutation,
     Ring,
     Sampling,
-    round_of,
+    partners_of,
 )
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchanges
 from lightning_hiercomm.schemes.reducers.neighbors import Peers
@@ -381,7 +381,7 @@ class RunningGossip(RunningScheme[Gossip]):
             return
         graph, size = self.config.graph, self.topology.num_nodes
         rounds = [
-            round_of(graph, size, step, index).send_to
+            partners_of(graph, size, step, index).send_to
             for step in range(_STEPS_COMPARED)
             for index in range(len(fragments))
         ]

@@ -182,8 +182,8 @@ def _roulette(size: int, generator: random.Random) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Round:
-    """One exchange of one fragment among all ranks.
+class Partners:
+    """The partners of all ranks in one exchange of one fragment.
 
     Every rank splits its value into equal shares, one for each receiver and one to keep, and adds the received shares.
     Hence the mixing matrix is column-stochastic, and sums over ranks are conserved.
@@ -201,9 +201,9 @@ class Round:
         return 1.0 / (len(self.send_to[rank]) + 1)
 
     def push(self, weights: Sequence[float]) -> list[float]:
-        """Return the push-sum weights of all ranks after this round, from those before it.
+        """Return the push-sum weights of all ranks after this exchange, from those before it.
 
-        Every rank computes them from the graph, so they are not sent. A doubly stochastic round keeps equal weights.
+        Every rank computes them from the graph, so they are not sent. A doubly stochastic exchange keeps equal weights.
         """
         after = []
         for rank, sources in enumerate(self.receive_from):
@@ -221,7 +221,7 @@ class Round:
         return matrix
 
 
-def round_of(graph: Graph, size: int, step: int, fragment: int = 0) -> Round:
+def partners_of(graph: Graph, size: int, step: int, fragment: int = 0) -> Partners:
     """Return the checked exchange of ``graph`` for this step and fragment; a single rank has no peers.
 
     Raises:
@@ -233,7 +233,7 @@ def round_of(graph: Graph, size: int, step: int, fragment: int = 0) -> Round:
         return ValueError(f"{graph!r} at step {step}, fragment {fragment}, for {size} ranks: {what}")
 
     if size == 1:
-        return Round(((),), ((),))
+        return Partners(((),), ((),))
     answer = graph.send_to(size, step, fragment)
     if len(answer) < size:
         raise refuse(f"rank {len(answer)} is missing")
@@ -253,4 +253,4 @@ def round_of(graph: Graph, size: int, step: int, fragment: int = 0) -> Round:
     for rank, sources in enumerate(receive_from):
         if not sources:
             raise refuse(f"rank {rank} receives from no rank")
-    return Round(send_to, tuple(map(tuple, receive_from)))
+    return Partners(send_to, tuple(map(tuple, receive_from)))

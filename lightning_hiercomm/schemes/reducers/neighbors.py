@@ -17,7 +17,7 @@ from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.health.preflight import Verdict
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.reducers.graphs import Graph, Round, round_of
+from lightning_hiercomm.schemes.reducers.graphs import Graph, Partners, partners_of
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
 
@@ -62,21 +62,21 @@ class Peers:
         self._codec = wire.codec
         self._push_sum = push_sum
         self._spares = Spares()
-        self._rounds: dict[int, tuple[tuple[int, int], Round]] = {}  # by fragment: the last round
+        self._last: dict[int, tuple[tuple[int, int], Partners]] = {}  # of the last exchange, by fragment
         if fragments and topology.inter is not None:
             topology.inter.expect_exchanges()
 
-    def round(self, step: int, index: int) -> Round:
+    def partners(self, step: int, index: int) -> Partners:
         """Return the exchange of a fragment after ``step`` optimizer steps."""
         key = step, self._topology.num_nodes
-        last = self._rounds.get(index)
+        last = self._last.get(index)
         if last is None or last[0] != key:
-            last = self._rounds[index] = key, round_of(self.graph, self._topology.num_nodes, step - 1, index)
+            last = self._last[index] = key, partners_of(self.graph, self._topology.num_nodes, step - 1, index)
         return last[1]
 
     def weights_after(self, step: int, index: int, weights: Sequence[float]) -> list[float]:
         """Return the nodes' push-sum weights of a fragment after an exchange, from those before it."""
-        return self.round(step, index).push(weights) if self._push_sum else list(weights)
+        return self.partners(step, index).push(weights) if self._push_sum else list(weights)
 
     def sender(self, index: int) -> int:
         """Return the place, among its holders, of the rank that exchanges a fragment."""
@@ -115,20 +115,20 @@ class Peers:
         bucket, inter, node = self.fragments[index], self._topology.inter, self._topology.node
         if not self.sends(index) or inter is None or self._topology.num_nodes == 1:
             return self._receive(index, background, then)
-        round_ = self.round(step, index)
-        share = bucket.pack(bucket.empty(spares=self._spares), weight=self._part(round_, weights, node))
+        partners = self.partners(step, index)
+        share = bucket.pack(bucket.empty(spares=self._spares), weight=self._part(partners, weights, node))
         payload = self._codec.encode(share)
         received = [
-            self._spares.take(payload.numel(), payload.dtype, payload.device) for _ in round_.receive_from[node]
+            self._spares.take(payload.numel(), payload.dtype, payload.device) for _ in partners.receive_from[node]
         ]
         arrived = inter.exchange(
-            [(payload, peer) for peer in round_.send_to[node]],
-            list(zip(received, round_.receive_from[node], strict=True)),
+            [(payload, peer) for peer in partners.send_to[node]],
+            list(zip(received, partners.receive_from[node], strict=True)),
         )
         flat = received[0] if payload is share else bucket.empty(spares=self._spares)
         for tensor in (share, payload, flat, *received):
             background.uses(tensor)
-        mixing = _Mixing(self, index, weights, round_, share, payload, received)
+        mixing = _Mixing(self, index, weights, partners, share, payload, received)
 
         def collect() -> None:
             arrived.wait()
@@ -163,8 +163,8 @@ class Peers:
     def _holders(self, index: int) -> Holders:
         return self._duplicate.holders[self.fragments[index].held_by]
 
-    def _part(self, round_: Round, weights: Sequence[float], node: int) -> float:
-        return weights[node] * round_.share(node) if self._push_sum else 1.0
+    def _part(self, partners: Partners, weights: Sequence[float], node: int) -> float:
+        return weights[node] * partners.share(node) if self._push_sum else 1.0
 
 
 @dataclass
@@ -174,13 +174,13 @@ class _Mixing:
     Attributes:
         share: This rank's message before encoding.
         payload: The same, encoded; the same tensor if it is sent unencoded.
-        received: The payloads of all peers, in the order of the round.
+        received: The payloads of all peers, in the order of the partners.
     """
 
     peers: Peers
     index: int
     weights: Sequence[float]
-    round: Round
+    partners: Partners
     share: Tensor
     payload: Tensor
     received: Sequence[Tensor]
@@ -193,21 +193,21 @@ class _Mixing:
         _subtract(change, own)  # in pairs, so that equal replicas change by exactly zero
         for place in range(1, len(self.received)):
             change.add_(_subtract(self._decoded(self.received[place], torch.empty_like(own)), own))
-        surplus = len(self.received) - len(self.round.send_to[self.peers._topology.node])
+        surplus = len(self.received) - len(self.partners.send_to[self.peers._topology.node])
         if not self.peers._push_sum:
             change.div_(len(self.received) + 1)
         elif surplus:
             change.add_(own, alpha=surplus)
 
     def _part_of(self, node: int) -> float:
-        return self.peers._part(self.round, self.weights, node)
+        return self.peers._part(self.partners, self.weights, node)
 
     def _decoded(self, payload: Tensor, out: Tensor) -> Tensor:
         return payload if self.payload is self.share else self.peers._codec.decode(payload, out)
 
     def _compare(self, own: Tensor, theirs: Tensor) -> None:
         node = self.peers._topology.node
-        peer = self.round.receive_from[node][0]
+        peer = self.partners.receive_from[node][0]
         samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(node))
         self.peers.disagreement.compare(self.index, *samples, own.numel())
 
@@ -272,7 +272,7 @@ class NeighborExchange(Reducer):
         return Verdict()
 
     def start(self, index: int, background: Background, keep_sent: bool = False) -> PendingBucket:
-        self._check(self._peers.round(self._turn, index))
+        self._check(self._peers.partners(self._turn, index))
         bucket = self.buckets[index]
         is_needed = self._peers.sends(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
@@ -287,7 +287,7 @@ class NeighborExchange(Reducer):
 
         equal_weights = [1.0] * self.topology.num_nodes
         pending = self._peers.start(index, self._turn, equal_weights, background, update_reference)
-        pending.nodes = 1 + len(self._peers.round(self._turn, index).receive_from[self.topology.node])
+        pending.nodes = 1 + len(self._peers.partners(self._turn, index).receive_from[self.topology.node])
         return replace(pending, sent=own) if keep_sent else pending
 
     def __call__(
@@ -314,8 +314,8 @@ class NeighborExchange(Reducer):
     def gather(self, flat: Tensor, index: int) -> Handle:
         return self._peers.gather(flat, index)
 
-    def _check(self, round_: Round) -> None:
-        if any(len(to) != len(of) for to, of in zip(round_.send_to, round_.receive_from, strict=True)):
+    def _check(self, partners: Partners) -> None:
+        if any(len(to) != len(of) for to, of in zip(partners.send_to, partners.receive_from, strict=True)):
             raise ValueError(
                 f"{self._peers.graph!r} lets nodes receive more than they send: use a graph in which all nodes send as"
                 " much as they receive, or Gossip, which has push-sum weights"

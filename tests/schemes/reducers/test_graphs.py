@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hiercomm.schemes import DirectedExponential, Full, Graph, RandomPermutation, Ring
-from lightning_hiercomm.schemes.reducers.graphs import round_of
+from lightning_hiercomm.schemes.reducers.graphs import partners_of
 
 FAIR = ["uniform", "cyclic", "roulette"]
 sizes, steps, seeds = st.integers(2, 64), st.integers(0, 10**9), st.integers(0, 2**32)
@@ -45,21 +45,21 @@ def test_a_fair_permutation_moves_everyone(sampling, seed, size, step, fragment)
 @settings(deadline=None)
 @given(regular_graphs, sizes, steps)
 def test_mixing_is_doubly_stochastic_in_balanced_graphs(graph, size, step):
-    matrix = round_of(graph, size, step).mixing_matrix()
+    matrix = partners_of(graph, size, step).mixing_matrix()
     ones = torch.ones(size, dtype=torch.float64)
     torch.testing.assert_close(matrix.sum(0), ones)
     torch.testing.assert_close(matrix.sum(1), ones)
-    assert round_of(graph, size, step).push([1.0] * size) == [1.0] * size
+    assert partners_of(graph, size, step).push([1.0] * size) == [1.0] * size
 
 
 @settings(deadline=None)
 @given(all_graphs, sizes, steps)
 def test_any_graph_conserves_the_sum_and_pushes_weights_as_its_matrix_does(graph, size, step):
-    round_ = round_of(graph, size, step)
-    matrix = round_.mixing_matrix()
+    partners = partners_of(graph, size, step)
+    matrix = partners.mixing_matrix()
     torch.testing.assert_close(matrix.sum(0), torch.ones(size, dtype=torch.float64))
     weights = torch.linspace(0.5, 2.0, size, dtype=torch.float64)
-    torch.testing.assert_close(torch.tensor(round_.push(weights.tolist()), dtype=torch.float64), matrix @ weights)
+    torch.testing.assert_close(torch.tensor(partners.push(weights.tolist()), dtype=torch.float64), matrix @ weights)
 
 
 def test_a_permutation_mixes_half_and_half():
@@ -67,7 +67,7 @@ def test_a_permutation_mixes_half_and_half():
     sources = graph.receive_from(5, step=7, fragment=2)
     permutation = torch.eye(5, dtype=torch.float64)[sources]
     identity = torch.eye(5, dtype=torch.float64)
-    assert torch.equal(round_of(graph, 5, 7, 2).mixing_matrix(), (identity + permutation) / 2)
+    assert torch.equal(partners_of(graph, 5, 7, 2).mixing_matrix(), (identity + permutation) / 2)
 
 
 @pytest.mark.parametrize(("sampling", "expected"), [("uniform", 9), ("cyclic", 6), ("roulette", 9)])
@@ -103,7 +103,7 @@ def test_uniform_mixing_contracts_the_distance_as_predicted(size, factor):
 def test_a_round_of_the_exponential_graph_averages_powers_exactly(size, peers):
     graph, product, rounds = DirectedExponential(peers), torch.eye(size, dtype=torch.float64), 0
     while (peers + 1) ** rounds < size:
-        product = round_of(graph, size, rounds).mixing_matrix() @ product
+        product = partners_of(graph, size, rounds).mixing_matrix() @ product
         rounds += 1
     torch.testing.assert_close(product, torch.full_like(product, 1 / size))
 
@@ -143,7 +143,7 @@ def test_graphs_depend_on_step_bucket_and_seed_only():
 )
 def test_an_invalid_graph_is_refused_with_the_rank(send_to, message):
     with pytest.raises(ValueError, match=rf"Given\(.*at step 4, fragment 1, for 3 ranks: {message}"):
-        round_of(Given(*send_to), 3, 4, 1)
+        partners_of(Given(*send_to), 3, 4, 1)
 
 
 @pytest.mark.parametrize(
