@@ -6,15 +6,41 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.long("each program imports torch and Lightning")
+pytestmark = pytest.mark.long("a program imports torch and Lightning's other requirements")
+
+_FORKS = """
+import json, os, runpy, sys, torch, torchmetrics
+assert not {"lightning", "pytorch_lightning"} & {*sys.modules}
+for line in sys.stdin:
+    arguments, environment, folder = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[:] = arguments
+        code = 1
+        try:
+            runpy.run_path(arguments[0], run_name="__main__")
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
 
 _SETUP = """
-import importlib, json, sys, torch
+import importlib, json, os, sys, torch
 from pathlib import Path
 from torch.utils.data import DataLoader
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -41,23 +67,48 @@ def raised(work):
 """
 
 
-def run(folder: Path, program: str, *arguments: str, variable: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program in a fresh Python, and return what it has printed."""
-    path = folder / "program.py"
-    path.write_text(_SETUP + program)
-    environment = {**os.environ, **({} if variable is None else {"HIERCOMM_LIGHTNING": variable})}
-    command = [sys.executable, str(path), *arguments]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def said(*arguments, **named):
-    ended = run(*arguments, **named)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def forks() -> Iterator[subprocess.Popen[str]]:
+    """A process that has imported what takes long, but neither of the packages, and whose forks run programs."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as run:
+        yield run
+        run.stdin.close()
+
+
+@pytest.fixture
+def run(forks: subprocess.Popen[str], tmp_path: Path) -> Run:
+    """Run a program in a fork, and return what it has printed."""
+
+    def run(program: str, *arguments: str, variable: str | None = None) -> subprocess.CompletedProcess[str]:
+        path = tmp_path / "program.py"
+        path.write_text(_SETUP + program)
+        environment = {**os.environ, **({} if variable is None else {"HIERCOMM_LIGHTNING": variable})}
+        forks.stdin.write(json.dumps([[str(path), *arguments], environment, str(tmp_path)]) + "\n")
+        forks.stdin.flush()
+        code = int(forks.stdout.readline())
+        return subprocess.CompletedProcess(arguments, code, *((tmp_path / n).read_text() for n in ("stdout", "stderr")))
+
+    return run
+
+
+@pytest.fixture
+def said(run: Run) -> Callable[..., object]:
+    """Run a program, and return the JSON of its last line."""
+
+    def said(*arguments: str, **named: str | None) -> object:
+        ended = run(*arguments, **named)
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    return said
 
 
 WHICH = """
-import os
 for name in sys.argv[1:]:
     importlib.import_module(name)
 modules, environment = set(sys.modules), dict(os.environ)
@@ -87,12 +138,12 @@ OTHER = ["pytorch_lightning", ["pytorch_lightning", "lightning_fabric"]]
         (["lightning", "pytorch_lightning"], "pytorch_lightning", OTHER, []),
     ],
 )
-def test_import_decides_for_one_package_and_registers_names_there(tmp_path, imported, variable, expected, imports):
-    assert said(tmp_path, WHICH, *imported, variable=variable) == [*expected, imports, True]
+def test_import_decides_for_one_package_and_registers_names_there(said, imported, variable, expected, imports):
+    assert said(WHICH, *imported, variable=variable) == [*expected, imports, True]
 
 
-def test_an_unknown_package_is_refused(tmp_path):
-    ended = run(tmp_path, WHICH, variable="litning")
+def test_an_unknown_package_is_refused(run):
+    ended = run(WHICH, variable="litning")
     assert "ImportError: HIERCOMM_LIGHTNING='litning' must be one of lightning, pytorch_lightning" in ended.stderr
 
 
@@ -118,13 +169,13 @@ print(json.dumps([
 
 
 @pytest.mark.parametrize("used", ["lightning", "pytorch_lightning"])
-def test_objects_of_both_packages_end_in_one_error_with_the_remedy(tmp_path, used):
+def test_objects_of_both_packages_end_in_one_error_with_the_remedy(said, used):
     one, other = ("lightning.pytorch", "pytorch_lightning")[:: 1 if used == "lightning" else -1]
     note = (
         f"lightning_hiercomm uses `{one}` in this process. To use `{other}`, set"
         f" HIERCOMM_LIGHTNING={other.removesuffix('.pytorch')}, or import only `{other}`, and before lightning_hiercomm"
     )
-    strategy, fabric, callback, trainer, module = said(tmp_path, MIXED, used, variable=used)
+    strategy, fabric, callback, trainer, module = said(MIXED, used, variable=used)
     assert f"HierarchicalStrategy(AllReduce())  # {note}" in strategy
     assert f"HierarchicalFabricStrategy(AllReduce())  # {note}" in fabric
     assert callback == f"TypeError: Own is of `{other}`, but {note}"
@@ -139,6 +190,7 @@ def main(tree, epochs, saved, loaded=None):
 
     class Report(pl.Callback):
         def on_fit_end(self, trainer, pl_module):
+            assert os.environ["HIERCOMM_LIGHTNING"] == tree.split(".")[0]  # what spawned ranks follow
             torch.save(pl_module.state_dict(), f"{saved}.{trainer.global_rank}.pt")
 
     strategy = hiercomm.HierarchicalStrategy(
@@ -157,11 +209,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_pytorch_lightning_program_trains_and_resumes_to_the_bits_of_lightning(tmp_path):
+def test_a_pytorch_lightning_program_trains_and_resumes_to_the_bits_of_lightning(run, tmp_path):
     """A checkpoint of one package is resumed by the other, on every rank to the bit."""
 
     def fit(*arguments):
-        ended = run(tmp_path, FIT, *arguments)
+        ended = run(FIT, *arguments)
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
         assert "Communication of" in ended.stdout
 
@@ -185,6 +237,7 @@ print(json.dumps(bool((model.layer.weight != before).any())))
 """
 
 
+@pytest.mark.nightly  # two ranks import everything; a push tests that they are told by the environment
 def test_a_spawned_rank_uses_the_package_of_its_parent(tmp_path):
     """Ranks of a program without a file do not run its imports again."""
     (tmp_path / "setup.py").write_text(_SETUP)
@@ -223,5 +276,5 @@ print(json.dumps([type(strategy) is type(by_name) is lightning_hiercomm.Hierarch
 """
 
 
-def test_lightning_cli_of_pytorch_lightning_makes_the_strategy(tmp_path):
-    assert said(tmp_path, CLI) == [True, "HierarchicalStrategy(PeriodicAveraging(sync_every=7), ranks_per_node=[1])"]
+def test_lightning_cli_of_pytorch_lightning_makes_the_strategy(said):
+    assert said(CLI) == [True, "HierarchicalStrategy(PeriodicAveraging(sync_every=7), ranks_per_node=[1])"]

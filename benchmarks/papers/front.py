@@ -123,12 +123,18 @@ class Way:
 # ---- the methods -----------------------------------------------------------------------------------------------------
 
 
+@cache
+def _made(kind: type[Scheme], *arguments: object, **named: object) -> Scheme:
+    """Return a scheme; a run has one for each of its steps."""
+    return kind(*arguments, **named)
+
+
 def _all_reduce(wire: str) -> Way:
     def make(_: Arena) -> Method:
         return Synchronous() if wire == "float32" else Compressed(wire_named(wire))
 
     about = "all-reduce" if wire == "float32" else f"all-reduce of {wire} gradients"
-    return Way(_named("AllReduce", wire), "all_reduce", wire, make, lambda *_: AllReduce(), about)
+    return Way(_named("AllReduce", wire), "all_reduce", wire, make, lambda *_: _made(AllReduce), about)
 
 
 def _power_sgd(rank: int) -> Way:
@@ -137,7 +143,7 @@ def _power_sgd(rank: int) -> Way:
         "power_sgd",
         "float32",
         lambda _: PowerSGD(rank),
-        lambda *_: AllReduce(),
+        lambda *_: _made(AllReduce),
         f"PowerSGD of rank {rank}, warm start",
         share_sent=lambda arena: share_sent(shapes_of(arena), rank),
     )
@@ -148,7 +154,7 @@ def _periodic(every: int, wire: str, lower: int) -> Way:
         # nodes also average at the end of an epoch, so its last period may be shorter
         per_epoch = arena.steps_per_epoch
         rest = per_epoch % every
-        return PeriodicAveraging(rest if step % per_epoch >= per_epoch - rest else every)
+        return _made(PeriodicAveraging, rest if step % per_epoch >= per_epoch - rest else every)
 
     return Way(
         _named(f"PeriodicAveraging({every})", wire),
@@ -166,7 +172,7 @@ def _post_local(every: int, wire: str, share: float, with_state: bool, lower: in
 
     def scheme_at(arena: Arena, step: int) -> Scheme:
         is_synchronous = step < synchronous_steps(arena, share)
-        return AllReduce() if is_synchronous else averaging.scheme_at(arena, step)
+        return _made(AllReduce) if is_synchronous else averaging.scheme_at(arena, step)
 
     state = ", with optimizer state" if with_state else ""
     return replace(
@@ -193,7 +199,7 @@ def _daso(every: int, staleness: int, merge: str, wire: str) -> Way:
         per_epoch = arena.steps_per_epoch
         length = int(_daso_phases(arena) * per_epoch)
         is_blocking = not length <= step < arena.steps - length or step % per_epoch == per_epoch - 1
-        return PeriodicAveraging(1) if is_blocking else DASO(every, staleness, merge=merge, adapt=False)  # type: ignore[arg-type]
+        return _made(PeriodicAveraging, 1) if is_blocking else _made(DASO, every, staleness, merge=merge, adapt=False)
 
     return Way(
         _named(f"DASO({every}, {staleness}), {merge}", wire),
@@ -212,7 +218,7 @@ def _diloco(every: int, wire: str, lower: int) -> Way:
         "diloco",
         wire,
         lambda _: Outer(every, 0.7, 0.9, codec=wire_named(wire)),
-        lambda *_: DiLoCo(every),
+        lambda *_: _made(DiLoCo, every),
         f"H {every}, outer 0.7, 0.9, {wire}",
         lower,
     )
@@ -224,7 +230,7 @@ def _gossip(wire: str) -> Way:
         "gossip",
         wire,
         lambda _: Gossips(RandomPermutation, 8, wire_named(wire)),
-        lambda *_: Gossip(),
+        lambda *_: _made(Gossip),
         f"8 fragments, {wire}",
         1,
     )
@@ -233,7 +239,7 @@ def _gossip(wire: str) -> Way:
 def _steps_delay(delay: int, warm_up: float) -> Way:
     def scheme_at(arena: Arena, step: int) -> Scheme:
         waits = step < warm_up_steps(arena, delay, warm_up)
-        return AllReduce() if waits else StepsDelay(delay, warmup_steps=0)
+        return _made(AllReduce) if waits else _made(StepsDelay, delay, warmup_steps=0)
 
     return Way(
         f"StepsDelay({delay}), warm-up of {warm_up:g} of the run",
@@ -325,10 +331,14 @@ def _of_steps(way: Way | None, arena: Arena, rate: float, workload: Workload) ->
     workload = replace(workload, parameters=way.share_sent(arena) * workload.parameters)
     copies = 1 + (len(STATE[arena.optimizer]) if way.with_state else 0)
     with_state = replace(workload, parameters=copies * workload.parameters)
-    return [
-        _predicted(scheme, way.wire, arena.nodes, rate, workload if isinstance(scheme, AllReduce) else with_state)
-        for scheme in _schemes(way, arena)
-    ]
+    schemes = _schemes(way, arena)
+    costs = {
+        scheme: _predicted(
+            scheme, way.wire, arena.nodes, rate, workload if isinstance(scheme, AllReduce) else with_state
+        )
+        for scheme in {*schemes}
+    }
+    return [costs[scheme] for scheme in schemes]
 
 
 def bytes_per_step(way: Way, arena: Arena, workload: Workload = WORKLOAD) -> float:
