@@ -15,7 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import gpu, gradients, report, scaling, startup
+import torch
+
+from benchmarks import gpu, gpu_network, gradients, report, scaling, startup
 from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.job import Job, Record
 from benchmarks.launch import machine_lock, run
@@ -151,6 +153,15 @@ def make_parser() -> argparse.ArgumentParser:
     gpu.add_arguments(on_gpu)
     on_gpu.set_defaults(command=gpu.command)
 
+    between = commands.add_parser(
+        "gpu-network", help="two nodes on one GPU over nccl, joined by a slow link", epilog=gpu_network.__doc__
+    )
+    _common(between, gpu_network.ROWS)
+    _effort(between, repetitions=1, periods=1, steps=None, seconds=3.0)
+    between.add_argument("--mbit", type=float, nargs="+", default=gpu_network.RATES, help="link rates; 0 for no limit")
+    gpu_network.add_arguments(between)
+    between.set_defaults(command=gpu_network_command, out=None, resume=True, session_seconds=60.0)
+
     starting = commands.add_parser(
         "startup", help="what a run costs before its first step, against its ranks", epilog=startup.__doc__
     )
@@ -221,7 +232,8 @@ def _session(
     """Do the jobs at every rate; returns (rate, records, note) for each."""
     done = []
     jobs = sorted(jobs, key=lambda job: (ROWS[job.row].venv != "main", ROWS[job.row].venv))
-    jobs.insert(0, replace(jobs[0], id="burn-in", row="local", warmup=5, steps=10, evaluate_every=0))
+    alone = "local" if jobs[0].device == "cpu" else "node_shared"
+    jobs.insert(0, replace(jobs[0], id="burn-in", row=alone, warmup=5, steps=10, evaluate_every=0))
     with one_scheduling_group(), open_network(arguments.nodes, arguments.mtu) as network:
         for mbit in rates if network.limits_rates else [0.0]:
             with machine_lock(arguments.lock):
@@ -254,6 +266,23 @@ def gradients_command(arguments: argparse.Namespace) -> None:
     settings = [Setting(*layout, mbit or None, tuple(arguments.rows)) for mbit in arguments.mbit]
     found = [cell for _, cells in _measure(arguments, settings, lambda: report.load(arguments.out)) for cell in cells]
     print(gradients.table(found))
+
+
+def gpu_network_command(arguments: argparse.Namespace) -> None:
+    """Measure what is missing of the rows at every rate, and write the page."""
+    is_dry = arguments.dry_run
+    if not is_dry and not torch.cuda.is_available():
+        sys.exit("torch finds no GPU here. `--dry-run` trains a tiny model on the CPU.")
+    arguments.out = arguments.out or (OUT / "gpu-network" if is_dry else gpu_network.RESULTS)
+    settings = gpu_network.settings(arguments.mbit, tuple(arguments.rows), is_dry)
+    for setting, _ in _measure(arguments, settings, lambda: report.load(arguments.out)):
+        print(setting, flush=True)
+    device = "The CPU, over gloo: a dry run." if is_dry else f"{torch.cuda.get_device_name()}, over nccl."
+    note = why_no_namespaces()
+    limits = "" if note is None else f" No limit of rate: {note}."
+    text = gpu_network.page(report.load(arguments.out), f"{device} torch {torch.__version__}.{limits}")
+    (arguments.out / "README.md").write_text(text)
+    print(text)
 
 
 def scaling_command(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.network import busy_since, processor_time, transmitted_bytes
-from benchmarks.workloads import WORKLOADS, Workload, judged, loss_of
+from benchmarks.workloads import WORKLOADS, Workload, judged, loss_of, parameter_count
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Job:
         seed: Seeds the data; the model is the same for all.
         timeout: Seconds after which the job counts as hung.
         learning_rate: Of the workload's optimizer; None is the workload's own.
+        device: ``"cpu"``, or ``"cuda"``: mixed with bfloat16, over nccl.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Job:
     seed: int = 0
     timeout: float = 120.0
     learning_rate: float | None = None
+    device: str = "cpu"
 
     @property
     def total_steps(self) -> int:
@@ -76,7 +78,9 @@ class World:
 class Record:
     """What one rank measured in one job. Times are of the machine's monotonic clock, the same for all ranks.
 
-    The window is the steps on the clock; ``window_busy_share`` includes other programs.
+    The window is the steps on the clock; ``window_busy_share`` includes other programs. ``messages`` are those between
+    nodes per step, and ``last_loss`` is the loss of the last step; ``peak_models`` is the largest memory of a GPU, in
+    float32 models.
     """
 
     job: str
@@ -92,6 +96,9 @@ class Record:
     traffic: list[tuple[float, int]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
     disagreement: float | None = None
+    messages: float | None = None
+    last_loss: float | None = None
+    peak_models: float | None = None
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,6 +124,7 @@ class Recorder:
         self._pause: tuple[float, int] | None = None
         self._forward_began = 0.0
         self._batches = self.workload.batches(world.rank, world.size, job.seed)
+        self._last_loss: Tensor | None = None
         self._held_out = self.workload.held_out() if self.workload.held_out and job.evaluate_every else None
 
     @property
@@ -140,11 +148,15 @@ class Recorder:
         self._forward_began = time.monotonic()
         if not self.record.began:
             self.record.began, self.record.bytes_at_begin = self._forward_began, self._sent()
-        return loss_of(model, batch)
+        loss = loss_of(model, batch)
+        self._last_loss = loss.detach()
+        return loss
 
     def step_done(self) -> bool:
         """Note the end of a step; returns whether it was the last one."""
         ends = self.record.step_ends
+        if self.job.device == "cuda":
+            torch.cuda.synchronize()
         now = time.monotonic()
         if len(ends) < self.job.total_steps - 1:
             ends.append(now - self._paused_seconds)
@@ -211,6 +223,10 @@ class Recorder:
 
     def finish(self, model: nn.Module) -> None:
         """Note how far apart the ranks ended: the largest distance from the mean, relative to the mean's norm."""
+        self.record.last_loss = None if self._last_loss is None else float(self._last_loss)
+        if self.job.device == "cuda":  # where a model would take seconds on a slow link
+            self.record.peak_models = torch.cuda.max_memory_allocated() / (4 * parameter_count(model))
+            return
         with torch.no_grad():
             mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
             mean = mine.clone()

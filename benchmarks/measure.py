@@ -27,6 +27,9 @@ class Cell:
         bytes_per_step: Bytes the busiest node sent per step, headers included.
         bytes_needed: Bytes the method has to send per node and step.
         disagreement: Largest relative distance of a rank's parameters from the mean, at the end.
+        messages: Messages between nodes per step and rank.
+        last_loss: Loss of the last step on rank 0.
+        peak_models: The largest memory of a rank on its GPU, in float32 models.
         processor_share: How busy all processors of the machine were, of 1.
         error: Why there is no measurement.
         when: Time of the measurement in ISO 8601; empty before it is stored.
@@ -49,6 +52,9 @@ class Cell:
     bytes_per_step: float | None = None
     bytes_needed: float | None = None
     disagreement: float | None = None
+    messages: float | None = None
+    last_loss: float | None = None
+    peak_models: float | None = None
     error: str | None = None
     step_ms_each: list[float] = field(default_factory=list)
     processor_share: float | None = None
@@ -63,7 +69,9 @@ class Cell:
         return asdict(self)
 
 
-def speed_job(row_key: str, workload: str, repetition: int, periods: int, least_steps: int, timeout: float) -> Job:
+def speed_job(
+    row_key: str, workload: str, repetition: int, periods: int, least_steps: int, timeout: float, device: str = "cpu"
+) -> Job:
     """A job of whole periods: at least ``periods`` of them and ``least_steps`` steps.
 
     Warm-up takes one period, and another one where the traffic of the first is still under way at its end.
@@ -72,7 +80,9 @@ def speed_job(row_key: str, workload: str, repetition: int, periods: int, least_
     period = row.period
     steps = period * max(periods, -(-least_steps // period))
     warmup = period * max(2 if row.bound == "overlapped" else 1, -(-3 // period))
-    return Job(f"{row_key}.{repetition}", row_key, workload, warmup, steps, timeout=timeout, seed=repetition)
+    return Job(
+        f"{row_key}.{repetition}", row_key, workload, warmup, steps, timeout=timeout, seed=repetition, device=device
+    )
 
 
 def seconds_per_step(job: Job, records: Iterable[Record]) -> float:
@@ -122,7 +132,7 @@ def cells(
         records = [record for job in good for record in results[job.id]]
         step = statistics.median(times[key])
         bound = None
-        compute = in_node if row.averages_in_node and ranks_per_node > 1 else bases.get("local")
+        compute = in_node if row.averages_in_node and ranks_per_node > 1 else bases.get("local", in_node)
         if key in ("link", *IN_NODE):
             compute = 0.0 if key == "link" else bases[key]
         if compute is not None:
@@ -152,6 +162,9 @@ def cells(
                 bytes_per_step=statistics.median(busiest),
                 bytes_needed=needed,
                 disagreement=max(apart) if apart else None,
+                messages=records[0].messages,
+                last_loss=records[0].last_loss,
+                peak_models=max((record.peak_models for record in records if record.peak_models), default=None),
                 step_ms_each=[1e3 * seconds for seconds in times[key]],
                 processor_share=statistics.median(busy) if busy else None,
             )

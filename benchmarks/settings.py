@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from benchmarks import bounds
@@ -40,6 +40,7 @@ class Setting:
     ranks_per_node: int
     mbit: float | None
     rows: tuple[str, ...]
+    device: str = "cpu"
 
     def __str__(self) -> str:
         rate = "no limit of rate" if self.mbit is None else f"{self.mbit:g} Mbit/s"
@@ -48,6 +49,8 @@ class Setting:
     @property
     def bases(self) -> tuple[str, ...]:
         """The compute bounds, which every session measures."""
+        if self.device == "cuda":
+            return ("node_shared",)  # both nodes compute on one GPU
         return ("local", *IN_NODE) if self.ranks_per_node > 1 else ("local",)
 
 
@@ -118,10 +121,10 @@ def batches(
 
     def jobs_of(key: str) -> tuple[list[Job], float]:
         step = expected_seconds(key, setting, known)
-        first = speed_job(key, setting.workload, 0, periods, steps_of(step), timeout)
+        first = speed_job(key, setting.workload, 0, periods, steps_of(step), timeout, setting.device)
         seconds = step * first.total_steps + _SECONDS_AROUND_A_JOB * ranks
         limit = max(timeout, 4 * seconds)
-        jobs = [speed_job(key, setting.workload, n, periods, steps_of(step), limit) for n in range(repetitions)]
+        jobs = [replace(first, id=f"{key}.{n}", seed=n, timeout=limit) for n in range(repetitions)]
         return jobs, seconds * repetitions
 
     starting = _SECONDS_TO_START * ranks

@@ -31,9 +31,14 @@ def main(jobs_file: str, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     world = World.from_environment()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    for number, description in enumerate(json.loads(Path(jobs_file).read_text())):
-        job = Job(**description)
+    jobs = [Job(**description) for description in json.loads(Path(jobs_file).read_text())]
+    on_gpu = jobs[0].device == "cuda"
+    if on_gpu:
+        # nccl refuses two ranks of one host on one GPU; nodes of different names talk over sockets
+        os.environ.update(NCCL_HOSTID=f"node{world.node}", NCCL_IB_DISABLE="1", NCCL_MNNVL_ENABLE="0")
+        os.environ["NCCL_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"]
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=120))
+    for number, job in enumerate(jobs):
         recorder = Recorder(job, world, os.environ["GLOO_SOCKET_IFNAME"])
         dist.barrier()
         try:
@@ -49,6 +54,9 @@ def main(jobs_file: str, folder: str) -> None:
             os._exit(1)  # other ranks may be waiting in a collective: torchrun ends them
         _write(recorder, folder)
         gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         if world.rank == 0:
             (Path(folder) / f"{number}.done").touch()

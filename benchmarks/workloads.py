@@ -91,6 +91,36 @@ def _speed(name: str, *widths: int, batch_size: int) -> Workload:
     return Workload(name, lambda: mlp(*widths), batches, sgd)
 
 
+class Transformer(nn.Module):
+    """A decoder-only transformer as wide and as deep as GPT-2, whose output layer is its embedding."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        options = {"dropout": 0.0, "activation": functional.gelu, "batch_first": True, "norm_first": True}
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, **options)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        causal = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        hidden = self.layers(self.tokens(tokens) + self.places.weight[:length], mask=causal, is_causal=True)
+        return functional.linear(hidden, self.tokens.weight)
+
+
+def _tokens(name: str, vocabulary: int, context: int, width: int, layers: int, batch_size: int) -> Workload:
+    """A transformer on fixed random tokens, for GPUs."""
+
+    def batches(rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        fixed = [torch.randint(vocabulary, (batch_size, context + 1), generator=generator) for _ in range(4)]
+        while True:
+            yield from ((tokens[:, :-1], tokens[:, 1:]) for tokens in fixed)
+
+    return Workload(name, lambda: Transformer(vocabulary, context, width, layers), batches, _adamw)
+
+
 # Digits: 1 797 images of 8 x 8 pixels; one in five is held out.
 
 
@@ -188,6 +218,8 @@ WORKLOADS = {
         _speed("mlp11m", 1024, 2048, 2048, 2048, 256, batch_size=4),
         _speed("mlp1m", 256, 640, 640, 640, 32, batch_size=4),
         _speed("mlp85k", 64, 256, 256, 10, batch_size=32),
+        _tokens("gpt124m", 50304, 1024, width=768, layers=12, batch_size=8),
+        _tokens("gpt1m", 256, 64, width=128, layers=4, batch_size=2),
         Workload("digits", lambda: mlp(64, 1024, 1024, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("digits10m", lambda: mlp(64, 3072, 3072, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("characters", _character_model, _character_batches, _momentum, _characters_held_out),

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from benchmarks.contenders.plain import node_group
 from benchmarks.job import Recorder
 from benchmarks.workloads import Batch, judged
+from lightning_hiercomm import Topology
 
 
 def train(recorder: Recorder, options: dict[str, Any]) -> None:
@@ -54,7 +55,7 @@ def fit(recorder: Recorder, strategy: Strategy, **trainer_arguments: Any) -> L.T
     job, world = recorder.job, recorder.world
     module = Module(recorder)
     trainer = L.Trainer(
-        accelerator="cpu",
+        **{"accelerator": "cpu"} if job.device == "cpu" else {"accelerator": "gpu", "precision": "bf16-mixed"},
         strategy=strategy,
         **{"devices": world.local_size, "num_nodes": world.nodes, **trainer_arguments},
         max_epochs=1,
@@ -73,6 +74,8 @@ def fit(recorder: Recorder, strategy: Strategy, **trainer_arguments: Any) -> L.T
     trainer.fit(module, DataLoader(Batches(recorder), batch_size=None), held_out)
     if dist.is_initialized():
         recorder.finish(module.model)
+    if isinstance(topology := getattr(strategy, "topology", None), Topology):
+        recorder.record.messages = topology.meter.snapshot()["inter_messages"] / job.total_steps
     return trainer
 
 
