@@ -45,6 +45,8 @@ class Died(BaseException):
 class ThreadLighthouse:
     """A lighthouse: forms a quorum when the last members, or all living nodes, have asked."""
 
+    address = "threads"
+
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._asking: dict[str, Mapping[str, Any]] = {}
@@ -52,6 +54,7 @@ class ThreadLighthouse:
         self._last: set[str] = set()
         self._answers: dict[str, list[Mapping[str, Any]]] = {}
         self.min_nodes = 1  # of the first quorum
+        self.was_silent = False  # as every node sees it
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
         with self._changed:

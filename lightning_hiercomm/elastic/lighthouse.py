@@ -32,7 +32,7 @@ class TorchftLighthouse:
 
     def __init__(self, address: str, dead_after: float) -> None:
         check_torchft()
-        self._address = address
+        self.address = address
         self._dead_after = dead_after
         self._left = threading.Event()
         self._timeout = max(1.0, dead_after / 2)
@@ -43,6 +43,8 @@ class TorchftLighthouse:
         self._has_warned = False
         self._is_behind: Callable[[], bool | None] = lambda: None
         self._is_silent = False
+        self.was_silent = False
+        """Whether heartbeats stopped for so long that others may have continued; reset by the caller."""
 
     def ask(self, replica_id: str, data: Mapping[str, Any], timeout: float) -> Sequence[Any] | None:
         """Return the JSON data of all participants of the next quorum; None after the timeout: ask again."""
@@ -56,6 +58,7 @@ class TorchftLighthouse:
             self._answer = answer
             self._start("ask", lambda: self._request(answer, replica_id, dict(data)))
         wait([self._answer], timeout)
+        self._note_silence()
         if not self._answer.done():
             if time.monotonic() - self._last_beat > max(2.0, self._dead_after):  # the request is lost as well
                 self._warn("does not answer")
@@ -85,16 +88,21 @@ class TorchftLighthouse:
         self._threads[name] = threading.Thread(target=target, daemon=True, name=f"lighthouse-{name}")
         self._threads[name].start()
 
+    def _note_silence(self) -> bool:
+        is_missed = time.monotonic() - self._last_beat > self._dead_after
+        self.was_silent = self.was_silent or is_missed
+        return is_missed
+
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
-            log.warning("the lighthouse at %s %s: waiting for it", self._address, problem)
+            log.warning("the lighthouse at %s %s: waiting for it", self.address, problem)
         self._has_warned = True
 
     def _client(self) -> Any:
         os.environ.setdefault("RUST_LOG", "warn")  # torchft logs every call
         from torchft.coordination import LighthouseClient
 
-        return LighthouseClient(f"http://{self._address}", timedelta(seconds=self._timeout))
+        return LighthouseClient(f"http://{self.address}", timedelta(seconds=self._timeout))
 
     def _request(self, answer: Future[Any], replica_id: str, data: dict[str, Any]) -> None:
         try:
@@ -108,7 +116,7 @@ class TorchftLighthouse:
     def _beat(self, replica_id: str) -> None:
         client, is_cut_off, was_missed, pause = None, False, False, min(0.5, self._dead_after / 8)
         while not self._left.is_set():
-            was_missed = was_missed or time.monotonic() - self._last_beat > self._dead_after
+            was_missed = self._note_silence() or was_missed
             if was_missed:
                 is_behind = self._is_behind()
                 if is_behind:
@@ -119,6 +127,7 @@ class TorchftLighthouse:
                 try:
                     client = client or self._client()
                     client.heartbeat(replica_id, timedelta(seconds=self._dead_after))
+                    self._note_silence()
                     self._last_beat = time.monotonic()
                     is_cut_off = False
                 except Exception:

@@ -43,6 +43,21 @@ class RunFinished(SystemExit):
         return f"this run has finished, and no other node is left; do not restart after exit code {FINISHED_EXIT_CODE}"
 
 
+class CutOff(StaleReplica):
+    """The others may have synchronized or finished without this node, which cannot ask them."""
+
+    def __init__(self, code: int = RESTART_EXIT_CODE, lighthouse: str = "", others: str = "") -> None:
+        super().__init__(code)
+        self.lighthouse, self.others = lighthouse, others
+
+    def __str__(self) -> str:
+        return (
+            f"it was stopped, or did not reach the lighthouse at {self.lighthouse}, for longer than dead_after, and"
+            f" nodes {self.others} do not answer: they may have finished the run without it. To continue from their"
+            f" checkpoint, give fit(ckpt_path='last') and start it again after exit code {RESTART_EXIT_CODE}"
+        )
+
+
 @dataclass(frozen=True)
 class Member:
     """The identity of a node, and its progress in training.

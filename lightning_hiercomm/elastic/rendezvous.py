@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -14,7 +14,15 @@ from torch.distributed import Store
 
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse
-from lightning_hiercomm.elastic.quorum import NodeRefused, Quorum, Request, RunFinished, StaleReplica, compute_quorum
+from lightning_hiercomm.elastic.quorum import (
+    CutOff,
+    NodeRefused,
+    Quorum,
+    Request,
+    RunFinished,
+    StaleReplica,
+    compute_quorum,
+)
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transport import GlooTransport
@@ -156,6 +164,8 @@ class Rendezvous:
         sent = [(data, request) for data in answer if (request := Request.from_json(data)) is not None]
         requests = [request for data, request in sent if around.signer.verifies(data)]
         with_state = [each for each in requests if each.run == me.run and each.has_state]
+        if around.lighthouse.was_silent and me.has_state:
+            self._check_others_live(with_state, around.lighthouse.address)
         if not me.has_state and with_state:
             self.me = replace(me, expects_state=True)
             self._has_seen_end = max(each.finished_at for each in with_state) >= max(each.syncs for each in with_state)
@@ -166,6 +176,20 @@ class Rendezvous:
         if quorum.waits and not me.has_state and self._has_seen_end:
             return replace(quorum, is_hopeless=True, is_finished=True)
         return quorum
+
+    def _check_others_live(self, with_state: Sequence[Request], lighthouse: str) -> None:
+        """After a silence of this node, raise :class:`CutOff` if it would continue without all former members."""
+        others = self._others()
+        if not others or {each.replica_id for each in with_state} & {each.replica_id for each in others}:
+            return
+        if self._others_have_gone_on() is None:
+            raise CutOff(lighthouse=lighthouse, others=", ".join(each.node for each in others))
+        if self.is_behind:
+            raise StaleReplica
+
+    def _others(self) -> list[Request]:
+        """Return the other members of the last quorum."""
+        return [each for each in self.last.members if each.replica_id != self.me.replica_id] if self.last else []
 
     # ---- stale replicas --------------------------------------------------------------------------------------------
 
@@ -181,10 +205,9 @@ class Rendezvous:
 
     def _others_have_gone_on(self) -> bool | None:
         """Ask the last members, in the thread that sends heartbeats; None if none answers."""
-        me, quorum = self.me, self.last
-        if quorum is None or not me.has_state:
+        if not self.me.has_state:
             return None
-        others = [member.store for member in quorum.members if member.replica_id != me.replica_id][:_ASKED_AT_MOST]
+        others = [member.store for member in self._others()][:_ASKED_AT_MOST]
         answers = self._around.transport.ask_all(others, partial(self._value, "syncs"))
         syncs = [number for number in answers.values() if number >= 0]
         self._others_at = max([self._others_at, *syncs])
@@ -192,16 +215,18 @@ class Rendezvous:
 
     def note_syncs(self) -> None:
         """Publish this node's number of synchronizations. Not collective."""
+        if self._around.lighthouse is not None and self._others():
+            self._around.lighthouse.was_silent = False  # it is not behind: the others have voted
         if self._around.store is not None:
             self._publish("syncs", self._around.store)
 
     def finish(self) -> None:
         """Report that the fit has ended on this node: to the other members and the lighthouse. Not collective."""
-        around, quorum = self._around, self.last
-        if around.lighthouse is None or quorum is None or not self.me.has_state:
+        around = self._around
+        if around.lighthouse is None or self.last is None or not self.me.has_state:
             return
         _ended_here.add(self.me.fit)
-        others = [member.store for member in quorum.members if member.replica_id != self.me.replica_id]
+        others = [member.store for member in self._others()]
         around.transport.ask_all(others, partial(self._publish, "finished"))
         self.me = replace(self.me, number=self.me.number + 1, finished_at=self.me.syncs, is_finished=True)
         data = around.signer.signed(self.me.to_json())

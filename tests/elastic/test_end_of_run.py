@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 from elastic_cases import assert_equal, threads
-from elastic_threads import ElasticRank, wait_until
+from elastic_threads import ElasticRank, Threads, wait_until
 
 from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, rendezvous
-from lightning_hiercomm.elastic.quorum import RunFinished
+from lightning_hiercomm.elastic.quorum import CutOff, RunFinished
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +79,30 @@ def test_node_does_not_wait_for_others_that_have_ended():
     has_ended.set()
     with pytest.raises(RunFinished):
         nodes.end()
+
+
+def stopped_until_another_ended(nodes: Threads, was_silent: bool):
+    def work(own: ElasticRank):
+        own.join()
+        own.step()
+        if own.node == "0":
+            own.die()
+        wait_until(lambda: not nodes.is_alive(0))
+        nodes.lights.was_silent = was_silent
+        return own.train(6).numel() > 0
+
+    return nodes.play(work)
+
+
+def test_node_that_was_stopped_until_others_ended_does_not_go_on_alone():
+    """It would write its checkpoints over those of the run."""
+    with pytest.raises(CutOff, match="the lighthouse at threads") as ended:
+        stopped_until_another_ended(threads("periodic"), was_silent=True)
+    assert ended.value.code == 75
+
+
+def test_node_that_never_was_silent_goes_on_for_lost_ones():
+    assert stopped_until_another_ended(threads("periodic"), was_silent=False) == {("1", 0): True}
 
 
 def test_node_goes_on_alone_when_a_callback_has_ended_another():

@@ -110,6 +110,7 @@ def test_node_that_was_suspended_while_it_asked_sends_heartbeats(monkeypatch):
     played = Played([0.2, 3.0, 0.2])
     played.lighthouse._answer = object()
     assert played.play(monkeypatch) == [0.0, 0.2, 3.2]
+    assert played.lighthouse.was_silent
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ def test_node_that_was_cut_off_checks_whether_it_is_stale_first(found, beats, mo
 
     played.lighthouse.when_back(look)
     assert played.play(monkeypatch) == beats
+    assert played.lighthouse.was_silent
     assert looks == [2.2, 4.0, 5.8, *([] if found is False else [6.0])], "and not before it was missed"
 
 
@@ -168,3 +170,20 @@ def test_no_thread_is_left_in_torchft_after_a_node_has_left():
 def test_own_address_is_that_of_the_way_to_the_others():
     assert own_address("127.0.0.1:29510") == "127.0.0.1"
     assert own_address("[::1]:29510") == "::1"
+
+
+def test_node_that_was_stopped_in_the_middle_of_a_heartbeat_was_silent(monkeypatch):
+    played = Played([0.2, 0.2])
+
+    def heartbeat(name, timeout):
+        played.now += 3.0 if played.now == 0.2 else 0.0
+
+    played.heartbeat = heartbeat
+    played.play(monkeypatch)
+    assert played.lighthouse.was_silent
+
+
+def test_node_with_regular_heartbeats_was_not_silent(monkeypatch):
+    played = Played([0.2, 0.2, 1.0, 0.2])
+    played.play(monkeypatch)
+    assert not played.lighthouse.was_silent
