@@ -357,7 +357,7 @@ def attached(
     )
     replicas = Replicas(module, [optimizer], bucket_bytes)
     policy = vars(scheme).get("policy_of_test", Policy())
-    samples = None if unequal_data is None else SampleWeights(topology, place.device, unequal_data == "normalized")
+    samples = None if unequal_data is None else SampleWeights(unequal_data == "normalized")
     with ExitStack() as closing:
         closing.callback(gradients.close, timeout=1.0)
         own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy, samples))

@@ -48,6 +48,14 @@ class ElasticTopology(Topology):
             self._synchronize(work, admits, brings)
 
     @property
+    def is_one_node(self) -> bool:
+        return False
+
+    @property
+    def has_all_ranks_in_groups(self) -> bool:
+        return False  # a group may break on one rank only
+
+    @property
     def all_groups(self) -> list[InterNodeGroup]:
         """This rank's inter-node groups, with those of the duplicates."""
         return [self.inter_group, *(each.inter_group for each in self._own_duplicates)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.base import Communicator, Connect, Handle, finished, wait_all
 from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.nodes.round import Round
 
 
 class Holders:
@@ -114,16 +115,16 @@ class Topology:
         for other in self.duplicates:
             other.set_weights(weights)
 
-    def weigh(self, weights: Sequence[float]) -> None:
-        """Weigh the ranks for the next synchronizations; inside a node, gradients keep the weights that were set.
+    def new_round(self, step: int = 0, number: int = 0, samples: Sequence[float] = ()) -> Round:
+        """Return a synchronization of all ranks.
 
         Args:
-            weights: A number per world rank (the same on every rank), 0 for one that contributes nothing. If all are 0,
-                the weights that were set count again.
+            step: The optimizer steps that all ranks have taken.
+            number: How many synchronizations came before it.
+            samples: The samples of each rank, by which it is weighed. Default, or if all are 0: the set weights.
         """
-        self.weights, self._node_weights = _shares(tuple(weights) if any(weights) else self._given_weights, self.nodes)
-        for other in self.duplicates:
-            other.weigh(weights)
+        weights, _ = _shares(tuple(samples), self.nodes) if any(samples) else (self.weights, None)
+        return Round(number, step, self.nodes, weights)
 
     @property
     def num_nodes(self) -> int:
@@ -133,7 +134,7 @@ class Topology:
     @property
     def is_one_node(self) -> bool:
         """Whether there is one node, and no other can join."""
-        return self.num_nodes == 1 and not self.may_grow
+        return self.num_nodes == 1
 
     def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
         """Run communication between nodes; elastic nodes roll back and repeat it if a node fails.
@@ -144,6 +145,11 @@ class Topology:
             brings: Whether nodes are synchronized after it; not if it starts an asynchronous exchange.
         """
         work()
+
+    @property
+    def has_all_ranks_in_groups(self) -> bool:
+        """Whether every rank of this node gets the results of an inter-node group itself."""
+        return self.ranks_on_node <= self.num_shards
 
     @property
     def ranks_on_node(self) -> int:
@@ -164,15 +170,6 @@ class Topology:
     def node_weight(self) -> float:
         """This node's share of the world, W_m."""
         return self.node_weights[self.node]
-
-    def of_nodes(self, weights: Sequence[float]) -> tuple[float, ...]:
-        """Return the sums of weights over each node."""
-        return _of_nodes(weights, self.nodes)
-
-    def in_node(self, weights: Sequence[float]) -> tuple[float, ...]:
-        """Return the weights of this node's ranks, normalized, in local order."""
-        own = [weights[rank] for rank in self.nodes[self.node]]
-        return tuple(weight / (sum(own) or 1.0) for weight in own)
 
     @property
     def weight_in_node(self) -> float:
@@ -254,11 +251,7 @@ def _shares(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     total = float(sum(weights))
     of_ranks = tuple(weight / total for weight in weights)
-    return of_ranks, _of_nodes(of_ranks, nodes)
-
-
-def _of_nodes(weights: Sequence[float], nodes: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    return tuple(sum(weights[rank] for rank in ranks) for ranks in nodes)
+    return of_ranks, Round(0, 0, nodes, of_ranks).of_nodes
 
 
 class _All(Handle):

@@ -21,6 +21,7 @@ from lightning_hiercomm.run.means import RankMeans
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 
 @dataclass
@@ -55,11 +56,17 @@ class AveragedModel:
             averaged model alone from exchanging data with ranks that train.
     """
 
-    def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
+    def __init__(
+        self,
+        schemes: Sequence[RunningScheme[Scheme]],
+        replicas: Replicas,
+        topology: Topology,
+        samples: SampleWeights | None = None,
+    ) -> None:
         self._schemes = schemes
         self._replicas = replicas
         self._topology = topology
-        self.means = RankMeans(schemes, replicas, topology)
+        self.means = RankMeans(schemes, replicas, topology, samples)
         self._own: list[list[_Own] | None] = []  # of each scheme's tensors, where the module holds averaged ones
         self._own_others: list[tuple[Tensor, _Own]] = []  # of tensors that no scheme exchanges
         self._averaged: dict[str, int] = {}  # checksums of averaged values that replace this rank's own ones
@@ -244,7 +251,7 @@ class AveragedModel:
             prints = self._topology.world.all_gather_object(whole.fingerprint())
             # ranks with shards of a model differ inside their node, but not from the same ranks of other nodes
             if len({tuple(prints[rank] for rank in ranks) for ranks in self._topology.nodes}) > 1:
-                ShardedAllReduce(whole, self._topology)()
+                ShardedAllReduce(whole, self._topology)(self.means.round)
                 self._replicas.have_written()
         self.means.average(self.means.differing_others())
 

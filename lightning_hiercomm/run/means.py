@@ -10,16 +10,25 @@ from torch import Tensor
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.nodes.checksums import print_of
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 
 class RankMeans:
     """Averages tensors over all ranks."""
 
-    def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas, topology: Topology) -> None:
+    def __init__(
+        self,
+        schemes: Sequence[RunningScheme[Scheme]],
+        replicas: Replicas,
+        topology: Topology,
+        samples: SampleWeights | None = None,
+    ) -> None:
+        self._samples = samples
         self._schemes = schemes
         self._replicas = replicas
         self._topology = topology
@@ -73,4 +82,10 @@ class RankMeans:
         """
         if tensors:
             replica = Replica((), tensors, self._replicas.bucket_bytes)
-            ShardedAllReduce(replica, self._topology, ranks_differ=True)()
+            ShardedAllReduce(replica, self._topology, ranks_differ=True)(self.round)
+
+    @property
+    def round(self) -> Round:
+        """A synchronization with the weights of the schemes' last one."""
+        last = None if self._samples is None else self._samples.round
+        return last or self._topology.new_round()

@@ -14,6 +14,7 @@ from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.losses import EpochLoss
@@ -97,7 +98,7 @@ class TrainingRun:
         self._scheme = scheme
         if isinstance(self.gradients, PhasedGradients):
             self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
-        self.averaged_model = AveragedModel(self.schemes, replicas, topology)
+        self.averaged_model = AveragedModel(self.schemes, replicas, topology, samples)
         self.schedules = Schedules(self.schemes, replicas)
         follows_loss = bool(self.schemes) and self.schemes[0].config.watches_loss
         self.loss = EpochLoss(follows_loss, topology, replicas.device)
@@ -210,6 +211,11 @@ class TrainingRun:
         scaler = getattr(precision, "scaler", None)
         if scaler is not None and self.gradients.has_residuals:  # reading the scale makes the host wait
             self.gradients.set_scale(float(scaler.get_scale()))
+
+    def weigh_gradients(self, round_: Round) -> None:
+        """Average the next gradients with the weights of a round, with unequal data."""
+        assert self.samples is not None
+        self.samples.round = self.gradients.round = round_
 
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
         """Attempt an optimizer step.

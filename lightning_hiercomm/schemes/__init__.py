@@ -16,8 +16,9 @@ from lightning_hiercomm.schemes.components.outer import OuterOptimizer
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule, Staggered
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
+from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.gossip import Gossip
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
 from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
 from lightning_hiercomm.schemes.steps_delay.scheme import StepsDelay

@@ -17,7 +17,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.guard import NonFiniteGuard, Policy
-from lightning_hiercomm.schemes.health.preflight import Preflight
+from lightning_hiercomm.schemes.health.preflight import launch
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.samples import SampleWeights
@@ -166,7 +166,14 @@ class RunningScheme(Generic[S]):
         self.is_alone = topology.is_one_node
         self.state = self._new_state()
         self.guard = NonFiniteGuard(
-            self.replica, topology, context.optimizer, context.policy, self.state, self.is_alone, self.wire
+            self.replica,
+            topology,
+            context.optimizer,
+            context.policy,
+            self.state,
+            self.is_alone,
+            self.wire,
+            self.samples,
         )
         self.backgrounds: list[Background] = []
 
@@ -238,7 +245,7 @@ class RunningScheme(Generic[S]):
         """End the run: no exchange is pending, and every rank holds the averaged parameters."""
         self.synchronize()
         if not (self.is_alone or self.topology.may_grow):  # elastic nodes communicate in synchronizations only
-            Preflight(self.topology, self.state.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
+            launch(self.topology, self.state.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
         self.state.unsynchronized_steps = 0
         self.guard.follow(self.replica)
         self.close()
@@ -261,8 +268,6 @@ class RunningScheme(Generic[S]):
         """
         self.state.settle()
         if not self.state.is_synchronized:
-            if self.samples is not None:
-                self.samples.weigh()
             self.topology.synchronize(self._write_mean)
 
     # ---- state ---------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
+from lightning_hiercomm.schemes.exchange import SyncState
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.phases import Moment
 from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.requirements import Requirements

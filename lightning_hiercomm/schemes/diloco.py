@@ -10,7 +10,8 @@ from typing import Any
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
 from lightning_hiercomm.schemes.components.schedules import Staggered
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
+from lightning_hiercomm.schemes.exchange import SyncState
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 
 log = logging.getLogger(__name__)
 

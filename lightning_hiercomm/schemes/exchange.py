@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,20 +16,65 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.schemes.base import Context
+from lightning_hiercomm.schemes.components.merges import Merge
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
 from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
 from lightning_hiercomm.schemes.reducers.base import Reducer
-from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange
+from lightning_hiercomm.schemes.reducers.graphs import Graph
+from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange, PendingExchanges
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
 from lightning_hiercomm.schemes.reference import ReferenceParameters
-from lightning_hiercomm.schemes.samples import SampleWeights
-
-if TYPE_CHECKING:
-    from lightning_hiercomm.schemes.parameter_sync import ParameterSync, SyncState
-
+from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
 
 ALL_REDUCERS: dict[str, type[ShardedAllReduce]] = {"sharded": ShardedAllReduce, "leader": LeaderAllReduce}
 """The reducers over all nodes, by name."""
+
+
+@dataclass
+class SyncState(SchemeState):
+    """The state of a parameter synchronization.
+
+    Attributes:
+        exchanges_started: The number of exchanges that were started.
+        fragments_sent: The number of fragments that were sent in them.
+        round_begins: Optimizer steps before the current round, whose length the scheme's ``next_period`` returns.
+        round_period: The length of the current round.
+        begins_at: Optimizer steps before the schedule begins; None if that is not known yet.
+        pending: The exchanges that were started and not merged.
+        reference: The reference parameters, with the outer optimizer.
+    """
+
+    exchanges_started: int = 0
+    fragments_sent: int = 0
+    round_begins: int = 0
+    round_period: int | None = None
+    begins_at: int | None = field(default=0, metadata=TRANSIENT)
+    pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
+    reference: ReferenceParameters | None = field(default=None, metadata=TRANSIENT)
+
+    @property
+    def is_settled(self) -> bool:
+        return not self.pending
+
+    def settle(self) -> None:
+        self.pending.settle()
+
+    def undo_point(self) -> Callable[[], None]:
+        assert self.reference is not None, "the scheme is complete"
+        # a pending exchange updates the reference parameters asynchronously, and undoes that itself
+        is_pending = any(not exchange.is_lost for exchange in self.pending.exchanges)
+        undo_reference = None if is_pending else self.reference.undo_point()
+        undo_pending, undo_fields = self.pending.undo_point(), super().undo_point()
+
+        def undo() -> None:
+            self.pending.settle()
+            undo_fields()
+            undo_pending()
+            if undo_reference is not None:
+                undo_reference()
+
+        return undo
 
 
 class Exchanger:
@@ -38,34 +83,56 @@ class Exchanger:
     All collectives between nodes use the same duplicated communicators, in the order of the program. The background
     thread ``inbound`` completes exchanges.
 
+    Args:
+        context: The nodes and settings.
+        state: The counters of the scheme.
+        guard: Checks and averages the replica.
+        inbound: The background thread.
+        fragments: See :class:`~lightning_hiercomm.schemes.parameter_sync.ParameterSync`.
+        reducer: The same.
+        merge: The same.
+        staleness: The same, at most.
+        is_exact_overlapped: The same.
+        begins_with_copy: The same.
+
     Attributes:
         fragments: The model's fragments, each given by the indexes of its buckets.
         reducer: Averages the buckets of all fragments.
+        reference: The reference parameters, with the outer optimizer.
     """
 
     def __init__(
         self,
-        config: ParameterSync,
+        context: Context,
         state: SyncState,
-        reference: ReferenceParameters,
         guard: NonFiniteGuard,
-        topology: Topology,
-        wire: Wire,
         inbound: Background,
-        samples: SampleWeights | None = None,
+        *,
+        fragments: int | list[str],
+        reducer: str | Graph,
+        merge: Merge,
+        staleness: int,
+        is_exact_overlapped: bool,
+        begins_with_copy: bool,
     ) -> None:
+        self._samples, self._topology, self._wire = context.samples, context.topology, context.wire
         # the normalized mean is one of differences from reference parameters
-        self._normalizing = samples if samples is not None and samples.is_normalized else None
-        self._config = config
+        self._is_normalized = self._samples is not None and self._samples.is_normalized
         self._state = state
-        self._reference = reference
         self._guard = guard
-        self._topology = topology
-        self._wire = wire
         self._inbound = inbound
-        self._is_alone = reference.is_alone
-        shares_communicators = self._is_alone or (topology.may_grow and not config.staleness)
-        self._through = topology if shares_communicators else topology.duplicate()
+        self._cut_into = fragments
+        self._kind = reducer
+        self._averages_all_nodes = isinstance(reducer, str)
+        self._overlaps = staleness > 0
+        self._is_exact_overlapped = is_exact_overlapped
+        self._is_alone = self._topology.is_one_node
+        # elastic nodes may be joined by one that copies their parameters
+        is_copied = self._topology.may_grow and begins_with_copy
+        self.reference = state.reference = ReferenceParameters(
+            merge, self._averages_all_nodes, self._is_alone, is_copied
+        )
+        self._through = self._topology.duplicate() if self._overlaps and not self._is_alone else self._topology
         self._second: Topology | None = None
         self.fragments: list[range] = []
         self.reducer: Reducer
@@ -80,63 +147,49 @@ class Exchanger:
         if self._is_alone:
             self.reducer = self._overlapped = ShardedAllReduce(replica, self._topology, buckets=[])
         else:
-            config = self._config
             cut = [replica.buckets_of_parameters]
-            if config.fragments != 1:
-                cut = replica.cut(config.fragments, replica.bucket_bytes)
+            if self._cut_into != 1:
+                cut = replica.cut(self._cut_into, replica.bucket_bytes)
             ends = list(accumulate(map(len, cut)))
             self.fragments = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
             self.reducer = self._overlapped = self._new_reducer([bucket for part in cut for bucket in part], self._wire)
-            if config.is_exact_overlapped:
+            if self._is_exact_overlapped:
                 self._overlapped = self._new_reducer(replica.buckets_of_parameters, Wire())
                 self._overlapped.disagreement = self.reducer.disagreement
-        self._reference.follow(self.reducer)
+        self.reference.follow(self.reducer)
 
     def _opened_second(self, second: Topology | None) -> Topology | None:
         """Duplicate the communicators again, if averages have a second round that overlaps with training."""
-        dtypes, topology, staleness = self._replica.dtypes, self._topology, self._config.staleness
-        has_rounds = not self._wire.codec.adds or any(map(is_short, dtypes))
-        has_rounds |= staleness > 0 and bool(self._buffers_with_parameters)
-        # elastic nodes that wait for every exchange need one set of communicators
-        needs_second = staleness > 0 if topology.may_grow else topology.num_nodes > 2
-        if second is None and has_rounds and needs_second and not self._is_alone:
-            return topology.duplicate()
+        has_rounds = not self._wire.codec.adds or any(map(is_short, self._replica.dtypes))
+        has_rounds |= bool(self._buffers_with_parameters)
+        # two nodes send each other everything in one round; an elastic node is alone when it begins
+        if second is None and self._overlaps and has_rounds and not self._is_alone and self._topology.num_nodes != 2:
+            return self._topology.duplicate()
         return second
 
     def _new_reducer(self, buckets: list[Bucket], wire: Wire) -> Reducer:
-        config, state, guard = self._config, self._state, self._guard
-        if not isinstance(config.reducer, str):
+        update = self.reference.update
+        if not isinstance(self._kind, str):
+            check = partial(self._guard.check, weight=1.0)
             return NeighborExchange(
-                buckets,
-                config.reducer,
-                self._topology,
-                self._through,
-                self._inbound,
-                wire,
-                # counting steps, a periodic graph could select the same neighbors at every synchronization
-                turn=lambda: 1 + state.fragments_sent // max(1, len(self.fragments)),
-                update_reference=self._reference.update,
-                check=partial(guard.check, weight=1.0),
+                buckets, self._kind, self._topology, self._through, self._inbound, wire, update, check
             )
-        normalizing = self._normalizing
-        return ALL_REDUCERS[config.reducer](
+        return ALL_REDUCERS[self._kind](
             self._replica,
             self._topology,
             wire,
             self._through,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
-            update_reference=self._reference.update or (None if normalizing is None else _add_difference),
-            on_nonfinite=guard.policy.on_nonfinite,
-            weights=None if normalizing is None else lambda _: normalizing.of_differences,
+            update_reference=update or (_add_difference if self._is_normalized else None),
+            on_nonfinite=self._guard.policy.on_nonfinite,
         )
 
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that are reduced with the parameters whenever training waits for all fragments."""
-        has_reference = self._reference.merge.keeps_reference or self._normalizing is not None
-        is_apart = has_reference or not self._config.averages_all_nodes
-        return [] if is_apart else self._replica.buckets_of_buffers
+        has_reference = self.reference.merge.keeps_reference or self._is_normalized
+        return [] if has_reference or not self._averages_all_nodes else self._replica.buckets_of_buffers
 
     @property
     def all_fragments(self) -> Sequence[int]:
@@ -159,39 +212,75 @@ class Exchanger:
         if is_all:
             state.pending.drop()
         indexes = range(len(self.reducer.buckets)) if is_all else self._buckets_of(fragments)
-        self.reducer(state.steps, self._next_turn(), indexes, self._take)
+        leaving = [self.reducer.buckets[index] for index in indexes]
+        buffers = self._replica.buckets_of_buffers if is_all and not self._buffers_with_parameters else []
+        checked = buffers if self._averages_all_nodes else []
+        round_ = self._guard.new_round(self.reducer, self._next_number(), leaving + checked, fragments)
+        of_parameters = replace(round_, weights=round_.of_differences) if self._is_normalized else round_
+        self.reducer(of_parameters, indexes, self._take)
         state.fragments_sent += len(fragments)
-        if is_all and not self._buffers_with_parameters:
-            self.average_buffers()
+        if buffers:
+            self._guard.average(buffers, round_ if checked else None)
         self._end_round(fragments)
         state.synchronizations += 1
-        if is_all and self._reference.merge.makes_equal and self._config.averages_all_nodes:
+        if is_all and self.reference.merge.makes_equal and self._averages_all_nodes:
             state.unsynchronized_steps = 0
-            self._guard.average_optimizer_state()
+            self._guard.average_optimizer_state(round_)
+        if self._samples is not None:
+            self._samples.end(fragments)
 
     def _take(self, bucket: Bucket, mean: Tensor) -> None:
         if any(bucket is of_buffers for of_buffers in self._replica.buckets_of_buffers):
             bucket.unpack(mean)
         else:
-            self._reference.merge.at_once(bucket, mean, self._topology.num_nodes)
+            self.reference.merge.at_once(bucket, mean, self._topology.num_nodes)
 
     # ---- overlapped with training --------------------------------------------------------------------------------
 
-    def overlap(self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int) -> None:
+    def overlap(
+        self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int, admits: bool = False
+    ) -> None:
         """Merge an exchange that is due, and start the next.
 
-        Its first buckets are sent while the last ones that are due are still on the link. Sent earlier, they would
-        delay those for which training waits.
+        Elastic nodes merge in one quorum, and send in another. If the nodes have changed since an exchange was sent, or
+        it has not arrived everywhere, it is lost: its updates of the reference parameters are undone, and the present
+        nodes synchronize their current parameters and wait.
 
         Args:
             due: The exchange that is due now, if any.
             outgoing: The fragments of the next exchange.
             staleness: Steps until the next exchange is due.
+            admits: Whether a node may join during the merge, because no exchange is pending then.
+        """
+        if not self._topology.may_grow:
+            self._merge_and_send(due, outgoing, staleness)
+            return
+        pending = self._state.pending
+        if due is not None:
+            pending.keep(due)
+
+            def merge() -> None:
+                if due.is_lost:
+                    self.run(due.fragments)
+                else:
+                    self._merge_and_send(due, (), staleness)
+
+            self._topology.synchronize(merge, admits=admits)
+            pending.forget(due)
+        if outgoing:
+            self._topology.synchronize(lambda: self._merge_and_send(None, outgoing, staleness), brings=False)
+
+    def _merge_and_send(self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int) -> None:
+        """Merge the exchange that is due, while the next one starts.
+
+        Its first buckets are sent while the last ones that are due are still on the link. Sent earlier, they would
+        delay those for which training waits.
         """
         state = self._state
         sent = self._begin(outgoing, staleness) if outgoing else None
         if due is not None:
-            self._overlapped.check(due.verdict, state.steps)
+            if due.is_unfit:
+                raise self._overlapped.error(state.steps)
             self._end_round(due.fragments, due)  # before the next exchange updates the reference parameters
         waiting: deque[int] = deque()
         for index in self._buckets_of(outgoing):
@@ -205,47 +294,22 @@ class Exchanger:
             state.synchronizations += 1
         self._send(waiting, sent)
 
-    def overlap_elastic(
-        self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int, admits: bool
-    ) -> None:
-        """Do as :meth:`overlap` where nodes leave and join: merge in one quorum, and send in another.
-
-        If the nodes have changed since an exchange was sent, or it has not arrived everywhere, it is lost: its updates
-        of the reference parameters are undone, and the present nodes synchronize their current parameters and wait.
-
-        A node may join during the merge if ``admits``, because no exchange is pending then.
-        """
-        pending = self._state.pending
-        if due is not None:
-            pending.keep(due)
-
-            def merge() -> None:
-                if due.is_lost:
-                    self.run(due.fragments)
-                else:
-                    self.overlap(due, (), staleness)
-
-            self._topology.synchronize(merge, admits=admits)
-            pending.forget(due)
-        if outgoing:
-            self._topology.synchronize(lambda: self.overlap(None, outgoing, staleness), brings=False)
-
     def _begin(self, outgoing: Sequence[int], staleness: int) -> PendingExchange:
         """Launch the preflight of an exchange."""
         state = self._state
-        indexes = self._buckets_of(outgoing)
-        verdict = self._overlapped.begin(state.steps, self._next_turn(), indexes, self._inbound)
+        leaving = [self._overlapped.buckets[index] for index in self._buckets_of(outgoing)]
+        preflight = self._overlapped.begin(state.steps, self._next_number(), leaving, inbound=self._inbound)
         state.fragments_sent += len(outgoing)
-        exchange = state.pending.start(state.steps, state.steps + staleness, outgoing, verdict)
+        exchange = state.pending.start(state.steps, state.steps + staleness, outgoing, preflight)
         if self._topology.may_grow:
-            exchange.undo = self._reference.undo_point()
+            exchange.undo = self.reference.undo_point()
         return exchange
 
     def _send(self, waiting: deque[int], exchange: PendingExchange | None) -> None:
-        needs_sent = self._reference.merge.needs_sent
-        while waiting and exchange is not None:
-            index = waiting.popleft()
-            exchange.buckets.append(self._overlapped.start(index, self._inbound, needs_sent))
+        needs_sent = self.reference.merge.needs_sent
+        while waiting and exchange is not None and exchange.preflight is not None:
+            bucket = self._overlapped.start(waiting.popleft(), exchange.preflight, self._inbound, needs_sent)
+            exchange.buckets.append(bucket)
 
     def _merge_up_to(self, last: int | None, due: PendingExchange) -> None:
         """Merge the remaining buckets of an exchange in their order, up to and including bucket ``last``, or all."""
@@ -254,7 +318,7 @@ class Exchanger:
             pending.arrived.wait()
             self._inbound.hands_out(pending.flat)
             bucket = self.reducer.buckets[pending.index]
-            self._reference.merge(bucket, pending, due.staleness, pending.nodes)
+            self.reference.merge(bucket, pending, due.staleness, pending.nodes)
             if pending.index == last:
                 return
 
@@ -270,10 +334,10 @@ class Exchanger:
 
     def _end_round(self, fragments: Sequence[int], arriving: PendingExchange | None = None) -> None:
         """Step the outer scheduler when all fragments have been received again."""
-        if self._reference.outer is not None and self._ends_round(fragments):
+        if self.reference.outer is not None and self._ends_round(fragments):
             if arriving is not None:
                 arriving.wait()
-            self._reference.end_round()
+            self.reference.end_round()
 
     def _ends_round(self, fragments: Sequence[int]) -> bool:
         return bool(fragments) and fragments[-1] == len(self.fragments) - 1
@@ -282,9 +346,13 @@ class Exchanger:
         """Return the number of rounds of all fragments that end with pending exchanges."""
         return sum(self._ends_round(each.fragments) for each in self._state.pending.exchanges)
 
-    def _next_turn(self) -> int:
-        self._state.exchanges_started += 1
-        return self._state.exchanges_started - 1
+    def _next_number(self) -> int:
+        """Return the number of an exchange that starts; graphs count those of each fragment, from 1."""
+        state = self._state
+        state.exchanges_started += 1
+        # counting steps, or all exchanges, a periodic graph could select the same neighbors for a fragment every time
+        of_fragment = 1 + state.fragments_sent // max(1, len(self.fragments))
+        return state.exchanges_started - 1 if self._averages_all_nodes else of_fragment
 
 
 def _add_difference(index: int, reference: Tensor, difference: Tensor) -> Tensor:

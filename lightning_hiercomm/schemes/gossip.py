@@ -214,13 +214,12 @@ class RunningGossip(RunningScheme[Gossip]):
         """
         self._learn_weights()
         weighted = [
-            (bucket, self._rank_weights(of_nodes))
+            (bucket, tuple(self._rank_weights(of_nodes)))
             for fragment, of_nodes in zip(self._fragments, self.state.weights, strict=True)
             for bucket in fragment.cut(self.replica.bucket_bytes)
         ]
-        weighted += [(bucket, list(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
-        buckets = [bucket for bucket, _ in weighted]
-        self.guard.average(buckets, lambda index: weighted[index][1])
+        weighted += [(bucket, tuple(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
+        self.guard.average([bucket for bucket, _ in weighted], weights=[weights for _, weights in weighted])
 
     def finish(self) -> None:
         super().finish()

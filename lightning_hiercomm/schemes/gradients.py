@@ -16,7 +16,9 @@ from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, completed_future, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
+from lightning_hiercomm.comm.meter import Mark, Meter
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
@@ -31,10 +33,13 @@ class GradientPath(ABC):
     Attributes:
         level: The level at which waits for gradients are measured: ``"intra"``, or ``"inter"`` between nodes.
         residuals: The error-feedback residuals, if gradients are encoded with a lossy codec that has them.
+        round: The weights of all ranks, if their data are unequal. None: those of the topology.
     """
 
     level = "intra"
     residuals: Residuals | None = None
+    round: Round | None = None
+    _last: tuple[str, Mark] | None = None  # the level of the present backward pass, and when its last bucket left
 
     @abstractmethod
     def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
@@ -51,13 +56,23 @@ class GradientPath(ABC):
 
     @outside_autocast()
     def reduce_bucket(self, bucket: Any) -> Future[Tensor]:
-        """Average a ``torch.distributed.GradBucket`` of DDP, whose gradients may be sparse."""
+        """Start to average a ``torch.distributed.GradBucket``, whose gradients may be sparse; for DDP's hook."""
         gradients = bucket.buffer()
         if gradients.is_sparse:
-            return completed_future(self.reduce_sparse(gradients))
-        if self.has_residuals:
-            self.set_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
-        return self.reduce(gradients, bucket.index()).future(gradients)
+            future = completed_future(self.reduce_sparse(gradients))
+        else:
+            if self.has_residuals:
+                self.set_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
+            future = self.reduce(gradients, bucket.index()).future(gradients)
+        if bucket.is_last():
+            self._last = self.level, Meter.mark(gradients.device)
+        return future
+
+    def end_backward(self, meter: Meter, device: torch.device) -> None:
+        """Record the wait since the last bucket's hook, if this backward pass averaged gradients."""
+        if self._last is not None:
+            (level, start), self._last = self._last, None
+            meter.add_wait(level, start, meter.mark(device))
 
     @property
     def has_residuals(self) -> bool:
@@ -163,13 +178,14 @@ class WorldMean(GradientPath):
 
     def _reduce_chunk(self, chunk: Tensor, key: tuple[int, int]) -> Handle:
         topology, duplicate, residuals = self._topology, self._duplicate, self.residuals
+        weight = self._rank_weight
         contents = None if residuals is None else residuals.contents_of(key[0])
         flat = chunk if chunk.numel() % topology.num_shards == 0 else _padded(chunk, topology.num_shards)
         shard = topology.own_shard(flat)
         if topology.ranks_on_node == topology.num_shards:
-            reduced = topology.intra.reduce_scatter(shard, flat, weight=topology.rank_weight)
+            reduced = topology.intra.reduce_scatter(shard, flat, weight=weight)
         else:  # some ranks of the node are in no inter-node group
-            reduced = topology.intra.all_reduce(flat, weight=topology.rank_weight)
+            reduced = topology.intra.all_reduce(flat, weight=weight)
         self._outbound.uses(flat)
         self._inbound.uses(flat)
         complete: list[Callable[[], None]] = []
@@ -191,7 +207,11 @@ class WorldMean(GradientPath):
         return self._inbound.submit(gather_in_node)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
-        return sparse_sum(gradient * self._topology.rank_weight, self._topology.world)
+        return sparse_sum(gradient * self._rank_weight, self._topology.world)
+
+    @property
+    def _rank_weight(self) -> float:
+        return self._topology.rank_weight if self.round is None else self.round.weights[self._topology.rank]
 
     def close(self, timeout: float = 10.0) -> None:
         self._outbound.close(timeout)

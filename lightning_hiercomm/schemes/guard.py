@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import (
     NonfiniteError,
@@ -23,6 +25,8 @@ from lightning_hiercomm.schemes.health.nonfinite import (
 )
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.base import Reducer
+from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.schemes.state import SchemeState
 
 
@@ -51,6 +55,7 @@ class NonFiniteGuard:
         state: The state of the scheme.
         is_alone: Whether there is no other replica.
         wire: The encoding of parameters, gradients and optimizer state between nodes.
+        samples: Weighs nodes with unequal data. None: all ranks keep their weights.
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class NonFiniteGuard:
         state: SchemeState,
         is_alone: bool,
         wire: Wire,
+        samples: SampleWeights | None = None,
     ) -> None:
         self.replica = replica
         self._topology = topology
@@ -69,6 +75,7 @@ class NonFiniteGuard:
         self._state = state
         self._is_alone = is_alone
         self._wire = wire
+        self._samples = samples
         self._state_mean: OptimizerStateMean | None = None
         if optimizer is not None and policy.average_optimizer_state:
             self._state_mean = OptimizerStateMean(optimizer, topology, wire, policy.on_nonfinite)
@@ -81,31 +88,61 @@ class NonFiniteGuard:
 
     # ---- averages ------------------------------------------------------------------------------------------------
 
-    def average(self, buckets: Sequence[Bucket], weights: Callable[[int], Sequence[float]] | None = None) -> None:
+    def new_round(
+        self,
+        reducer: Reducer,
+        number: int = 0,
+        leaving: Sequence[Bucket] | None = None,
+        fragments: Sequence[int] | None = None,
+    ) -> Round:
+        """Make the round of an exchange for which training waits, by its preflight. Collective.
+
+        Args:
+            reducer: Runs the exchange.
+            number: The number of the exchange.
+            leaving: The buckets that are about to be sent. Default: all of the reducer's.
+            fragments: The fragments whose samples count. Default: all.
+
+        Raises:
+            CommunicationError: On all ranks, if they have taken unequal numbers of steps.
+            NonfiniteError: On all ranks, if a rank cannot send, and that is the policy.
+        """
+        counts = () if self._samples is None else self._samples.since(fragments)
+        preflight = reducer.checked(self._state.steps, number, leaving, counts)
+        if self._samples is None:
+            return preflight.round
+        return self._samples.weighed(preflight.round, preflight.counts)
+
+    def average(
+        self,
+        buckets: Sequence[Bucket],
+        round_: Round | None = None,
+        weights: Sequence[tuple[float, ...]] | None = None,
+    ) -> None:
         """Write the weighted mean over all ranks to some of the replica's buckets, in their own type; blocks.
 
         Args:
             buckets: The buckets.
-            weights: The ranks' weights by the bucket's index; they sum to 1. Default: the topology's.
+            round_: The synchronization, whose preflight has checked them. Default: a new one.
+            weights: The ranks' weights for each bucket; they sum to 1. Default: the round's.
         """
         if self._is_alone:
             return
-        average = ShardedAllReduce(
-            self.replica,
-            self._topology,
-            buckets=buckets,
-            on_nonfinite=self.policy.on_nonfinite,
-            weights=weights,
-        )
-        average(self._state.steps)
+        reducer = ShardedAllReduce(self.replica, self._topology, buckets=buckets, on_nonfinite=self.policy.on_nonfinite)
+        round_ = round_ or self.new_round(reducer)
+        if weights is None:
+            reducer(round_)
+        else:
+            for of_ranks, indexes in groupby(range(len(buckets)), key=weights.__getitem__):
+                reducer(replace(round_, weights=of_ranks), [*indexes])
 
-    def average_optimizer_state(self) -> None:
+    def average_optimizer_state(self, round_: Round) -> None:
         """Average the optimizer's state if the policy asks for it; all nodes hold the same parameters."""
         if not self.policy.average_optimizer_state:
             return
         if self._state_mean is None:
             raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
-        self._state_mean(self.replica, self._state.steps)
+        self._state_mean(self.replica, round_)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for an exact resume; may be empty."""

@@ -16,6 +16,7 @@ from lightning_hiercomm.comm.codec import Quantized
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
@@ -74,12 +75,12 @@ class OptimizerStateMean:
         self._signed, self._loaded = set(), None
 
     @torch.no_grad()
-    def __call__(self, replica: Replica, step: int = 0) -> None:
+    def __call__(self, replica: Replica, round_: Round) -> None:
         """Average the state; blocks. Collective.
 
         Args:
             replica: The parameters that the optimizer trains.
-            step: The optimizer steps that all ranks have taken.
+            round_: The synchronization.
 
         Raises:
             NonfiniteError: On all ranks, if a rank's state is non-finite, and that is the policy.
@@ -89,7 +90,7 @@ class OptimizerStateMean:
         held, narrowed, negative = self._common(held, narrowed)
         if not narrowed:
             self.forget()
-            self._average_unencoded(replica, held, step)
+            self._average_unencoded(replica, held, round_)
             return
         loaded = self._loaded
         if loaded is not None:
@@ -107,18 +108,18 @@ class OptimizerStateMean:
             self._load_means(means)
         self._loaded = None
         if layout != (self._keys, self._roots):
-            self._average_unencoded(replica, held, step)
+            self._average_unencoded(replica, held, round_)
             self._start(replica, tensors, *layout)
             return
         rest = {key: tensor for key, tensor in held.items() if key not in narrowed}
         if rest:
-            self._average_unencoded(replica, rest, step)
+            self._average_unencoded(replica, rest, round_)
         mean, mean_of_roots = self._means
         if mean.buckets:
-            mean(step)
+            _checked(mean, round_)
         if mean_of_roots.buckets:
             self._to_roots()
-            mean_of_roots(step)
+            _checked(mean_of_roots, round_)
             self._to_squares()
 
     def _held(self, replica: Replica) -> dict[_Key, Tensor]:
@@ -151,9 +152,10 @@ class OptimizerStateMean:
             held = {key: tensor for key, tensor in held.items() if key in everywhere}
         return held, [key for key in narrowed if key in held], {name for _, names in everyone for name in names}
 
-    def _average_unencoded(self, replica: Replica, held: Mapping[_Key, Tensor], step: int) -> None:
+    def _average_unencoded(self, replica: Replica, held: Mapping[_Key, Tensor], round_: Round) -> None:
         """Average tensors in their own type."""
-        ShardedAllReduce(self._replica_of(replica, held), self._topology, on_nonfinite=self._on_nonfinite)(step)
+        mean = ShardedAllReduce(self._replica_of(replica, held), self._topology, on_nonfinite=self._on_nonfinite)
+        _checked(mean, round_)
 
     def _start(self, replica: Replica, tensors: list[Tensor], keys: Sequence[_Key], roots: Collection[_Key]) -> None:
         """Use the current state, which is equal on all ranks, as the last averaged one."""
@@ -211,6 +213,12 @@ class OptimizerStateMean:
     def _load_means(self, states: Sequence[Mapping[str, Any]]) -> None:
         for mean, state in zip(self._means, states, strict=True):
             mean.load_state_dict(state)
+
+
+def _checked(mean: ShardedAllReduce, round_: Round) -> None:
+    """Check the state, which the preflight of the parameters has not seen, and average it."""
+    mean.checked(round_.step)
+    mean(round_)
 
 
 def _update_root(index: int, root: Tensor, difference: Tensor) -> Tensor:

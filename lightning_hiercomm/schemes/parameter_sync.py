@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -15,13 +14,11 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, Gradients, RunningScheme, Scheme
 from lightning_hiercomm.schemes.components.merges import MERGES, Merge
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule
-from lightning_hiercomm.schemes.exchange import ALL_REDUCERS, Exchanger
+from lightning_hiercomm.schemes.exchange import ALL_REDUCERS, Exchanger, SyncState
 from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.reducers.graphs import Graph
-from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange, PendingExchanges
-from lightning_hiercomm.schemes.reference import ReferenceParameters
+from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
 
 log = logging.getLogger(__name__)
 
@@ -217,52 +214,6 @@ class ParameterSync(Scheme):
             )
 
 
-@dataclass
-class SyncState(SchemeState):
-    """The state of a parameter synchronization.
-
-    Attributes:
-        exchanges_started: The number of exchanges that were started.
-        fragments_sent: The number of fragments that were sent in them.
-        round_begins: Optimizer steps before the current round, whose length :meth:`ParameterSync.next_period` returns.
-        round_period: The length of the current round.
-        begins_at: Optimizer steps before the schedule begins; None if that is not known yet.
-        pending: The exchanges that were started and not merged.
-        reference: The reference parameters, with the outer optimizer.
-    """
-
-    exchanges_started: int = 0
-    fragments_sent: int = 0
-    round_begins: int = 0
-    round_period: int | None = None
-    begins_at: int | None = field(default=0, metadata=TRANSIENT)
-    pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
-    reference: ReferenceParameters | None = field(default=None, metadata=TRANSIENT)
-
-    @property
-    def is_settled(self) -> bool:
-        return not self.pending
-
-    def settle(self) -> None:
-        self.pending.settle()
-
-    def undo_point(self) -> Callable[[], None]:
-        assert self.reference is not None, "the scheme is complete"
-        # a pending exchange updates the reference parameters asynchronously, and undoes that itself
-        is_pending = any(not exchange.is_lost for exchange in self.pending.exchanges)
-        undo_reference = None if is_pending else self.reference.undo_point()
-        undo_pending, undo_fields = self.pending.undo_point(), super().undo_point()
-
-        def undo() -> None:
-            self.pending.settle()
-            undo_fields()
-            undo_pending()
-            if undo_reference is not None:
-                undo_reference()
-
-        return undo
-
-
 class RunningParameterSync(RunningScheme[A]):
     """Runs a parameter synchronization: decides which fragments are sent and merged after each step.
 
@@ -278,20 +229,19 @@ class RunningParameterSync(RunningScheme[A]):
         super().__init__(config, context)
         self.state.begins_at = None if config.first_phase else 0
         self._average_gradients_over(self.gradients)
-        is_copied = self.topology.may_grow and config.begins_with_copy
-        self.reference = ReferenceParameters(config.merging, config.averages_all_nodes, self.is_alone, is_copied)
-        self.state.reference = self.reference
-        background = self._new_background()
         self.exchanger = Exchanger(
-            config,
+            context,
             self.state,
-            self.reference,
             self.guard,
-            self.topology,
-            self.wire,
-            background,
-            self.samples,
+            self._new_background(),
+            fragments=config.fragments,
+            reducer=config.reducer,
+            merge=config.merging,
+            staleness=config.staleness,
+            is_exact_overlapped=config.is_exact_overlapped,
+            begins_with_copy=config.begins_with_copy,
         )
+        self.reference = self.exchanger.reference
         self._cut()
 
     @property
@@ -386,26 +336,19 @@ class RunningParameterSync(RunningScheme[A]):
         if not self.is_alone:
             self._synchronize_now(self.exchanger.all_fragments)
             return
-        self.guard.average_optimizer_state()
+        self.guard.average_optimizer_state(self.topology.new_round(self.state.steps))
         self.state.unsynchronized_steps = 0
         self.state.synchronizations += 1
 
     def _synchronize_now(self, fragments: Sequence[int]) -> None:
         """Synchronize fragments, and float buffers if these are all fragments."""
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
-        if self.samples is not None:
-            self.samples.weigh(fragments)
         self.topology.synchronize(partial(self.exchanger.run, fragments), admits)
-        if self.samples is not None:
-            self.samples.end(fragments)
 
     def _overlap(self, due: PendingExchange | None, outgoing: Sequence[int]) -> None:
         """Merge an exchange that is due, and start the next, which overlaps with training."""
-        if self.topology.may_grow:
-            is_last_to_leave = self.staleness < (self.period or math.inf)
-            self.exchanger.overlap_elastic(due, outgoing, self.staleness, is_last_to_leave)
-        else:
-            self.exchanger.overlap(due, outgoing, self.staleness)
+        is_last_to_leave = self.staleness < (self.period or math.inf)
+        self.exchanger.overlap(due, outgoing, self.staleness, admits=is_last_to_leave)
 
     # ---- the first phase -----------------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.schedules import Every
+from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync, SyncState
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import TRANSIENT
 

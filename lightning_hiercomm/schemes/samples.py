@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.round import Round
 
 
 class SampleWeights:
     """Counts a rank's samples and optimizer steps, and weighs ranks by their samples since a synchronization.
 
-    A rank without samples has weight 0. If no rank has any, all have the weights of the topology. Before an exchange
-    one all-reduce of two numbers per rank makes the counts known to all ranks.
+    A rank without samples has weight 0. If no rank has any, all have the weights of the topology. The preflight of an
+    exchange makes the counts known to all ranks.
 
     Fragments of a model are synchronized at unequal times, so the counts of each begin at its own synchronization.
 
     Args:
-        topology: The nodes.
-        device: The device of the ranks' tensors.
         is_normalized: Whether to correct for unequal numbers of steps (FedNova: Wang et al. 2020, Eq. 6 and 7). With
             weights p_i and steps tau_i since the reference parameters x, a synchronization then is ::
 
                 x := x + (sum of p_j tau_j) * sum of p_i (x_i - x) / tau_i
 
     Attributes:
-        of_differences: The weights of the ranks' differences from the reference parameters, in the normalized mean.
+        round: The last synchronization, whose weights also count for tensors that no scheme exchanges. None before it.
     """
 
-    def __init__(self, topology: Topology, device: torch.device, is_normalized: bool = False) -> None:
-        self._topology = topology
-        self._device = device
+    def __init__(self, is_normalized: bool = False) -> None:
         self.is_normalized = is_normalized
-        self.of_differences: Sequence[float] = topology.weights
+        self.round: Round | None = None
         self._samples = 0.0
         self._steps = 0
         self._begins: dict[int, tuple[float, int]] = {}  # the counts at the last synchronization of each fragment
@@ -47,25 +42,23 @@ class SampleWeights:
         """Count an optimizer step with gradients of this rank's own samples."""
         self._steps += 1
 
-    def weigh(self, fragments: Sequence[int] | None = None) -> None:
-        """Weigh the ranks of the topology for an exchange of fragments. Collective. None: all."""
+    def since(self, fragments: Sequence[int] | None = None) -> tuple[float, ...]:
+        """Return this rank's counts since the last synchronization of fragments: samples and, if needed, steps.
+
+        Args:
+            fragments: The fragments. None: all.
+        """
         fragments = [*self._begins] if fragments is None else fragments
         begins = [self._begins.get(fragment, (0.0, 0)) for fragment in fragments] or [(0.0, 0)]
-        since = self._samples - min(each[0] for each in begins), self._steps - min(each[1] for each in begins)
-        samples, steps = self.gather(*since)
-        self._topology.weigh(samples)
-        if self.is_normalized:
-            self.of_differences = normalized(self._topology.weights, steps)
+        samples = self._samples - min(each[0] for each in begins)
+        return (samples, self._steps - min(each[1] for each in begins)) if self.is_normalized else (samples,)
 
-    def gather(self, *numbers: float) -> list[list[float]]:
-        """Return numbers of all ranks, in the order of the ranks. Collective."""
-        topology = self._topology
-        everyone = torch.zeros((len(numbers), topology.world_size), dtype=torch.float64, device=self._device)
-        for row, number in zip(everyone, numbers, strict=True):
-            row[topology.rank] = number
-        topology.world.all_reduce(everyone).wait()
-        gathered: list[list[float]] = everyone.tolist()
-        return gathered
+    def weighed(self, round_: Round, counts: Sequence[Sequence[float]]) -> Round:
+        """Store and return a round with the weights of differences, given all ranks' :meth:`since`."""
+        if self.is_normalized:
+            round_ = replace(round_, of_differences=normalized(round_.weights, counts[1]))
+        self.round = round_
+        return round_
 
     def end(self, fragments: Sequence[int] | None = None) -> None:
         """Begin to count again, for fragments that have been synchronized. None: all."""

@@ -25,7 +25,6 @@ from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop
 from lightning_hiercomm.trainer.fabric_module import FabricModule
-from lightning_hiercomm.trainer.gradients import GradientReduction
 from lightning_hiercomm.trainer.options import Health
 from lightning_hiercomm.trainer.settings import DDPArguments, HierarchicalArguments
 
@@ -98,7 +97,6 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
         self._starts_ranks = False
-        self._reduction = GradientReduction()
         self._loop = FabricLoop()
         self._is_saving = False
 
@@ -211,7 +209,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
         return self._wrapped(own), optimizers, scheduler
 
     def _add(self, module: nn.Module) -> FabricModule:
-        own = FabricModule(module, self._settings, self._topology, self.root_device, self._reduction)
+        own = FabricModule(module, self._settings, self._topology, self.root_device)
         self._loop.modules.append(own)
         return own
 
@@ -228,7 +226,8 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
             run.note_loss_scale(self.precision)
         super().backward(tensor, module, *args, **kwargs)
         self._loop.has_gone_backward = True
-        self._reduction.end_backward(self._topology, self.root_device)
+        for run in self.runs:
+            run.gradients.end_backward(self._topology.meter, self.root_device)
         for own in self._loop.modules:
             own.reduce_late()
             own.check_unused(type(self))

@@ -32,7 +32,7 @@ from lightning_hiercomm.run.replicas import (
     tensors_without,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
+from lightning_hiercomm.trainer.gradients import gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.settings import Settings
 
 
@@ -49,12 +49,10 @@ class FabricModule:
         settings: Settings,
         topology: Topology,
         device: torch.device,
-        reduction: GradientReduction,
     ) -> None:
         check_initialized(module)
         self.module = module
         self.run: TrainingRun | None = None
-        self._reduction = reduction
         self._settings = settings
         self._topology = topology
         self._wrapped: DistributedDataParallel | None = None
@@ -214,4 +212,4 @@ def _reduce_bucket(own: weakref.ref[FabricModule], bucket: Any) -> Future[Tensor
     """Reduce a bucket. A strong reference in DDP's reducer, in C++, would form a cycle that is never collected."""
     module = own()
     assert module is not None
-    return module._reduction.start(module.required_run.gradients, module._topology, bucket)
+    return module.required_run.gradients.reduce_bucket(bucket)

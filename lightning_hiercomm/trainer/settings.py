@@ -148,13 +148,8 @@ class Settings:
             on_nonfinite=self.health.on_nonfinite,
             # each elastic node has a default process group of its own
             collectives=(lambda: 0) if topology.may_grow else collectives_of_default_group,
-            samples=self._samples(topology, replicas.device),
+            samples=None if self.unequal_data is None else SampleWeights(self.unequal_data.mean == "normalized"),
         )
-
-    def _samples(self, topology: Topology, device: torch.device) -> SampleWeights | None:
-        if self.unequal_data is None:
-            return None
-        return SampleWeights(topology, device, self.unequal_data.mean == "normalized")
 
     def node_process_group(self, topology: Topology) -> dist.ProcessGroup | None:
         """The process group of this node's ranks.

@@ -31,7 +31,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes.gradients import GradientPath
-from lightning_hiercomm.trainer.gradients import GradientReduction, gradient_group, warn_of_unused
+from lightning_hiercomm.trainer.gradients import gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.settings import DDPArguments
 from lightning_hiercomm.trainer.unequal_data import UnequalDataHooks
 
@@ -85,7 +85,6 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
         self._seen: list[Replica] = []
-        self._reduction = GradientReduction()
         self._expects_all_used = False
         self._gradients_over = self.scheme.gradients
 
@@ -204,7 +203,7 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
         time_buffer_broadcasts(self.model, self._waiting_for_buffers)
 
     def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
-        return self._reduction.start(self._run.gradients, self._topology, bucket)
+        return self._run.gradients.reduce_bucket(bucket)
 
     @override
     def optimizer_step(
@@ -230,7 +229,7 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
 
     @override
     def _end_backward(self) -> None:
-        self._reduction.end_backward(self._topology, self.root_device)
+        self._run.gradients.end_backward(self._topology.meter, self.root_device)
 
 
 @contextmanager

@@ -33,7 +33,9 @@ from lightning_hiercomm._lightning.trainer import (
 )
 from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import ParameterSync, Scheme
+from lightning_hiercomm.schemes.health.preflight import launch
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
@@ -327,16 +329,18 @@ class UnequalNodes(pl.Callback):
         """End an optimizer step."""
         self.batches, self._samples = 0, 0.0
 
-    def weigh_gradients(self, weights: SampleWeights) -> float:
+    def weigh_gradients(self, run: TrainingRun) -> float:
         """Weigh the ranks' gradients by the samples since the last optimizer step. Collective.
 
         Returns:
             The factor of this rank's gradients. Lightning divides a loss by the number of accumulated batches. A rank
             that has accumulated fewer batches than others would count less per sample.
         """
-        samples, batches = weights.gather(self._samples, self.batches)
-        self._topology.weigh(samples)
-        return max(batches) / self.batches if self.batches else 1.0
+        unfit = torch.zeros((), dtype=torch.int64, device=self._device)  # not known before the backward pass
+        step = run.schemes[0].state.steps
+        preflight = launch(self._topology, step, unfit, counts=(self._samples, self.batches))
+        run.weigh_gradients(preflight.round)
+        return max(preflight.counts[1]) / self.batches if self.batches else 1.0
 
 
 class UnequalDataHooks(HierarchicalHooks):
@@ -432,7 +436,7 @@ class UnequalDataHooks(HierarchicalHooks):
             return super().backward(closure_loss, *args, **kwargs)
         ends_step, factor = not accumulates(self._module.trainer), 1.0
         if ends_step and self._run.gradients_over == "world":
-            factor = nodes.weigh_gradients(self._sample_weights)
+            factor = nodes.weigh_gradients(self._run)
         if not nodes.is_idle:
             return super().backward(closure_loss, *args, **kwargs)
         if ends_step and (nodes.batches or self._run.gradients_over == "world"):

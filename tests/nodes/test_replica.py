@@ -106,7 +106,7 @@ def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact
             filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + topology.rank)
         )
         before = replica.snapshot()
-        (ShardedAllReduce(replica, topology) if exact else average)()
+        (ShardedAllReduce(replica, topology) if exact else average)(topology.new_round())
         return before, replica.snapshot(), replica.fingerprint()
 
     return on_cpu(on_ranks(work, nodes, weights))

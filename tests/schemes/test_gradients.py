@@ -359,7 +359,7 @@ def test_ddp_buckets_are_averaged_outside_of_autocast():
             return super().reduce(bucket, index)
 
     seen = []
-    bucket = SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda: 0)
+    bucket = SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda: 0, is_last=lambda: True)
     with torch.autocast("cpu", torch.bfloat16):
         Path().reduce_bucket(bucket)
         assert torch.is_autocast_enabled("cpu")

@@ -27,7 +27,7 @@ class Own:
         self.optimizer = SGD([self.x], lr=0.1)
         self.replica = Replica([self.x])
         self.mean = OptimizerStateMean(self.optimizer, topology, Wire.named(wire), policy)
-        self.rank = topology.rank
+        self.topology, self.rank = topology, topology.rank
 
     def averaged(self, **state):
         """Set the state, average it, and return what it is then."""
@@ -35,7 +35,7 @@ class Own:
         for name, values in state.items():
             values = torch.as_tensor(values, dtype=torch.float32)
             held.setdefault(name, torch.empty_like(values)).copy_(values)
-        self.mean(self.replica)
+        self.mean(self.replica, self.topology.new_round())
         return {name: values.tolist() for name, values in held.items()}
 
 

@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from harness import Rank, on_nodes, on_ranks
+from harness import Rank, on_nodes, on_ranks, place
 
 from lightning_hiercomm import AllReduce, DiLoCo, ParameterSync, PeriodicAveraging
+from lightning_hiercomm.schemes.health.preflight import launch
 from lightning_hiercomm.schemes.samples import SampleWeights, normalized
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -22,6 +23,11 @@ SCHEMES = [
     ParameterSync(2, reducer="leader"),
     DiLoCo(2, PLAIN_SUM),
 ]
+
+
+def weighed(topology, *counts):
+    """Return the round of ranks that have counted samples."""
+    return launch(topology, 3, torch.zeros((), dtype=torch.int64, device=place.device), counts=counts).round
 
 
 def traces(scheme, samples, nodes=((0,), (1,)), **chosen):
@@ -116,8 +122,7 @@ def test_averaged_model_leaves_out_a_node_without_samples():
 def test_all_reduce_averages_gradients_over_samples():
     def work(rank: Rank) -> list[list[float]]:
         for samples in ([1.0, 3.0], [2.0, 0.0]):
-            assert rank.scheme.samples is not None
-            rank.topology.weigh(rank.scheme.samples.gather(samples[rank.node])[0])
+            rank.gradients.round = weighed(rank.topology, samples[rank.node])
             rank.train(None if samples[rank.node] else 0.0)
         return rank.trace
 
@@ -168,26 +173,23 @@ def test_resumed_run_continues_with_its_samples():
 
 def test_without_any_samples_the_topology_weighs():
     def work(topology):
-        samples = SampleWeights(topology, torch.device("cpu"))
+        samples = SampleWeights()
         samples.count(3.0 if topology.rank else 0.0)
-        samples.weigh()
-        first = topology.weights
+        first = weighed(topology, *samples.since())
         samples.end()
-        samples.weigh()
-        return first, topology.weights
+        return first.weights, weighed(topology, *samples.since()).weights
 
     assert on_ranks(work, ((0,), (1,)), weights=(1.0, 3.0)) == [((0.0, 1.0), (0.25, 0.75))] * 2
 
 
 def test_weights_of_gradients_in_a_node_do_not_follow_samples():
     def work(topology):
-        before = topology.weight_in_node
-        topology.weigh([0.0, 0.0, 1.0, 5.0])
-        return before, topology.weight_in_node, topology.node_weight
+        round_ = weighed(topology, [0.0, 0.0, 1.0, 5.0][topology.rank])
+        return topology.weight_in_node, round_.of_nodes[topology.node]
 
     results = on_ranks(work, ((0, 1), (2, 3)))
-    assert [in_node for *in_node, _ in results] == [[0.5, 0.5]] * 4
-    assert [of_node for *_, of_node in results] == [0.0, 0.0, 1.0, 1.0]
+    assert [in_node for in_node, _ in results] == [0.5] * 4
+    assert [of_node for _, of_node in results] == [0.0, 0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

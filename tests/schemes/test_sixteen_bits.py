@@ -123,7 +123,7 @@ def test_a_mean_is_that_in_float64_rounded_once(nodes_of, kind, wire, dtype):
 
     def work(topology):
         own = of_rank[topology.rank].to(place.device, copy=True)
-        kind(Replica([own], bucket_bytes=128), topology, Wire.named(wire))(3)
+        kind(Replica([own], bucket_bytes=128), topology, Wire.named(wire))(topology.new_round(3))
         return own
 
     exact = sum(weight * values.double() for weight, values in zip(weights, of_rank, strict=True)) / sum(weights)
@@ -155,7 +155,7 @@ def test_statistics_cost_as_many_bytes_between_nodes_as_parameters(nodes_of):
         for kinds in ([420], []), ([], [420]):
             replica = Replica(*([torch.ones(n, device=place.device) for n in kind] for kind in kinds))
             before = topology.meter.snapshot()["inter_bytes"]
-            ShardedAllReduce(replica, topology)(3)
+            ShardedAllReduce(replica, topology)(topology.new_round(3))
             sent.append(topology.meter.snapshot()["inter_bytes"] - before)
         return sent
 

@@ -1,25 +1,41 @@
-"""Preflight checks of an exchange: equal steps on all ranks, and values that can be sent."""
+"""The preflight of an exchange, which makes its round: equal steps on all ranks, and values that can be sent."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.background import Background, Reading
 from lightning_hiercomm.comm.base import CommunicationError, Handle, finished
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
 
 
-class Verdict(Handle):
-    """The known result of a preflight.
+class Preflight(Handle):
+    """The round of an exchange, and whether all ranks can send; overlapped exchanges learn the latter later.
 
     Args:
-        is_flagged: Whether a rank cannot send, so that the run ends.
+        topology: All ranks.
+        round: The synchronization.
+        pending: The numbers of :func:`launch`, if they are not known yet.
+        flag: The flag on the device, for later work in the stream of the exchange: 1 if a rank cannot send.
+
+    Attributes:
+        counts: What all ranks have counted, in the order of the ranks, if samples are counted.
     """
 
-    def __init__(self, is_flagged: bool = False) -> None:
-        self._is_flagged = is_flagged
+    def __init__(
+        self, topology: Topology, round: Round, pending: Reading | None = None, flag: Tensor | None = None
+    ) -> None:
+        self.round = round
+        self.flag = flag
+        self.counts: list[list[float]] = []
+        self._topology = topology
+        self._pending = pending
+        self._is_unfit = False
 
     def wait(self) -> None:
         """Return when the result is known.
@@ -27,81 +43,86 @@ class Verdict(Handle):
         Raises:
             CommunicationError: On all ranks, if they have taken unequal numbers of steps.
         """
+        pending = self._pending  # the background may wait at the same time
+        if pending is not None:
+            self.learn(pending.numbers())
+            self._pending = None
 
     def is_done(self) -> bool:
-        return True
+        return self._pending is None or self._pending.is_done()
 
-    def is_flagged(self) -> bool:
-        """Wait, and return whether a rank cannot send; equal on all ranks."""
+    @property
+    def is_unfit(self) -> bool:
+        """Whether a rank cannot send, so that the run ends; equal on all ranks. Waits."""
         self.wait()
-        return self._is_flagged
+        return self._is_unfit
+
+    def learn(self, numbers: Sequence[float]) -> None:
+        """Take the largest numbers of all ranks."""
+        topology, step = self._topology, self.round.step
+        most, least, flag = (int(number) for number in numbers[:3])
+        if not most == step == -least:
+            raise CommunicationError(
+                f"rank {topology.rank} (node {topology.node}) synchronizes after {step} optimizer"
+                f" steps, others after {-least} to {most}. All ranks must take equally many steps: give all ranks"
+                " dataloaders of equal length, or set limit_train_batches."
+            )
+        self._is_unfit, ranks = bool(flag), topology.world_size
+        self.counts = [[*numbers[start : start + ranks]] for start in range(3, len(numbers), ranks)]
+        if self.counts:
+            self.round = topology.new_round(step, self.round.number, self.counts[0])
 
 
-class Preflight(Verdict):
-    """One all-reduce (maximum) of three numbers: the step, minus the step, and whether this rank cannot send.
+def launch(
+    topology: Topology,
+    step: int,
+    unfit: Tensor,
+    number: int = 0,
+    through: Topology | None = None,
+    inbound: Background | None = None,
+    counts: Sequence[float] = (),
+) -> Preflight:
+    """Launch one all-reduce (maximum): the step, minus the step, whether this rank cannot send, and its counts.
 
-    It runs inside the node, then over each inter-node process group, and inside the node again if a rank is in no such
-    group or a group may break. Without ``inbound`` the constructor waits for it.
+    It runs inside the node, then over each inter-node process group, and inside the node again if a rank may have no
+    result of such a group. Without ``inbound`` it waits.
 
     Args:
         topology: All ranks; the training thread launches on its communicators.
         step: Optimizer steps that this rank has taken.
         unfit: An int64 scalar on the ranks' device: 1 if this rank cannot send, otherwise 0.
+        number: The number of the exchange.
         through: The duplicate of ``topology`` whose communicators run the exchange. Default: the topology itself.
         inbound: The background thread that completes the exchange.
-
-    Attributes:
-        flag: The flag on the device, for later work in the stream of the exchange.
+        counts: This rank's samples since the last synchronization, which weigh the ranks, and perhaps other counts.
+            Only for exchanges that wait.
     """
+    communicators = through or topology
+    found = torch.full((3,), step, device=unfit.device)  # a copy from the host would wait for training
+    found[1].neg_()
+    found[2] = unfit
+    if counts:
+        of_ranks = torch.zeros(len(counts), topology.world_size, dtype=torch.float64, device=unfit.device)
+        of_ranks[:, topology.rank] = torch.tensor(counts, dtype=torch.float64)
+        found = torch.cat([found.double(), of_ranks.view(-1)])
+    flag = found[2]
+    if inbound is not None:
+        inbound.uses(found)
+    topology.intra.all_reduce(found, op="max").wait()
+    launched = finished
+    if communicators.inter is not None:
+        launched = communicators.inter.all_reduce(found, op="max", waiting=inbound is None)
 
-    def __init__(
-        self,
-        topology: Topology,
-        step: int,
-        unfit: Tensor,
-        through: Topology | None = None,
-        inbound: Background | None = None,
-    ) -> None:
-        super().__init__()
-        self._topology = topology
-        self._step = step
-        self._is_known = False
-        communicators = through or topology
-        found = torch.full((3,), step, device=unfit.device)  # a copy from the host would wait for training
-        found[1].neg_()
-        found[2] = unfit
-        self.flag = found[2]
-        if inbound is not None:
-            inbound.uses(found)
-        topology.intra.all_reduce(found, op="max").wait()
-        launched = finished
-        if communicators.inter is not None:
-            launched = communicators.inter.all_reduce(found, op="max", waiting=inbound is None)
+    def complete() -> Tensor:
+        launched.wait()
+        if not topology.has_all_ranks_in_groups:
+            communicators.intra.all_reduce(found, op="max").wait()
+        streams.keep_here(found)
+        return found
 
-        def complete() -> Tensor:
-            launched.wait()
-            if topology.ranks_on_node > topology.num_shards or topology.may_grow:
-                communicators.intra.all_reduce(found, op="max").wait()
-            streams.keep_here(found)
-            return found
-
-        self._found = complete() if inbound is None else inbound.read(complete)
-        if inbound is None:
-            self.wait()
-
-    def wait(self) -> None:
-        if self._is_known:
-            return
-        numbers = self._found.tolist() if isinstance(self._found, Tensor) else self._found.numbers()
-        most, least, flag = (int(number) for number in numbers)
-        # elastic nodes compare their steps when they form a quorum
-        if not self._topology.may_grow and not most == self._step == -least:
-            raise CommunicationError(
-                f"rank {self._topology.rank} (node {self._topology.node}) synchronizes after {self._step} optimizer"
-                f" steps, others after {-least} to {most}. All ranks must take equally many steps: give all ranks"
-                " dataloaders of equal length, or set limit_train_batches."
-            )
-        self._is_flagged, self._is_known = bool(flag), True
-
-    def is_done(self) -> bool:
-        return isinstance(self._found, Tensor) or self._found.is_done()
+    round_ = topology.new_round(step, number)
+    if inbound is not None:
+        return Preflight(topology, round_, inbound.read(complete), flag)
+    preflight = Preflight(topology, round_, flag=flag)
+    preflight.learn(complete().tolist())
+    return preflight

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,38 +12,20 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Handle
+from lightning_hiercomm.comm.base import Communicator, Handle
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wide_sum import send_parts
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, find_unfit, is_unfit, values_of
-from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
+from lightning_hiercomm.schemes.health.preflight import Preflight, launch
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
-
-
-@dataclass(frozen=True)
-class _Route:
-    """The senders and weights of a bucket, fixed at launch because its sums end later, on other threads.
-
-    Attributes:
-        shard: Returns this rank's shard of a packed bucket, which it sends to other nodes; a view, perhaps empty.
-        shards: Returns the shards of all ranks of the node, in local order.
-        gather: Gathers a packed bucket on all ranks of the node, in place.
-        in_node: The weights of the node's ranks, which sum to 1.
-        of_nodes: The weights of all nodes, which sum to 1.
-    """
-
-    shard: Callable[[Tensor], Tensor]
-    shards: Callable[[Tensor], Sequence[Tensor]]
-    gather: Callable[[Tensor], Handle]
-    in_node: Sequence[float]
-    of_nodes: Sequence[float]
 
 
 class ShardedAllReduce(Reducer):
@@ -61,7 +41,7 @@ class ShardedAllReduce(Reducer):
 
     Args:
         replica: The parameters and buffers to average.
-        topology: The nodes and the ranks' weights.
+        topology: The nodes.
         wire: The encoding between nodes. If it is lossy, differences from the reference parameters are sent (see
             :class:`~lightning_hiercomm.comm.wire.Wire`), which costs one copy of this rank's shard of the model.
         through: A :meth:`~lightning_hiercomm.nodes.topology.Topology.duplicate` with the communicators to use, if
@@ -70,13 +50,8 @@ class ShardedAllReduce(Reducer):
         buckets: The buckets of the replica to average. Default: all.
         update_reference: Updates the reference parameters by the nodes' mean, and returns the values that every rank
             gets. Default: the mean.
-        on_nonfinite: Unless ``"ignore"``, all ranks raise an error, and nothing is sent, if a rank holds values that
-            are non-finite or too large for the wire.
-        weights: Returns the ranks' weights for a bucket at its launch; they sum to 1. Default: the topology's.
+        on_nonfinite: Unless ``"ignore"``, the preflight finds values that are non-finite or too large for the wire.
         ranks_differ: Whether to average also on one node, whose ranks may hold different values.
-
-    Attributes:
-        turn: The number of exchanges before the last one.
     """
 
     def __init__(
@@ -90,18 +65,14 @@ class ShardedAllReduce(Reducer):
         buckets: Sequence[Bucket] | None = None,
         update_reference: UpdateReference | None = None,
         on_nonfinite: OnNonfinite = "ignore",
-        weights: Callable[[int], Sequence[float]] | None = None,
         ranks_differ: bool = False,
     ) -> None:
         self._replica = replica
         self._on_nonfinite = on_nonfinite
-        self._preflight: Preflight | None = None  # of the last exchange, if it is checked
-        self._weights = weights or (lambda _: topology.weights)
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
         self.through = through or topology
         self.wire = wire or Wire()
-        self.turn = 0
         self._is_alone = topology.is_one_node and not ranks_differ
         self._update_reference = update_reference
         self._sum = InterNodeSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
@@ -121,9 +92,21 @@ class ShardedAllReduce(Reducer):
     def _present(self, index: int) -> Tensor:
         return self.remembered(self.buckets[index].pack(multiple_of=self.parts_of(index)), index).clone()
 
-    def _is_unfit(self, indexes: Sequence[int]) -> Tensor:
+    def begin(
+        self,
+        step: int,
+        number: int = 0,
+        leaving: Sequence[Bucket] | None = None,
+        counts: Sequence[float] = (),
+        inbound: Background | None = None,
+    ) -> Preflight:
+        if self._is_alone:
+            return Preflight(self.topology, self.topology.new_round(step, number))
+        unfit = self._is_unfit(self.buckets if leaving is None else leaving)
+        return launch(self.topology, step, unfit, number, self.through, inbound, counts)
+
+    def _is_unfit(self, leaving: Sequence[Bucket]) -> Tensor:
         """Return an int64 scalar on the device: 1 if this rank cannot send some buckets, otherwise 0."""
-        leaving = [self.buckets[index] for index in indexes]
         found = torch.zeros((), dtype=torch.int64, device=self._replica.device)
         if self._on_nonfinite == "ignore":
             return found
@@ -142,27 +125,22 @@ class ShardedAllReduce(Reducer):
         most = min(self.wire.codec.largest, torch.finfo(bucket.dtype).max)
         return most / 2 if self.references else most
 
-    def check(self, verdict: Verdict, step: int) -> None:
-        if verdict.is_flagged():
-            largest = {id(piece.tensor): self._largest(bucket) for bucket in self.buckets for piece in bucket.slices}
-            found = self.topology.world.all_gather_object(find_unfit(self._replica, largest))
-            raise NonfiniteError.of(dict(enumerate(found)), self.topology, step, self.wire.codec)
+    def error(self, step: int) -> NonfiniteError:
+        largest = {id(piece.tensor): self._largest(bucket) for bucket in self.buckets for piece in bucket.slices}
+        found = self.topology.world.all_gather_object(find_unfit(self._replica, largest))
+        return NonfiniteError.of(dict(enumerate(found)), self.topology, step, self.wire.codec)
 
     # ---- synchronous ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def __call__(
         self,
-        step: int = 0,
-        turn: int = 0,
+        round_: Round,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
     ) -> None:
-        indexes = range(len(self.buckets)) if only is None else only
         if self._is_alone:
             return
-        self.turn = turn
-        self.check(Preflight(self.topology, step, self._is_unfit(indexes), self.through), step)
         in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
 
         def finish() -> None:
@@ -170,12 +148,14 @@ class ShardedAllReduce(Reducer):
             complete()
             take(bucket, flat)
 
-        for index in indexes:
+        for index in range(len(self.buckets)) if only is None else only:
             bucket = self.buckets[index]
-            flat, route = bucket.pack(multiple_of=self.parts_of(index)), self._route(index)
+            flat = bucket.pack(multiple_of=self.parts_of(index))
             if bucket.keeps_equal:  # buffers differ inside a node
-                send_parts(self.through.intra, route.shards(flat), route.in_node)()
-            in_flight.append((bucket, flat, self._between_nodes(index, flat, route, waiting=True)))
+                holders = self._holders(index, round_)
+                shards = [holders.shard(flat, place) for place in range(self.topology.ranks_on_node)]
+                send_parts(self.through.intra, shards, round_.in_node(self.topology.node))()
+            in_flight.append((bucket, flat, self._between_nodes(index, flat, round_, waiting=True)))
             if len(in_flight) == BUCKETS_IN_FLIGHT:
                 finish()
         while in_flight:
@@ -183,42 +163,28 @@ class ShardedAllReduce(Reducer):
 
     # ---- asynchronous --------------------------------------------------------------------------------------------
 
-    def begin(self, step: int, turn: int, only: Sequence[int], background: Background) -> Verdict:
-        self.turn = turn
-        preflight = Preflight(self.topology, step, self._is_unfit(only), self.through, background)
-        self._preflight = None if self._on_nonfinite == "ignore" else preflight
-        return preflight
-
     @torch.no_grad()
-    def start(self, index: int, background: Background, keep_sent: bool = False) -> PendingBucket:
+    def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
         bucket = self.buckets[index]
         sent = bucket.pack(multiple_of=self.parts_of(index))
         flat = sent.clone() if keep_sent else sent
         for tensor in (flat, *self.references[index : index + 1]):  # an aborted run frees these, too
             background.uses(tensor)
-        complete = self._between_nodes(index, flat, self._route(index), self._preflight)
+        checked = None if self._on_nonfinite == "ignore" else preflight
+        complete = self._between_nodes(index, flat, preflight.round, checked)
         return PendingBucket(index, flat, sent, background.submit(complete), self.topology.num_nodes)
 
     def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
-        """Update the reference parameters, unless the exchange is flagged; write the result to ``part``."""
+        """Update the reference parameters, unless a rank cannot send; write the result to ``part``."""
         assert self._update_reference is not None
-        if preflight is not None and streams.has(part.device):
+        if preflight is not None and preflight.flag is not None and streams.has(part.device):
             # the host does not wait for the flag; if it is set, the run ends, with finite values until then
             part.copy_(torch.where(preflight.flag > 0, 0.0, part))
-        elif preflight is not None and preflight.is_flagged():
+        elif preflight is not None and preflight.is_unfit:
             return
         part.copy_(self._update_reference(index, reference, part))
 
     # ---- one bucket ----------------------------------------------------------------------------------------------
-
-    def _route(self, index: int) -> _Route:
-        """Return the route of a bucket that is launched now; called by the training thread."""
-        holders, topology, weights = self._holders(index), self.topology, self._weights(index)
-
-        def shards(flat: Tensor) -> list[Tensor]:
-            return [holders.shard(flat, local_rank) for local_rank in range(topology.ranks_on_node)]
-
-        return _Route(holders.shard, shards, holders.gather, topology.in_node(weights), topology.of_nodes(weights))
 
     def parts_of(self, index: int) -> int:
         return self._holders(index).num_shards
@@ -233,19 +199,21 @@ class ShardedAllReduce(Reducer):
         """Return the part of a packed bucket whose reference this rank stores; it begins with the shard it sends."""
         return self.sent_part(flat, index)
 
-    def _holders(self, index: int) -> Holders:
+    def _holders(self, index: int, round_: Round | None = None) -> Holders:
+        """Return the ranks that hold a bucket and send shards of it, in a synchronization."""
         return self.through.holders[self.buckets[index].held_by]
 
     def _between_nodes(
         self,
         index: int,
         flat: Tensor,
-        route: _Route,
+        round_: Round,
         preflight: Preflight | None = None,
         waiting: bool = False,
     ) -> Callable[[], None]:
         """Start to average a packed bucket over the nodes; return a function that waits, and writes the mean to it."""
-        part = route.shard(flat)
+        holders = self._holders(index, round_)
+        part = holders.shard(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
         has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
         reference = self.references[index] if has_reference else None
@@ -254,7 +222,7 @@ class ShardedAllReduce(Reducer):
         if reference is not None:
             part.sub_(reference[: part.numel()])
         feedback = self._feedback[index] if self._feedback and is_narrowed else None
-        arrive = self._sum.launch(part, feedback, waiting, route.of_nodes, self.buckets[index].keeps_equal)
+        arrive = self._sum.launch(part, feedback, waiting, round_.of_nodes, self.buckets[index].keeps_equal)
 
         def complete() -> None:
             arrive()
@@ -266,7 +234,7 @@ class ShardedAllReduce(Reducer):
                 self._update_part(index, reference, part, preflight)
             elif reference is not None:
                 part.add_(reference[: part.numel()])
-            route.gather(flat).wait()
+            holders.gather(flat).wait()
             if reference is not None and self._update_reference is None:
                 reference.copy_(self.remembered(flat, index))
 
@@ -297,17 +265,24 @@ class LeaderAllReduce(ShardedAllReduce):
     With a lossy wire every rank keeps the reference values of all parameters, because ranks take turns.
     """
 
-    def _route(self, index: int) -> _Route:
-        topology, leader, weights = self.topology, self.turn % self.topology.num_shards, self._weights(index)
-
-        def shards(flat: Tensor) -> list[Tensor]:
-            return [flat if local_rank == leader else flat[:0] for local_rank in range(topology.ranks_on_node)]
-
-        def shard(flat: Tensor) -> Tensor:
-            return shards(flat)[topology.local_rank]
-
-        broadcast = partial(self.through.intra.broadcast, source=leader)
-        return _Route(shard, shards, broadcast, topology.in_node(weights), topology.of_nodes(weights))
+    def _holders(self, index: int, round_: Round | None = None) -> Holders:
+        if round_ is None:
+            return super()._holders(index)
+        return _Leader(self.through.intra, round_.number % self.topology.num_shards)
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
+
+
+class _Leader(Holders):
+    """The ranks of a node, of which one sends all and broadcasts what it receives."""
+
+    def __init__(self, group: Communicator, leader: int) -> None:
+        super().__init__(group)
+        self._leader = leader
+
+    def shard(self, flat: Tensor, place: int | None = None) -> Tensor:
+        return flat if (self.place if place is None else place) == self._leader else flat[:0]
+
+    def gather(self, flat: Tensor) -> Handle:
+        return self.broadcast(flat, self._leader)

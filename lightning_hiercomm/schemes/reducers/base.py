@@ -13,8 +13,10 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
@@ -30,7 +32,7 @@ class Reducer(ABC):
 
     Attributes:
         buckets: The buckets.
-        topology: The nodes and their weights.
+        topology: The nodes.
         through: The duplicate of it whose communicators are used.
         wire: The encoding between nodes.
         references: This rank's reference parameters for every bucket, 1-D, if differences from them are sent.
@@ -49,25 +51,32 @@ class Reducer(ABC):
         """Return the number of equal shards of a packed bucket."""
 
     @abstractmethod
-    def begin(self, step: int, turn: int, only: Sequence[int], background: Background) -> Verdict:
-        """Launch the preflight of buckets that are to be started.
+    def begin(
+        self,
+        step: int,
+        number: int = 0,
+        leaving: Sequence[Bucket] | None = None,
+        counts: Sequence[float] = (),
+        inbound: Background | None = None,
+    ) -> Preflight:
+        """Launch the preflight of an exchange.
 
         Args:
             step: The optimizer steps this rank has taken.
-            turn: The number of exchanges before this one.
-            only: The indexes of the buckets.
-            background: As in :meth:`start`.
-
-        Returns:
-            Its result, known before the first bucket has arrived.
+            number: The number of the exchange.
+            leaving: The buckets that are about to be sent. Default: all.
+            counts: See :func:`~lightning_hiercomm.schemes.health.preflight.launch`.
+            inbound: The background of :meth:`start`. Its result is then known before the first bucket has arrived.
+                Default: waits for it.
         """
 
     @abstractmethod
-    def start(self, index: int, background: Background, keep_sent: bool = False) -> PendingBucket:
+    def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
         """Start to average a bucket, overlapped with training.
 
         Args:
             index: Of the bucket.
+            preflight: Of the exchange.
             background: Completes the exchange, in the order of the starts.
             keep_sent: Whether to keep a copy of the sent values in :attr:`PendingBucket.sent`.
         """
@@ -75,35 +84,42 @@ class Reducer(ABC):
     @abstractmethod
     def __call__(
         self,
-        step: int = 0,
-        turn: int = 0,
+        round_: Round,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
     ) -> None:
         """Average buckets; blocks.
 
         Args:
-            step: The optimizer steps that this rank has taken; equal on all ranks.
-            turn: The number of exchanges before this one.
+            round_: The synchronization.
             only: The indexes of the buckets. Default: all.
             take: Called with every bucket and its packed mean. Default: replaces the bucket's values.
 
         Raises:
-            CommunicationError: If a rank took another number of steps, or died.
-            NonfiniteError: If a rank cannot send.
+            CommunicationError: If a rank died.
         """
 
-    def check(self, verdict: Verdict, step: int) -> None:
-        """Wait for the result of a preflight.
-
-        Args:
-            verdict: As :meth:`begin` has returned it.
-            step: The optimizer steps that all ranks have taken.
+    def checked(
+        self, step: int, number: int = 0, leaving: Sequence[Bucket] | None = None, counts: Sequence[float] = ()
+    ) -> Preflight:
+        """Do as :meth:`begin`, for an exchange for which training waits.
 
         Raises:
-            NonfiniteError: On all ranks, if one could not send.
+            CommunicationError: On all ranks, if they have taken unequal numbers of steps.
+            NonfiniteError: On all ranks, if a rank cannot send.
         """
-        verdict.wait()
+        preflight = self.begin(step, number, leaving, counts)
+        if preflight.is_unfit:
+            raise self.error(step)
+        return preflight
+
+    def error(self, step: int) -> NonfiniteError:
+        """Return the error of an exchange that a rank could not send. Collective.
+
+        Args:
+            step: The optimizer steps that all ranks have taken.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no preflight over all ranks")
 
     @abstractmethod
     def sent_part(self, flat: Tensor, index: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.base import Handle, finished
-from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.health.preflight import Preflight
 
 _OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
 
@@ -43,18 +43,20 @@ class PendingExchange:
         started: The optimizer step after which it was sent.
         due: The optimizer step after which it is merged.
         fragments: The fragments of the model that it holds.
-        verdict: The result of its preflight.
+        preflight: Its preflight; None if it was restored, or compares no ranks.
         buckets: Its buckets, in order of arrival.
         undo: Restores values that were changed asynchronously since it was sent; for elastic training.
+        was_unfit: Whether a restored exchange was one that a rank could not send.
         is_lost: Whether a change of nodes has canceled it, so that nodes synchronize again when it is due.
     """
 
     started: int
     due: int
     fragments: Sequence[int]
-    verdict: Verdict = field(default_factory=Verdict)
+    preflight: Preflight | None = None
     buckets: deque[PendingBucket] = field(default_factory=deque)
     undo: Callable[[], None] = lambda: None
+    was_unfit: bool = False
     is_lost: bool = False
 
     @property
@@ -62,13 +64,19 @@ class PendingExchange:
         """Steps between sending and merging, S."""
         return self.due - self.started
 
+    @property
+    def is_unfit(self) -> bool:
+        """Whether a rank could not send it, so that the run ends; equal on all ranks. Waits for its preflight."""
+        return self.was_unfit if self.preflight is None else self.preflight.is_unfit
+
     def holds(self, index: int) -> bool:
         """Whether a bucket is part of it, and is not merged yet."""
         return any(bucket.index == index for bucket in self.buckets)
 
     def wait(self) -> None:
         """Wait for all of its buckets."""
-        self.verdict.wait()
+        if self.preflight is not None:
+            self.preflight.wait()
         for bucket in self.buckets:
             bucket.arrived.wait()
 
@@ -101,10 +109,10 @@ class PendingExchanges:
         return bool(self.exchanges)
 
     def start(
-        self, started: int, due: int, fragments: Sequence[int] = (0,), verdict: Verdict | None = None
+        self, started: int, due: int, fragments: Sequence[int] = (0,), preflight: Preflight | None = None
     ) -> PendingExchange:
         """Add a new exchange, without buckets."""
-        exchange = PendingExchange(started, due, fragments, verdict or Verdict())
+        exchange = PendingExchange(started, due, fragments, preflight)
         self.exchanges.append(exchange)
         return exchange
 
@@ -171,7 +179,7 @@ class PendingExchanges:
                 "buckets": [bucket.index for bucket in exchange.buckets],
                 "arrived": [bucket.flat.clone() for bucket in exchange.buckets],
                 "sent": [bucket.sent.clone() for bucket in exchange.buckets if bucket.sent is not bucket.flat],
-                "is_flagged": exchange.verdict.is_done() and exchange.verdict.is_flagged(),
+                "is_flagged": (exchange.preflight is None or exchange.preflight.is_done()) and exchange.is_unfit,
                 "nodes": [bucket.nodes for bucket in exchange.buckets],
             }
             for exchange in self.exchanges
@@ -181,7 +189,8 @@ class PendingExchanges:
         """Restore :meth:`state_dict` (of a run with the same topology and buckets) on :attr:`device`."""
         self.drop()
         for saved in state:
-            exchange = self.start(saved["started"], saved["due"], saved["fragments"], Verdict(saved["is_flagged"]))
+            exchange = self.start(saved["started"], saved["due"], saved["fragments"])
+            exchange.was_unfit = saved["is_flagged"]
             arrived = [tensor.to(self.device, copy=True) for tensor in saved["arrived"]]
             sent = [tensor.to(self.device, copy=True) for tensor in saved["sent"]] or arrived
             for index, flat, own, of in zip(saved["buckets"], arrived, sent, saved["nodes"], strict=True):

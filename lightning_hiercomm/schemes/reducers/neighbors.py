@@ -13,8 +13,9 @@ from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
+from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, Topology
-from lightning_hiercomm.schemes.health.preflight import Verdict
+from lightning_hiercomm.schemes.health.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.reducers.graphs import Graph, Partners, partners_of
@@ -227,9 +228,8 @@ class NeighborExchange(Reducer):
         graph: Selects the peers.
         topology: The nodes.
         through: A duplicate of it.
-        background: Completes exchanges in parallel with training.
+        background: Completes exchanges in parallel with training. The number of a round, from 1, selects the peers.
         wire: The encoding of parameters, not of differences, because peers have no common reference.
-        turn: Returns the number of the next exchange, from 1.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
         check: Raises an error if buckets cannot be sent.
     """
@@ -242,7 +242,6 @@ class NeighborExchange(Reducer):
         through: Topology,
         background: Background,
         wire: Wire,
-        turn: Callable[[], int],
         update_reference: UpdateReference | None = None,
         check: Callable[[Sequence[Bucket]], None] = lambda _: None,
     ) -> None:
@@ -254,9 +253,7 @@ class NeighborExchange(Reducer):
         self._background = background
         self._update_reference = update_reference
         self._check_values = check
-        self._next_turn = turn
         self.disagreement = self._peers.disagreement
-        self._turn = 0
         self.set_references()
 
     def set_references(self) -> None:
@@ -265,14 +262,24 @@ class NeighborExchange(Reducer):
                 self.sent_part(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)
             ]
 
-    def begin(self, step: int, turn: int, only: Sequence[int], background: Background) -> Verdict:
-        self._turn = self._next_turn()
-        self._check_values([self.buckets[index] for index in only])
+    def begin(
+        self,
+        step: int,
+        number: int = 0,
+        leaving: Sequence[Bucket] | None = None,
+        counts: Sequence[float] = (),
+        inbound: Background | None = None,
+    ) -> Preflight:
+        self._check_values(self.buckets if leaving is None else leaving)
         # no check for equal steps: ranks with other counts have other peers
-        return Verdict()
+        return Preflight(self.topology, self.topology.new_round(step, number))
 
-    def start(self, index: int, background: Background, keep_sent: bool = False) -> PendingBucket:
-        self._check(self._peers.partners(self._turn, index))
+    def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
+        return self._start(index, preflight.round.number, background, keep_sent)
+
+    def _start(self, index: int, number: int, background: Background, keep_sent: bool = False) -> PendingBucket:
+        partners = self._peers.partners(number, index)
+        self._check(partners)
         bucket = self.buckets[index]
         is_needed = self._peers.sends(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
@@ -286,20 +293,18 @@ class NeighborExchange(Reducer):
                 mean.copy_(self._update_reference(index, reference, mean.sub(reference)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        pending = self._peers.start(index, self._turn, equal_weights, background, update_reference)
-        pending.nodes = 1 + len(self._peers.partners(self._turn, index).receive_from[self.topology.node])
+        pending = self._peers.start(index, number, equal_weights, background, update_reference)
+        pending.nodes = 1 + len(partners.receive_from[self.topology.node])
         return replace(pending, sent=own) if keep_sent else pending
 
     def __call__(
         self,
-        step: int = 0,
-        turn: int = 0,
+        round_: Round,
         only: Sequence[int] | None = None,
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
     ) -> None:
         indexes = range(len(self.buckets)) if only is None else only
-        self.begin(step, turn, indexes, self._background)
-        started = [self.start(index, self._background) for index in indexes]
+        started = [self._start(index, round_.number, self._background) for index in indexes]
         for pending in started:
             pending.arrived.wait()
             self._background.hands_out(pending.flat)

@@ -13,7 +13,7 @@ from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
-from lightning_hiercomm.schemes.health.preflight import Preflight, Verdict
+from lightning_hiercomm.schemes.health.preflight import launch
 from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -26,38 +26,38 @@ def number(value: int) -> torch.Tensor:
 
 
 def waiting(topology, step, unfit):
-    return Preflight(topology, step, number(unfit))
+    return launch(topology, step, number(unfit))
 
 
 def in_background(topology, step, unfit):
     background = Background(place.device, topology.meter)
     try:
-        preflight = Preflight(topology, step, number(unfit), topology.duplicate(), background)
-        preflight.is_flagged()
+        preflight = launch(topology, step, number(unfit), 0, topology.duplicate(), background)
+        preflight.wait()
     finally:
         background.close()
     return preflight
 
 
-@pytest.mark.parametrize("launch", [waiting, in_background])
+@pytest.mark.parametrize("begin", [waiting, in_background])
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("victim", [None, 0, 1, 2, 3])
-def test_every_rank_knows_whether_any_rank_cannot_send(nodes, victim, launch):
+def test_every_rank_knows_whether_any_rank_cannot_send(nodes, victim, begin):
     def work(topology):
-        preflight = launch(topology, 7, int(topology.rank == victim))
-        return preflight.is_flagged(), int(preflight.flag), preflight.is_done()
+        preflight = begin(topology, 7, int(topology.rank == victim))
+        return preflight.is_unfit, int(preflight.flag), preflight.is_done()
 
     expected = (victim is not None, int(victim is not None), True)
     assert on_ranks(work, NODES[nodes]) == [expected] * 4
 
 
-@pytest.mark.parametrize("launch", [waiting, in_background])
+@pytest.mark.parametrize("begin", [waiting, in_background])
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("steps", [(10**9, 10**9 + 1, 10**9 + 1, 10**9), (3, 3, 3, 2), (0, 4096, 8, 9)])
-def test_every_rank_names_its_own_step_and_the_range_of_all(nodes, steps, launch):
+def test_every_rank_names_its_own_step_and_the_range_of_all(nodes, steps, begin):
     def work(topology):
         with pytest.raises(CommunicationError) as raised:
-            launch(topology, steps[topology.rank], 0)
+            begin(topology, steps[topology.rank], 0)
         return str(raised.value)
 
     for rank, message in enumerate(on_ranks(work, NODES[nodes])):
@@ -75,7 +75,7 @@ def test_a_flagged_exchange_moves_no_bucket_and_changes_nothing(nodes, victim):
             x[3] = math.inf
         before = x.clone()
         with pytest.raises(NonfiniteError, match=rf"after 5 optimizer steps these are NaN or infinite: rank {victim} "):
-            ShardedAllReduce(Replica([x]), topology, on_nonfinite="raise")(5)
+            ShardedAllReduce(Replica([x]), topology, on_nonfinite="raise").checked(5)
         meter = topology.meter.snapshot()
         return torch.equal(x, before), meter["inter_bytes"] + meter["intra_bytes"] <= 4 * 2 * 24
 
@@ -96,21 +96,13 @@ def test_a_flagged_exchange_moves_no_bucket_and_changes_nothing(nodes, victim):
 def test_values_that_may_be_too_large_for_the_wire_do_not_leave(value, wire, is_carried):
     def work(topology):
         x = torch.full((4,), -value, device=place.device)
-        average = ShardedAllReduce(Replica([x]), topology, wire, on_nonfinite="raise")
+        reducer = ShardedAllReduce(Replica([x]), topology, wire, on_nonfinite="raise")
         x.fill_(value if topology.node == 1 else -value)
         if not is_carried:
             with pytest.raises(NonfiniteError, match="these are too large for"):
-                average(1)
+                reducer.checked(1)
         else:
-            average(1)
+            reducer(reducer.checked(1).round)
             assert x.abs().max() < 0.01 * value  # their mean is zero, except for rounding
 
     on_ranks(work, ((0,), (1,)))
-
-
-def test_a_known_verdict_does_not_wait():
-    for is_flagged in (False, True):
-        verdict = Verdict(is_flagged)
-        verdict.wait()
-        assert verdict.is_done()
-        assert verdict.is_flagged() == is_flagged

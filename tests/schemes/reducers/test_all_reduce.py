@@ -21,7 +21,8 @@ def average(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_byt
     def work(topology):
         x = torch.full((numel,), float(topology.node), dtype=dtype, device=place.device)
         try:
-            ShardedAllReduce(Replica([x], bucket_bytes=bucket_bytes), topology, wire)(steps[topology.rank])
+            reducer = ShardedAllReduce(Replica([x], bucket_bytes=bucket_bytes), topology, wire)
+            reducer(reducer.checked(steps[topology.rank]).round)
         except CommunicationError as error:
             return str(error), topology.meter.snapshot()
         return x.tolist(), topology.meter.snapshot()
@@ -75,7 +76,7 @@ def test_shards_are_averaged_with_the_same_shards_of_other_nodes(wire):
         own += rank
         everywhere += rank // 2
         statistics += rank
-        average(3)
+        average(average.checked(3).round)
         return own.tolist(), everywhere.tolist(), statistics.tolist(), topology.meter.snapshot()["intra_bytes"]
 
     everyone = on_ranks(work, [[0, 1], [2, 3]], [1.0, 1.0, 3.0, 3.0])
