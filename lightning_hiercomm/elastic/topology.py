@@ -48,6 +48,10 @@ class ElasticTopology(Topology):
             self._synchronize(work, admits, brings)
 
     @property
+    def nodes_in_world(self) -> int:
+        return 1
+
+    @property
     def is_one_node(self) -> bool:
         return False
 

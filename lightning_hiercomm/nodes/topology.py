@@ -132,6 +132,11 @@ class Topology:
         return len(self.nodes)
 
     @property
+    def nodes_in_world(self) -> int:
+        """Number of nodes over which ``world`` sums outside of synchronizations, such as their traffic."""
+        return self.num_nodes
+
+    @property
     def is_one_node(self) -> bool:
         """Whether there is one node, and no other can join."""
         return self.num_nodes == 1

@@ -33,12 +33,6 @@ class RankMeans:
         self._replicas = replicas
         self._topology = topology
 
-    @outside_autocast()
-    def average_differing(self, tensors: Sequence[Tensor]) -> None:
-        """Average the tensors that differ between ranks, except elastic nodes. Collective."""
-        if not self._topology.may_grow:
-            self.average(self.differing(tensors))
-
     def differing(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that differ between ranks. Collective, if any are given."""
         if self._topology.world_size == 1 or not tensors:

@@ -45,5 +45,4 @@ def ddp_inter_bytes(topology: Topology, schemes: Sequence[RunningScheme[Scheme]]
         return 0.0
     gradients = sum(scheme.replica.whole_bytes for scheme in schemes)
     ranks = topology.world_size
-    links = 1 if topology.may_grow else topology.num_nodes
-    return 2 * (ranks - 1) / ranks * gradients / len(schemes) * links * steps
+    return 2 * (ranks - 1) / ranks * gradients / len(schemes) * topology.nodes_in_world * steps

@@ -84,8 +84,6 @@ class TrainingRun:
             first=scheme.first_gradients,
         )
         policy = Policy(on_nonfinite, average_optimizer_state)
-        if topology.may_grow:
-            replicas.fix_slots()  # joining nodes build their buckets alone
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
         self.samples = samples
@@ -106,7 +104,7 @@ class TrainingRun:
         self.has_finished = False
         self.is_closed = False
         self.misuse = Misuse(self.schemes, replicas, collectives)
-        self._knows_means = topology.may_grow  # a joining node would decide alone
+        self._knows_means = replicas.slots is not None  # a joining node would decide alone
         self.remember_values()
 
     @property
@@ -279,7 +277,7 @@ class TrainingRun:
             self.averaged_model.check_shapes()
             scheme.synchronize()
             # forward passes since the last step have changed buffers, and new parameters may differ between ranks
-            self.averaged_model.means.average_differing(
+            self.averaged_model.average_differing(
                 [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)]
             )
             replica = self.replicas.of(optimizer)

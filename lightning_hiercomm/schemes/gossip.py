@@ -176,9 +176,8 @@ class RunningGossip(RunningScheme[Gossip]):
         if not config.hierarchical:
             context = replace(context, topology=context.topology.ranks_as_nodes())
         super().__init__(config, context)
-        # elastic training waits for every exchange, so the communicators are not used concurrently
-        shares_communicators = self.is_alone or self.topology.may_grow
-        self._duplicate = self.topology if shares_communicators else self.topology.duplicate()
+        # training that waits for every exchange uses no communicator concurrently
+        self._duplicate = self.topology.duplicate() if config.overlap and not self.is_alone else self.topology
         self._background = self._new_background()
         self._fragments, self._peers = self._cut(context.replica)
         self.state.weights = self._equal_weights()

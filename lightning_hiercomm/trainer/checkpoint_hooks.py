@@ -151,7 +151,7 @@ class CheckpointHooks(StrategyState):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        if self._topology.may_grow:
+        if self._settings.elastic is not None:
             check_first_values(self._run)  # before restored values hide what was written in `on_fit_start`
         self._checkpoints.restore(self._run, self.precision_plugin)
         if self._elastic_node is not None:

@@ -196,7 +196,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         self._run.averaged_model.check_shapes()
-        if self._topology.may_grow:
+        if self._settings.elastic is not None:
             check_first_values(self._run)
         elif self._run.values_have_changed():  # in the user's `on_fit_start` or `on_train_start`
             self._synchronize_written()
@@ -209,14 +209,14 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     def _length(self, trainer: pl.Trainer) -> tuple[int | None, int | None]:
         """Return the epochs and optimizer steps of the run, as far as they are known, as each scheme counts them."""
-        may_grow = self._topology.may_grow  # then the length of an epoch depends on the number of nodes
-        epochs, steps = length_as_given(trainer) if may_grow else length_of_run(trainer)
+        is_elastic = self._settings.elastic is not None  # then the length of an epoch depends on the number of nodes
+        epochs, steps = length_as_given(trainer) if is_elastic else length_of_run(trainer)
         optimizers = max(1, len(self.schemes))
         if not trainer.lightning_module.automatic_optimization:
             # Lightning counts the steps of all optimizers together, each scheme those of its own: assume that they
             # step equally often
             steps = math.ceil(trainer.max_steps / optimizers) if trainer.max_steps >= 0 else None
-        if steps is not None and not may_grow and not any(scheme.state.steps for scheme in self.schemes):
+        if steps is not None and not is_elastic and not any(scheme.state.steps for scheme in self.schemes):
             # after a checkpoint of another strategy or an earlier `fit`, schemes count from here
             steps = max(0, steps - trainer.global_step // optimizers)
         return epochs, steps

@@ -157,8 +157,7 @@ class CommunicationMonitor(pl.Callback):
         steps, synchronizations = (mine[key] - self._first[key] for key in ("steps", "synchronizations"))
         total = strategy.total_communication()
         total = {key: total[key] - self._before.get(key, 0.0) for key in total}
-        topology = strategy.topology  # each elastic node counts separately
-        nodes = 1 if topology is None or topology.may_grow else topology.num_nodes
+        nodes = 1 if strategy.topology is None else strategy.topology.nodes_in_world
         lines = [
             f"Communication of {steps:.0f} optimizer steps on {ranks} ranks, {nodes} nodes, in {seconds:.2f} s",
             f"  {'':<22}{'MB sent':>11}{'MB per step and node':>22}{'messages':>10}{'waited, s per rank':>20}",

@@ -138,6 +138,8 @@ class Settings:
 
     def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
         """Build the module's schemes; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""
+        if self.elastic is not None:
+            replicas.fix_slots()  # joining nodes build their buckets alone
         return TrainingRun(
             self.scheme,
             replicas,
@@ -147,7 +149,7 @@ class Settings:
             gradients,
             on_nonfinite=self.health.on_nonfinite,
             # each elastic node has a default process group of its own
-            collectives=(lambda: 0) if topology.may_grow else collectives_of_default_group,
+            collectives=(lambda: 0) if self.elastic is not None else collectives_of_default_group,
             samples=None if self.unequal_data is None else SampleWeights(self.unequal_data.mean == "normalized"),
         )
 
