@@ -88,12 +88,7 @@ class Exchanger:
         state: The counters of the scheme.
         guard: Checks and averages the replica.
         inbound: The background thread.
-        fragments: See :class:`~lightning_hiercomm.schemes.parameter_sync.ParameterSync`.
-        reducer: The same.
-        merge: The same.
-        staleness: The same, at most.
-        is_exact_overlapped: The same.
-        begins_with_copy: The same.
+        others: Those of :class:`~lightning_hiercomm.schemes.parameter_sync.ParameterSync`.
 
     Attributes:
         fragments: The model's fragments, each given by the indexes of its buckets.

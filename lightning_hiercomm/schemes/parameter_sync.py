@@ -307,7 +307,7 @@ class RunningParameterSync(RunningScheme[A]):
         outgoing = self._due_after(self.staleness)
         if not self.staleness:
             if outgoing:
-                self._synchronize_now(outgoing)
+                self.average(outgoing)
             return
         steps, pending = self.state.steps, self.state.pending
         due = pending.take(steps)
@@ -331,17 +331,14 @@ class RunningParameterSync(RunningScheme[A]):
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
-    def average(self) -> None:
-        """Synchronize all fragments and wait for them; pending exchanges are dropped."""
-        if not self.is_alone:
-            self._synchronize_now(self.exchanger.all_fragments)
+    def average(self, fragments: Sequence[int] | None = None) -> None:
+        """Synchronize fragments and wait for them; default: all, with float buffers, and pending ones are dropped."""
+        if self.is_alone:
+            self.guard.average_optimizer_state(self.topology.new_round(self.state.steps))
+            self.state.unsynchronized_steps = 0
+            self.state.synchronizations += 1
             return
-        self.guard.average_optimizer_state(self.topology.new_round(self.state.steps))
-        self.state.unsynchronized_steps = 0
-        self.state.synchronizations += 1
-
-    def _synchronize_now(self, fragments: Sequence[int]) -> None:
-        """Synchronize fragments, and float buffers if these are all fragments."""
+        fragments = self.exchanger.all_fragments if fragments is None else fragments
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
         self.topology.synchronize(partial(self.exchanger.run, fragments), admits)
 

@@ -223,12 +223,14 @@ def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
 class NeighborExchange(Reducer):
     """The plain mean of this node's and its peers' values, for graphs in which all nodes send as much as they receive.
 
+    The number of a round, from 1, selects the peers.
+
     Args:
         buckets: The buckets, each exchanged as a whole.
         graph: Selects the peers.
         topology: The nodes.
         through: A duplicate of it.
-        background: Completes exchanges in parallel with training. The number of a round, from 1, selects the peers.
+        background: Completes exchanges in parallel with training.
         wire: The encoding of parameters, not of differences, because peers have no common reference.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
         check: Raises an error if buckets cannot be sent.
