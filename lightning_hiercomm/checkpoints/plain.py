@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weights, take_entries, wait_for_saves
 from lightning_hiercomm._lightning.trainer import is_of_tuner
 from lightning_hiercomm._lightning.tree import fabric, pl
-from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.checkpoints.sidecar import (
     check_sidecar,
@@ -59,7 +59,7 @@ class Checkpoints:
         self,
         checkpoint: dict[str, Any],
         run: TrainingRun,
-        batches: HeterogeneousBatches | None,
+        batches: RunningBatches | None,
         together: bool = True,
         is_own: bool = False,
     ) -> None:
@@ -272,7 +272,7 @@ class Checkpoints:
         self,
         checkpoint: dict[str, Any],
         filepath: Any,
-        batches: HeterogeneousBatches | None,
+        batches: RunningBatches | None,
         io: fabric.plugins.CheckpointIO | None = None,
         topology: Topology | None = None,
         weights_only: bool | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import Topology
@@ -14,7 +14,7 @@ from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 
 def communication(
-    meter: Meter | None, schemes: Sequence[RunningScheme[Scheme]], batches: HeterogeneousBatches | None
+    meter: Meter | None, schemes: Sequence[RunningScheme[Scheme]], batches: RunningBatches | None
 ) -> dict[str, float]:
     """Return a rank's counters and the schemes' present values, without communication."""
     values = meter.snapshot() if meter is not None else {}

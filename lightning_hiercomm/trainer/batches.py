@@ -16,7 +16,7 @@ from lightning_hiercomm._lightning.trainer import (
     unmark_means_of_a_step,
 )
 from lightning_hiercomm._lightning.tree import pl
-from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
+from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.nodes.topology import Topology
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
@@ -40,7 +40,7 @@ class WeightedMeans:
 
 
 def attach_batches(
-    batches: HeterogeneousBatches, trainer: pl.Trainer, topology: Topology, means: WeightedMeans, device: torch.device
+    batches: RunningBatches, trainer: pl.Trainer, topology: Topology, means: WeightedMeans, device: torch.device
 ) -> None:
     """Let ``batches`` divide the train dataloaders of a trainer, before their length is used. Collective."""
     has_batch_norm = any(isinstance(layer, _BATCH_NORMS) for layer in trainer.lightning_module.modules())
@@ -55,7 +55,7 @@ def detach_batches(trainer: pl.Trainer) -> None:
     unmark_means_of_a_step(trainer)
 
 
-def begin_batches(batches: HeterogeneousBatches, trainer: pl.Trainer) -> None:
+def begin_batches(batches: RunningBatches, trainer: pl.Trainer) -> None:
     """Begin training, and set the epoch of the samplers."""
     module = trainer.lightning_module
     # other programs choose themselves which batches an optimizer step sums, or when one is loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_hiercomm._lightning.trainer import accumulates
 from lightning_hiercomm._lightning.tree import pl
-from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.trainer.watch import RunControl
 
@@ -19,7 +19,7 @@ class EpochClock(pl.Callback):
     def __init__(
         self,
         run: TrainingRun,
-        batches: HeterogeneousBatches | None,
+        batches: RunningBatches | None,
         control: RunControl,
         begin_validation: Callable[[], None],
     ) -> None:

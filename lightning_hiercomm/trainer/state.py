@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hiercomm._lightning.tree import fabric, pl
+from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import broadcast_values
@@ -41,7 +42,7 @@ class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
     def _configure(self) -> None:
         settings = self._settings
         self.scheme = settings.scheme
-        self.batches = settings.batches
+        self.batches = None if settings.batches is None else RunningBatches(settings.batches)
         self.wire = settings.wire
         self._checkpoints = Checkpoints(settings.checkpoint_replicas)
         self._control = RunControl()

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, PeriodicAveraging
 from lightning_hiercomm.batches.partition import StepCost, divide
+from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import Context
@@ -28,7 +29,7 @@ def on_ranks(nodes, work):
 
 
 def bound(topology, *arguments, state=None, least=1, **named):
-    batches = HeterogeneousBatches(*arguments, **named)
+    batches = RunningBatches(HeterogeneousBatches(*arguments, **named))
     if state is not None:
         batches.load_state_dict(state)
     batches.bind(topology, topology.meter, harness.place.device, least=least)
@@ -56,7 +57,7 @@ def test_given_speeds_make_batches_and_weights(weighting, expected):
 
 def train(clock, batches, seconds, steps=400, epochs=1):
     """Train epochs of so many steps, which take ``seconds(size)``; return the batch sizes, and the indices."""
-    sampler = batches.process_dataloader(DataLoader(range(steps * batches.global_batch_size))).batch_sampler
+    sampler = batches.process_dataloader(DataLoader(range(steps * batches.config.global_batch_size))).batch_sampler
     batches.begin()
     sizes, indices = [], []
     for epoch in range(epochs):
@@ -503,6 +504,19 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_its_configuration_as_it_was_written():
+    batches = HeterogeneousBatches(12, [2, 1])
+
+    def work(rank, topology):
+        RunningBatches(batches).bind(topology, topology.meter, harness.place.device)
+
+    on_ranks([[0], [1]], work)
+    assert repr(batches) == "HeterogeneousBatches(global_batch_size=12, speeds=[2, 1])"
+    assert batches == HeterogeneousBatches(12, [2, 1]) != HeterogeneousBatches(12, [1, 1])
+    with pytest.raises(AttributeError, match="does not change"):
+        batches.speeds = [1, 1]
 
 
 @pytest.mark.parametrize(

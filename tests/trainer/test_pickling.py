@@ -52,7 +52,7 @@ def _program_with_batches(folder):
     trainer.fit(Quadratic())
     for copied in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
         assert copied.batches.division is None
-        assert copied.batches.speeds == [3.0, 1.0]
+        assert copied.batches.config.speeds == [3.0, 1.0]
     return strategy.batches.division.sizes
 
 
