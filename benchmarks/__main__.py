@@ -20,6 +20,7 @@ import torch
 from benchmarks import gpu, gpu_network, gradients, report, scaling, startup
 from benchmarks.contenders import BOUNDS, ROWS
 from benchmarks.job import Job, Record
+from benchmarks.language import command as language_command
 from benchmarks.launch import machine_lock, run
 from benchmarks.measure import Cell, cells, learning_curve, mean_curve, speed_job
 from benchmarks.network import busy_share, one_scheduling_group, open_network, why_no_namespaces
@@ -143,6 +144,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     sooner.add_argument("--out", type=Path, default=OUT / "front", help="the folder with the results")
     sooner.set_defaults(command=front_command)
+
+    language = commands.add_parser("language", help="a byte language model with every scheme, all nodes in one process")
+    language_command.add_arguments(language, OUT)
+    language.set_defaults(command=language_command.command)
 
     pages = commands.add_parser("documents", help="write what is stored in benchmarks/results into the documentation")
     pages.set_defaults(command=documents_command)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks import prediction, report
 from benchmarks.contenders import ROWS
+from benchmarks.language.report import passage as language_passage
 from benchmarks.measure import Cell, first_to_reach
 from benchmarks.papers import front, tuned
 from benchmarks.papers.paired import difference
@@ -46,7 +47,7 @@ ACCURACY = CHECKOUT / "lightning_hiercomm/planning/accuracy.csv"
 RESULTS = CHECKOUT / "benchmarks" / "results"
 SITE = tuple(sorted(page for page in (CHECKOUT / "docs").rglob("*.md") if "_build" not in page.parts))
 """The pages of the documentation."""
-PAGES = (CHECKOUT / "README.md", CHECKOUT / "benchmarks/results/tuned/README.md", *SITE)
+PAGES = (CHECKOUT / "README.md", *(RESULTS / part / "README.md" for part in ("tuned", "language")), *SITE)
 """Pages with generated parts between comments."""
 _MARKED = re.compile(r"(<!-- generated: (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -415,6 +416,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "elastic": _elastic,
     "file": _file,
     "help": _help,
+    "language": language_passage,
     "passage": _passage,
     "reference": reference,
 }

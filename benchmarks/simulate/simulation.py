@@ -6,7 +6,7 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,7 @@ from benchmarks.predict.cluster import Cluster, Workload
 from benchmarks.predict.cost import predict
 from benchmarks.predict.cycles import next_step
 from benchmarks.simulate.tasks import Batches, Examples, OptimizerMaker, Task, Turn
+from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
@@ -27,6 +28,7 @@ from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
+from lightning_hiercomm.schemes.gradients import GradientPath
 
 _LONGEST_WAIT = 600.0
 _SECONDS_BETWEEN_WAKES = 1e-4
@@ -54,7 +56,7 @@ class Experiment:
         batch: Examples that a rank uses per step.
         learning_rate: The highest. It rises over the first tenth of the run (Goyal et al. 2017) and falls to 0 along a
             cosine.
-        wire_dtype: As for the strategy.
+        wire_dtype: As for the strategy, or a codec that is tried out.
         seed: Of the model and of the batches.
         optimizer: Makes optimizers. Default: the task's.
         batches: Examples per step by world rank, instead of ``batch``.
@@ -62,6 +64,9 @@ class Experiment:
         shards: Divide every epoch's examples among the ranks, as a distributed sampler does. Default: every rank draws
             from all examples, with replacement.
         average_optimizer_state: As for the strategy.
+        clip: The largest norm of a gradient, after it was averaged.
+        epoch: Steps of an epoch. Default: as many as use every example once.
+        gradient_path: Averages gradients instead of the scheme.
     """
 
     label: str
@@ -72,13 +77,16 @@ class Experiment:
     batch: int
     task: Task
     ranks_per_node: int = 1
-    wire_dtype: str | None = None
+    wire_dtype: str | Codec | None = None
     seed: int = 0
     optimizer: OptimizerMaker | None = None
     batches: tuple[int, ...] | None = None
     weights: tuple[float, ...] | None = None
     shards: bool = False
     average_optimizer_state: bool = False
+    clip: float | None = None
+    epoch: int | None = None
+    gradient_path: Callable[[Topology, nn.Module], GradientPath] | None = None
 
     @property
     def replicas(self) -> int:
@@ -88,7 +96,7 @@ class Experiment:
     @property
     def steps_per_epoch(self) -> int:
         """Steps of an epoch, at most those of the run."""
-        return min(self.steps, self.task.steps_per_epoch(sum(self.sizes)))
+        return min(self.steps, self.epoch or self.task.steps_per_epoch(sum(self.sizes)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -155,7 +163,10 @@ class VirtualClock:
         next_one = next_step(scheme, self._experiment.steps_per_epoch)
         key = repr(next_one)
         if key not in self._known:
-            prediction = predict(next_one, self._cluster, self._workload, self._experiment.wire_dtype)
+            wire = self._experiment.wire_dtype
+            if isinstance(wire, Codec):
+                raise ValueError(f"the cost model does not know {wire}: name a wire_dtype of the package")
+            prediction = predict(next_one, self._cluster, self._workload, wire)
             self._known[key] = prediction.seconds
         return self._known[key]
 
@@ -178,12 +189,12 @@ def simulate(experiment: Experiment, site: Site, evaluations: int = 10) -> Curve
     return Curve(experiment, first.points, sent / experiment.steps, time.perf_counter() - began, parameters)
 
 
-def _trained(experiment: Experiment, clock: VirtualClock, evaluations: int) -> list[_Replica]:
+def _trained(experiment: Experiment, clock: VirtualClock, evaluations: int) -> list[Replica]:
     """Train all replicas, each on a thread; return them in rank order."""
     initial = experiment.task.model(experiment.seed)  # not on the threads, which share one random number generator
 
-    def work(rank: int, world: ThreadWorld) -> _Replica:
-        replica = _Replica(experiment, initial, rank, world)
+    def work(rank: int, world: ThreadWorld) -> Replica:
+        replica = Replica(experiment, initial, rank, world)
         replica.train(clock, evaluations)
         return replica
 
@@ -198,14 +209,26 @@ def _trained(experiment: Experiment, clock: VirtualClock, evaluations: int) -> l
         sys.setswitchinterval(interval)
 
 
-class _Replica:
+class Replica:
+    """One rank of an experiment, on a thread of its own.
+
+    Attributes:
+        experiment: What it takes part in.
+        topology: The nodes.
+        meter: Counts what it sends.
+        module: The trained module.
+        batches: What it draws from.
+        points: Evaluations of the averaged model, on rank 0.
+        sent: Bytes that this rank sent to other nodes, without those for evaluations.
+    """
+
     def __init__(self, experiment: Experiment, initial: nn.Module, rank: int, world: ThreadWorld) -> None:
         torch.set_num_threads(1)  # the setting belongs to a thread
-        self._experiment = experiment
-        self._meter = Meter()
+        self.experiment = experiment
+        self.meter = Meter()
         nodes = nodes_by_count(experiment.ranks_per_node, experiment.replicas)
         weights = experiment.weights or experiment.batches
-        self._topology = Topology(nodes, rank, world.connect(rank, self._meter), self._meter, weights)
+        self.topology = Topology(nodes, rank, world.connect(rank, self.meter), self.meter, weights)
         self.module = copy.deepcopy(initial)
         task, make = experiment.task, experiment.optimizer or experiment.task.optimizer
         self._turns = [
@@ -214,48 +237,58 @@ class _Replica:
         ]
         sizes = experiment.sizes
         shard = (sum(sizes[:rank]), sum(sizes)) if experiment.shards else None
-        self._batches = Batches(task, rank, sizes[rank], experiment.seed, shard)
+        self.batches = Batches(task, rank, sizes[rank], experiment.seed, shard)
         self._seconds = 0.0
         self.points: list[Point] = []
         self.sent = 0.0
 
     def train(self, clock: VirtualClock, evaluations: int) -> None:
-        experiment = self._experiment
+        experiment = self.experiment
         evaluated = {experiment.steps * (i + 1) // evaluations for i in range(evaluations)}
-        with self._started() as run:
+        with self.started() as run:
             self._train(run, clock, evaluated)
-            self.sent += self._meter.bytes["inter"]
+            self.sent += self.meter.bytes["inter"]
             run.finish()
             self._evaluate(None, experiment.steps, self._seconds)
 
     def _train(self, run: TrainingRun, clock: VirtualClock, evaluated: set[int]) -> None:
-        experiment, per_epoch = self._experiment, self._experiment.steps_per_epoch
+        experiment, per_epoch = self.experiment, self.experiment.steps_per_epoch
         for step in range(experiment.steps):
             if step % per_epoch == 0:
                 run.begin_epoch(step // per_epoch, dict)
             is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
-            if self._topology.rank == 0:  # which is the one that evaluates
+            if self.topology.rank == 0:  # which is the one that evaluates
                 self._seconds += clock.seconds_of_step(run.schemes[0])
-            self._take_step(run, step, last=is_last)
+            self.take_step(run, step, last=is_last)
             if is_last:
                 run.end_epoch()
             if step + 1 in evaluated and step + 1 < experiment.steps:
                 self._evaluate(run, step + 1, self._seconds)
 
-    def _take_step(self, run: TrainingRun, step: int, last: bool) -> None:
-        experiment, batch = self._experiment, self._batches.draw()
+    def take_step(self, run: TrainingRun, step: int, last: bool) -> None:
+        """Draw a batch, and let every optimizer step."""
+        experiment, batch = self.experiment, self.batches.draw()
         for turn, optimizer in self._turns:
             optimizer.param_groups[0]["lr"] = experiment.learning_rate * schedule(step, experiment.steps)
             run.step(optimizer, partial(self._step, run, turn, optimizer, batch), last=last)
 
     @contextmanager
-    def _started(self) -> Iterator[TrainingRun]:
-        experiment = self._experiment
-        wire = Wire.named(experiment.wire_dtype)
+    def started(self, restore: Callable[[TrainingRun], None] = lambda _: None) -> Iterator[TrainingRun]:
+        """Begin a run, and close it in the end; ``restore`` is called before it begins."""
+        experiment, wire = self.experiment, self.experiment.wire_dtype
         optimizers = [optimizer for _, optimizer in self._turns]
         replicas = Replicas(self.module, optimizers)
-        run = TrainingRun(experiment.scheme, replicas, self._topology, wire, experiment.average_optimizer_state)
+        make = experiment.gradient_path
+        run = TrainingRun(
+            experiment.scheme,
+            replicas,
+            self.topology,
+            Wire(wire) if isinstance(wire, Codec) else Wire.named(wire),
+            experiment.average_optimizer_state,
+            make(self.topology, self.module) if make else None,
+        )
         try:
+            restore(run)
             run.begin(-(-experiment.steps // experiment.steps_per_epoch), experiment.steps)
             yield run
         finally:
@@ -263,29 +296,35 @@ class _Replica:
 
     def _step(self, run: TrainingRun, turn: Turn, optimizer: Optimizer, batch: Examples) -> None:
         """Take an optimizer's step, with gradients averaged as DDP averages them."""
-        optimizer.zero_grad()
-        loss = turn.loss(self.module, batch)
-        loss.backward()
-        run.loss.add(loss)
+        run.loss.add(self.compute_gradients(turn, optimizer, batch))
         gradients = [parameter.grad for parameter in trained_by(optimizer) if parameter.grad is not None]
-        if run.gradients_over != "none" and self._topology.world_size > 1:
+        if run.gradients_over != "none" and self.topology.world_size > 1:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             run.gradients.reduce(flat).wait()
             parts = flat.split([gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+        if self.experiment.clip is not None:
+            nn.utils.clip_grad_norm_(trained_by(optimizer), self.experiment.clip)
         optimizer.step()
+
+    def compute_gradients(self, turn: Turn, optimizer: Optimizer, batch: Examples) -> Tensor:
+        """Compute this rank's gradients, and return the loss."""
+        optimizer.zero_grad()
+        loss = turn.loss(self.module, batch)
+        loss.backward()
+        return loss
 
     def _evaluate(self, run: TrainingRun | None, step: int, seconds: float) -> None:
         """Evaluate the averaged model; after the end of the run (None) the module holds it."""
-        before = self._meter.bytes["inter"]
+        before = self.meter.bytes["inter"]
         if run is not None:
             run.averaged_model.enter()
-            self.sent -= self._meter.bytes["inter"] - before
-        if self._topology.rank == 0:
-            _, held_out = self._experiment.task.load()
+            self.sent -= self.meter.bytes["inter"] - before
+        if self.topology.rank == 0:
+            _, held_out = self.experiment.task.load()
             self.module.eval()
-            self.points.append(Point(step, seconds, *self._experiment.task.judge(self.module, held_out)))
+            self.points.append(Point(step, seconds, *self.experiment.task.judge(self.module, held_out)))
             self.module.train()
         if run is not None:
             run.averaged_model.leave()

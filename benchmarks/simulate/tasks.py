@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,14 @@ class Batches:
             chosen = shuffled(len(self._targets), self._seed, epoch)[index * step + first :][: self._size]
             self._drawn += 1
         return self._inputs[chosen], self._targets[chosen]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next batch depends on."""
+        return {"generator": self._generator.get_state(), "drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._generator.set_state(state["generator"])
+        self._drawn = state["drawn"]
 
 
 @lru_cache(maxsize=4)  # all replicas ask for the same epoch

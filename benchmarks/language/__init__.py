@@ -1,0 +1,1 @@
+"""Train byte language models with every scheme, all nodes in one process."""

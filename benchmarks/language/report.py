@@ -1,0 +1,181 @@
+"""Tables and a picture of what is stored; nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.language.methods import METHODS
+from benchmarks.language.model import SIZES
+from benchmarks.language.runs import STORED, Known, about, is_bracketed, load, peak, rate_of, runs_of_all
+from benchmarks.palette import COLOURS
+from benchmarks.papers.paired import Difference, difference
+from benchmarks.papers.report import table
+
+BASELINE = "all_reduce"
+_MBIT = (100, 1000, 10_000)
+
+
+def judged(known: Known, method: str) -> dict[int, float | None]:
+    """Return the losses on the judging part at a method's best rate, by seed."""
+    best = peak(known, method)
+    return {key.seed: run.judging for key, run in known.items() if key.method == method and key.rung == best}
+
+
+def apart(known: Known, method: str) -> Difference:
+    """Return how much more a method loses than float32 all-reduce, each at its best rate."""
+    return difference(judged(known, method), judged(known, BASELINE))
+
+
+def played(known: Known) -> list[str]:
+    """Return the methods with results."""
+    return [method for method in METHODS if any(key.method == method for key in known)]
+
+
+def share(known: Known, method: str) -> float:
+    """Return the bytes of a method as a share of those of float32 all-reduce."""
+    sent = {name: [run.sent for key, run in known.items() if key.method == name and run.points] for name in METHODS}
+    return fmean(sent[method]) / fmean(sent[BASELINE]) if sent[method] and sent[BASELINE] else 0.0
+
+
+def status(size: str, nodes: int = 8) -> str:
+    """Return how complete the results are, and what they took."""
+    known = load(size, nodes, STORED)
+    facts, seeds = about(known), SIZES[size].seeds
+    finished = [method for method in METHODS if is_bracketed(known, method) and len(judged(known, method)) >= seeds]
+    spent = f"{facts['hours']:.1f} processor hours, {facts['cut']} runs were cut short and continued"
+    if len(finished) == len(METHODS):
+        return f"{facts['runs']} runs, {spent}."
+    least = max(runs_of_all(list(METHODS), seeds), facts["runs"])
+    return (
+        f"**Incomplete: {facts['runs']} of at least {least} runs** ({spent}). {len(finished)} of {len(METHODS)}"
+        f" methods have a bracketed learning rate and {seeds} seeds; rows of one run have no interval."
+    )
+
+
+def losses(size: str, nodes: int = 8) -> str:
+    """Return a row per method: its bytes, its rate, its loss, and the difference to float32 all-reduce."""
+    known = load(size, nodes, STORED)
+    rows = []
+    for method in played(known):
+        best, values = peak(known, method), [value for value in judged(known, method).values() if value is not None]
+        assert best is not None
+        rate = f"{rate_of(best):g}" if is_bracketed(known, method) else f"{rate_of(best):g} (not bracketed)"
+        part = share(known, method)
+        rows.append(
+            [
+                METHODS[method].title,
+                f"1/{1 / part:.3g}" if part else "",
+                rate,
+                f"{fmean(values):.3f}" if values else "diverged",
+                "" if method == BASELINE else apart(known, method).text(3),
+                str(len(values)),
+            ]
+        )
+    head = ["", "bytes, of float32", "best rate", "nats per byte", "against float32 all-reduce, 95 %", "seeds"]
+    return table(head, rows)
+
+
+def ladder(size: str, nodes: int = 8) -> str:
+    """Return the losses on the tuning part by learning rate, of the first seed."""
+    known = load(size, nodes, STORED)
+    rungs = sorted({key.rung for key in known if key.seed == 0})
+    rows = []
+    for method in played(known):
+        found = {key.rung: run.tuning for key, run in known.items() if key.method == method and key.seed == 0}
+        cells = ["" if rung not in found else _loss(found[rung], rung == peak(known, method)) for rung in rungs]
+        rows.append([METHODS[method].title, *cells])
+    return table(["tuning loss at the rate", *(f"{rate_of(rung):g}" for rung in rungs)], rows)
+
+
+def _loss(value: float | None, is_best: bool) -> str:
+    text = "diverged" if value is None else f"{value:.3f}"
+    return f"**{text}**" if is_best else text
+
+
+def until_loss(size: str, nodes: int = 8) -> str:
+    """Return the megabytes that a node sends until a loss that all-reduce reaches before its end."""
+    known = load(size, nodes, STORED)
+    curves = {method: _curve(known, method) for method in played(known)}
+    if len(curves.get(BASELINE, [])) < 2:
+        return ""
+    target, rows = curves[BASELINE][-3][1], []
+    for method, curve in curves.items():
+        sent = fmean(run.sent for key, run in known.items() if key.method == method and run.points)
+        step = next((step for step, loss in curve if loss <= target), None)
+        times = [f"{1e3 * sent * 8 / (1e6 * rate):.3g}" for rate in _MBIT]
+        spent = ["not reached", ""] if step is None else [str(step), f"{sent * step / 1e6:.3g}"]
+        rows.append([METHODS[method].title, *spent, *times])
+    head = ["", f"steps to {target:.3f}", "MB that a node sends until then"]
+    return table([*head, *(f"ms of link per step, {rate:,} Mbit/s" for rate in _MBIT)], rows)
+
+
+def _curve(known: Known, method: str) -> list[tuple[int, float]]:
+    """Return the mean judging loss over seeds at the best rate, by step."""
+    best = peak(known, method)
+    runs = [run.points for key, run in known.items() if key.method == method and key.rung == best and run.points]
+    return [(int(points[0][0]), fmean(point[2] for point in points)) for points in zip(*runs, strict=False)]
+
+
+def draw(size: str, path: Path, nodes: int = 8) -> None:
+    """Draw the loss against the bytes, on the way and at the end."""
+    from benchmarks.papers.pictures import panels, save
+
+    known = load(size, nodes, STORED)
+    figure, (by_bytes, at_end) = panels(2, 5.6)
+    for method in played(known):
+        curve = _curve(known, method)
+        sent = [run.sent for key, run in known.items() if key.method == method and run.points]
+        if not curve or not fmean(sent):
+            continue
+        look = {"color": COLOURS[METHODS[method].family], "linewidth": 1.3}
+        is_tried = "experiment" in METHODS[method].title
+        xs = [fmean(sent) * step / 1e6 for step, _ in curve]
+        by_bytes.plot(xs, [loss for _, loss in curve], linestyle=":" if is_tried else "-", **look)
+        by_bytes.annotate(_short(method), (xs[-1], curve[-1][1]), (3, 0), textcoords="offset points", fontsize=7)
+        found = Difference(0.0, 0.0, 1) if method == BASELINE else apart(known, method)
+        half = found.half if found.pairs > 1 else 0.0
+        shape = {"marker": "o", "markerfacecolor": "none" if is_tried else look["color"], "capsize": 2}
+        at_end.errorbar([share(known, method)], [found.mean], yerr=[half], color=look["color"], **shape)
+        at_end.annotate(
+            _short(method), (share(known, method), found.mean), (5, 3), textcoords="offset points", fontsize=8
+        )
+    by_bytes.set(xscale="log", xlabel="MB that a node has sent", ylabel="held-out loss, nats per byte")
+    at_end.set(xscale="log", xlabel="bytes, float32 all-reduce = 1", ylabel="nats per byte above float32 all-reduce")
+    at_end.axhline(0.0, color="black", linewidth=0.8, linestyle=":")
+    seeds = max((key.seed + 1 for key in known), default=0)
+    words = f"{size}, {nodes} nodes, {SIZES[size].steps} steps, up to {seeds} seeds; bars: 95 %"
+    save(figure, path, f"A byte language model: {words}")
+
+
+def _short(method: str) -> str:
+    title = METHODS[method].title.removesuffix(" (experiment)").removeprefix("AllReduce, ").removeprefix("DDP, ")
+    return title.split(", warm-up")[0].removesuffix(" of PyTorch")
+
+
+def write(folder: Path, sizes: Sequence[str] = ("small", "medium", "large")) -> list[Path]:
+    """Draw every stored size; return the paths of what was written."""
+    written = [folder / f"{size}.png" for size in sizes if load(size, 8, folder)]
+    for path in written:
+        draw(path.stem, path)
+    return written
+
+
+def picture(size: str) -> str:
+    """Return the picture of a size, if there is one."""
+    return f"![Loss against bytes]({size}.png)" if (STORED / f"{size}.png").exists() else "No picture yet."
+
+
+_PARTS: dict[str, Callable[[str], str]] = {
+    "picture": picture,
+    "status": status,
+    "losses": losses,
+    "ladder": ladder,
+    "until": until_loss,
+}
+
+
+def passage(size: str, part: str) -> str:
+    """Return a part of a page."""
+    return _PARTS[part](size)

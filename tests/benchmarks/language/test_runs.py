@@ -1,0 +1,104 @@
+"""The order of runs, their results on disk, and the report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.language import report, runs
+from benchmarks.language.corpus import _part_of
+from benchmarks.language.methods import METHODS
+from benchmarks.language.model import SIZES, Transformer
+from benchmarks.language.runs import Key, Run
+
+TWO = ["all_reduce", "int4"]
+
+
+def run(loss, sent=100.0, size="small", method="all_reduce"):
+    points = [] if loss is None else [[112.0, loss + 1, loss + 1.1], [224.0, loss + 0.5, loss + 0.6]]
+    points += [] if loss is None else [[336.0, loss + 0.2, loss + 0.3], [448.0, loss, loss + 0.1]]
+    return Run(points, sent, 10.0, 11.0, 1, runs.fingerprint(size, method, 8))
+
+
+def known_of(losses, methods=TWO):
+    """Return results by method, from losses by rung, of the first seed."""
+    return {Key(method, rung, 0): run(loss, method=method) for method in methods for rung, loss in losses.items()}
+
+
+def all_due(known, seeds=1):
+    return [(key.method, key.rung, key.seed) for key in runs.due(known, TWO, seeds)]
+
+
+def test_all_methods_come_before_any_other_rate():
+    assert all_due({}) == [(method, rung, 0) for rung in (0, -1, 1) for method in TWO]
+
+
+def test_a_ladder_is_extended_until_its_best_rung_has_neighbors():
+    assert all_due(known_of({-1: 2.0, 0: 2.1, 1: 2.2})) == [(method, -2, 0) for method in TWO]
+    assert all_due(known_of({-1: 2.1, 0: 2.0, 1: None})) == []
+
+
+def test_more_seeds_run_at_the_best_rate_only():
+    due = all_due(known_of({-1: 2.1, 0: 2.0, 1: 2.2}), seeds=3)
+    assert due == [(method, 0, seed) for seed in (1, 2) for method in TWO]
+
+
+def test_a_rate_is_chosen_by_the_tuning_part():
+    one, other = run(2.0), run(2.1)
+    other.points[-1][2] = 1.0  # better, but on the judging part
+    assert runs.peak({Key("int4", 0, 0): one, Key("int4", 1, 0): other}, "int4") == 0
+
+
+def test_a_run_that_diverged_is_never_the_peak():
+    assert runs.peak(known_of({0: None, 1: 3.0}), "int4") == 1
+
+
+def test_stored_runs_are_read_back(tmp_path):
+    known = known_of({0: 2.0, 1: None})
+    runs.store("small", 8, known, tmp_path)
+    assert runs.load("small", 8, tmp_path) == known
+
+
+def test_results_of_another_method_of_the_same_name_are_forgotten(tmp_path, monkeypatch):
+    runs.store("small", 8, known_of({0: 2.0}), tmp_path)
+    monkeypatch.setitem(METHODS, "int4", METHODS["int8"])
+    assert set(runs.load("small", 8, tmp_path)) == {Key("all_reduce", 0, 0)}
+
+
+def test_a_run_is_stored_when_it_ends_and_its_checkpoint_removed(tmp_path):
+    key = Key("int4", 0, 0)
+    made = runs.run_one("toy", 2, key, tmp_path, "cpu")
+    assert runs.load("toy", 2, tmp_path) == {key: made}
+    assert [path.name for path in (tmp_path / "toy-2-nodes").iterdir()] == ["int4.+0.0.json"]
+    assert [int(step) for step, *_ in made.points] == list(range(2, 17, 2))
+
+
+def test_the_report_compares_runs_of_the_same_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "STORED", tmp_path)
+    known = {Key("all_reduce", 0, seed): run(2.0 + seed) for seed in range(3)}
+    known |= {Key("int4", 0, seed): run(2.1 + seed + seed / 100, 12.5, method="int4") for seed in range(3)}
+    runs.store("small", 8, known, tmp_path)
+    rows = report.losses("small").splitlines()
+    assert rows[2] == "| AllReduce | 1/1 | 0.004 (not bracketed) | 3.100 |  | 3 |"
+    assert rows[3].startswith(
+        "| AllReduce, int4 | 1/8 | 0.004 (not bracketed) | 3.210 | **+0.110**, from 0.085 to 0.135"
+    )
+    assert report.status("small").startswith(f"**Incomplete: 6 of at least {5 * len(METHODS)} runs**")
+    assert "| 0.004 |" in report.ladder("small").splitlines()[0]
+    assert "steps to 2.600" in report.until_loss("small") or "steps to 3.600" in report.until_loss("small")
+    assert [path.name for path in report.write(tmp_path)] == ["small.png"]
+    assert (tmp_path / "small.png").stat().st_size > 1000
+
+
+def test_parts_of_the_corpus_depend_on_names_only():
+    parts = [_part_of(f"torch/{number}.py") for number in range(10_000)]
+    assert 50 < parts.count("tuning") < 150 < parts.count("judging") < 250
+    assert _part_of("torch/0.py") == parts[0]
+
+
+@pytest.mark.parametrize(("size", "millions"), [("small", 1.45), ("medium", 25.7), ("large", 85.7)])
+def test_sizes_have_as_many_parameters_as_they_say(size, millions):
+
+    with torch.device("meta"):
+        model = Transformer(SIZES[size])
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
