@@ -33,6 +33,7 @@ class DurableCheckpointIO(fabric.plugins.TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         place = Path(name)
+        made = [folder for folder in place.parents if not folder.exists()]
         place.parent.mkdir(parents=True, exist_ok=True)
         temporary = place.with_name(f"{base_name(place.name)}.part")
         temporary.unlink(missing_ok=True)  # a writer that was stopped must not continue in this file
@@ -52,7 +53,8 @@ class DurableCheckpointIO(fabric.plugins.TorchCheckpointIO):
             if own is not None and _is_there(own, temporary):
                 temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(place.parent)
+        for folder in {place.parent, *(each.parent for each in made)}:
+            _sync_folder(folder)
 
 
 def base_name(name: str) -> str:

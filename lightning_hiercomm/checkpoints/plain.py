@@ -6,7 +6,7 @@ import copy
 import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -22,10 +22,10 @@ from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.checkpoints.sidecar import (
     check_sidecar,
     load_sidecar,
+    replicas_folder,
     restore_sidecar,
     set_random_state,
     sidecar_path,
-    sidecar_prefix,
     sidecar_state,
 )
 from lightning_hiercomm.nodes.buffers import is_of_numbers
@@ -174,32 +174,19 @@ class Checkpoints:
         checkpoint[_KEY]["identity"] = identity
         for scheme in run.schemes:
             scheme.state.settle()
-        state = partial(
-            sidecar_state,
-            identity,
-            run.topology,
-            run.module,
-            run.optimizers,
-            run.schemes,
-            run.gradients,
-            run.averaged_model.own_values(),
-            mid_epoch,
-            run.loss.state_dict(),
-            precision,
-            entries,
-        )
+        state = partial(sidecar_state, identity, run, mid_epoch, precision, entries)
         rank, replaced = run.topology.rank, _version_at(path)
         are_written = False
         try:
             self._write_together(run.topology, io, state, sidecar_path(path, rank, identity), storage_options)
             are_written = True
-            self._remove_replaced(io, rank, identity)
+            self._remove_replaced(rank, identity)
             yield
         except BaseException:
             if are_written and rank != 0:
                 raise  # rank 0 may still write the checkpoint of this sidecar
             if _version_at(path) == replaced:  # otherwise the checkpoint was complete before a Ctrl-C
-                _delete(io, [sidecar for other, sidecar in _sidecars(path, rank) if other == identity])
+                _delete(_replaced(path, rank, lambda each: each == identity))
             raise
         self._written[path] = identity
         self._paths.pop(str(filepath), None)
@@ -233,17 +220,18 @@ class Checkpoints:
         if self.with_replicas and self._written:
             wait_for_saves(io)
             topology.world.barrier()
-            self._remove_replaced(io, topology.rank)
+            self._remove_replaced(topology.rank)
 
-    def _remove_replaced(self, io: fabric.plugins.CheckpointIO, rank: int, new: str | None = None) -> None:
+    def _remove_replaced(self, rank: int, new: str | None = None) -> None:
         """Delete this rank's replaced sidecars, if rank 0 does not share its disk, except those with identity ``new``.
 
         No writes are pending on any rank.
         """
         written, self._written = self._written, {}
+        kept = {*written.values(), new}
         if rank != 0:
-            for filepath, own in written.items():
-                _delete(io, [path for identity, path in _sidecars(filepath, rank) if identity not in (own, new)])
+            for filepath in written:
+                _delete(_replaced(filepath, rank, lambda identity: identity not in kept))
 
     def remove_stale_sidecars(
         self, io: fabric.plugins.CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]
@@ -251,8 +239,8 @@ class Checkpoints:
         """Delete the sidecars of the replaced checkpoint, after the new one is written; on rank 0."""
         own = checkpoint[_KEY].get("identity")
         # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
-        replaced = [path for identity, path in _sidecars(filepath, rank=0) if identity != own]
-        after_saves(io, lambda: _delete(io, replaced))
+        replaced = _replaced(filepath, 0, lambda identity: identity != own)
+        after_saves(io, lambda: _delete(replaced))
 
     def remove(self, io: fabric.plugins.CheckpointIO, filepath: Any, rank: int) -> None:
         """Delete a checkpoint and its sidecars after all pending writes.
@@ -264,7 +252,7 @@ class Checkpoints:
         def remove() -> None:
             if rank == 0:
                 io.remove_checkpoint(filepath)
-            _delete(io, [sidecar for _, sidecar in _sidecars(path, rank)])
+            _delete(_replaced(path, rank, lambda _: True))
 
         after_saves(io, remove)
 
@@ -318,10 +306,8 @@ class Checkpoints:
         with run.schedules.training(self.trained):
             sidecar, self._sidecar = self._sidecar, None
             if sidecar is not None:
-                own = run.replicas.not_averaged
-                check_sidecar(sidecar, run.module, run.schemes, own)
-                restore_sidecar(sidecar, run.module, run.optimizers, run.schemes, run.gradients, own)
-                run.loss.load_state_dict(sidecar["loss"])
+                check_sidecar(sidecar, run)
+                restore_sidecar(sidecar, run)
                 if precision is not None and sidecar["precision"]:
                     precision.load_state_dict(sidecar["precision"])
                 # the epoch's loader takes a seed when it starts: before a state of mid-epoch, after a state of its end
@@ -376,32 +362,26 @@ def _version_at(filepath: Any) -> str | None:
         return None
 
 
-def _sidecars(filepath: Any, rank: int) -> list[tuple[str, str]]:
-    """Return identities and paths of a checkpoint's sidecars: on rank 0 all that it sees.
+def _replaced(filepath: Any, rank: int, is_replaced: Callable[[str], bool]) -> list[str]:
+    """Return the folders that a rank has to delete, by their identities: of all ranks if all are replaced.
 
-    Another rank returns its own sidecars if it does not share rank 0's disk, otherwise none.
+    Rank 0 deletes all that it sees. Another rank deletes its own if it does not share rank 0's disk, otherwise none.
     """
+    folder = replicas_folder(filepath)
     try:
-        file_system, prefix = url_to_fs(sidecar_prefix(filepath))
+        file_system, path = url_to_fs(folder)
         if rank != 0 and file_system.exists(url_to_fs(str(filepath))[1]):
             return []
-        folder = os.path.dirname(prefix)
-        file_system.invalidate_cache(folder)
-        neighbors = file_system.ls(folder, detail=False)
+        file_system.invalidate_cache(path)
+        identities = [each.rstrip("/").rpartition("/")[2] for each in file_system.ls(path, detail=False)]
     except (FileNotFoundError, ImportError, ValueError):  # no folder, or no file system
         return []
-    own = prefix if rank == 0 else f"{prefix}{rank:04d}."
-    return [
-        (
-            path.removesuffix(".part").rpartition(".")[2],
-            file_system.unstrip_protocol(path) if "://" in str(filepath) else path,
-        )
-        for path in neighbors
-        if path.startswith(own)
-    ]
+    replaced = [identity for identity in identities if is_replaced(identity)]
+    return [folder] if len(replaced) == len(identities) else [f"{folder}/{identity}" for identity in replaced]
 
 
-def _delete(io: fabric.plugins.CheckpointIO, sidecars: Iterable[str]) -> None:
-    for path in sidecars:
-        with suppress(FileNotFoundError):  # rank 0 may have deleted it in a shared folder
-            io.remove_checkpoint(path)
+def _delete(folders: Sequence[str]) -> None:
+    for folder in (*folders, *folders):  # again: another rank may have deleted the same folder at the same time
+        file_system, path = url_to_fs(folder)
+        with suppress(FileNotFoundError):
+            file_system.rm(path, recursive=True)

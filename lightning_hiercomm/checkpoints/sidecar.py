@@ -7,7 +7,7 @@ import importlib.util
 import os
 import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,37 +21,31 @@ from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
+from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import own_state
 
 _REMEDY = "Set checkpoint_replicas=False to resume from the averaged parameters instead."
 
 
+def replicas_folder(checkpoint_path: Any) -> str:
+    """Return the folder of a checkpoint's sidecars, which is in the checkpoint's folder."""
+    folder, separator, name = str(checkpoint_path).rpartition("/")
+    return f"{folder}{separator}{base_name(name)}.replicas"
+
+
 def sidecar_path(checkpoint_path: Any, rank: int, identity: str) -> str:
-    """Return the path of a rank's sidecar, in the folder of its checkpoint.
+    """Return the path of a rank's sidecar.
 
     The identity keeps the sidecars of the previous checkpoint at this path valid until that is replaced.
     """
-    return f"{sidecar_prefix(checkpoint_path)}{rank:04d}.{identity}"
-
-
-def sidecar_prefix(checkpoint_path: Any) -> str:
-    """Return the common prefix of the paths of a checkpoint's sidecars."""
-    folder, separator, name = str(checkpoint_path).rpartition("/")
-    return f"{folder}{separator}{base_name(name)}.rank-"
+    return f"{replicas_folder(checkpoint_path)}/{identity}/rank-{rank:04d}"
 
 
 def sidecar_state(
     identity: str,
-    topology: Topology,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    schemes: Sequence[RunningScheme[Scheme]],
-    gradients: GradientPath,
-    own_values: Mapping[int, Tensor],
+    run: TrainingRun,
     mid_epoch: bool,
-    loss: Mapping[str, Any] | None = None,
     precision: Mapping[str, Any] | None = None,
     entries: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -59,31 +53,26 @@ def sidecar_state(
 
     Args:
         identity: The same in the checkpoint and in all of its sidecars.
-        topology: The nodes.
-        module: The trained module.
-        optimizers: The user's optimizers.
-        schemes: Of the optimizers.
-        gradients: Of the module.
-        own_values: By ``id`` of a tensor, this rank's values while the module holds the averaged ones.
+        run: The run to save.
         mid_epoch: Whether more batches of the epoch follow.
-        loss: Sums of the epoch's loss so far.
         precision: State of the precision plugin: gradient scalers differ between nodes.
         entries: What callbacks and the module add to the checkpoint on this rank.
     """
+    own_values = run.averaged_model.own_values()  # while the module holds the averaged ones
     state = {
         "format": FORMAT,
         "identity": identity,
-        "rank": topology.rank,
-        "nodes": [list(ranks) for ranks in topology.nodes],
-        "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(module).items()},
-        "optimizers": [_held_state(own_state(optimizer)) for optimizer in optimizers],
-        "schemes": [scheme.state_dict() for scheme in schemes],
-        "gradients": gradients.state_dict(),
-        "layouts": _layouts(schemes),
-        "parts": _parts(schemes),
+        "rank": run.topology.rank,
+        "nodes": [list(ranks) for ranks in run.topology.nodes],
+        "tensors": {name: own_values.get(id(t), t).detach().clone() for name, t in _tensors(run.module).items()},
+        "optimizers": [_held_state(own_state(optimizer)) for optimizer in run.optimizers],
+        "schemes": [scheme.state_dict() for scheme in run.schemes],
+        "gradients": run.gradients.state_dict(),
+        "layouts": _layouts(run.schemes),
+        "parts": _parts(run.schemes),
         "random": random_state(),
         "mid_epoch": mid_epoch,
-        "loss": dict(loss or {}),
+        "loss": run.loss.state_dict(),
         "precision": dict(precision or {}),
         "entries": dict(entries or {}),
     }
@@ -120,7 +109,10 @@ def load_sidecar(
     try:
         state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{path}, this rank's sidecar of the checkpoint, is missing. {_REMEDY}") from error
+        raise FileNotFoundError(
+            f"{path}, this rank's sidecar of the checkpoint, is missing: a copy of a checkpoint needs its folder"
+            f" {replicas_folder(place)}. {_REMEDY}"
+        ) from error
     except Exception as error:  # torch raises different errors for different bytes
         raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from error
     expected = state.pop("checksum", None) if isinstance(state, dict) else None
@@ -139,43 +131,30 @@ def load_sidecar(
     return {**state, "path": path}
 
 
-def check_sidecar(
-    state: Mapping[str, Any],
-    module: nn.Module,
-    schemes: Sequence[RunningScheme[Scheme]],
-    own_tensors: Collection[str] = (),
-) -> None:
-    """Raise a ``ValueError`` if a sidecar was saved with other parameters, schemes, buckets or codecs.
-
-    ``own_tensors`` names tensors whose shapes may differ between ranks.
-    """
+def check_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
+    """Raise a ``ValueError`` if a sidecar was saved with other parameters, schemes, buckets or codecs."""
+    own_tensors = run.replicas.not_averaged  # their shapes may differ between ranks
     path = state["path"]
     saved, own = (
         {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in own_tensors}
-        for tensors in (state["tensors"], _tensors(module))
+        for tensors in (state["tensors"], _tensors(run.module))
     )
     if saved != own:
         other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
         raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
-    for name, here in (("layouts", _layouts(schemes)), ("parts", _parts(schemes))):
+    for name, here in (("layouts", _layouts(run.schemes)), ("parts", _parts(run.schemes))):
         if state[name] != here:
             raise ValueError(f"{path} was saved with {state[name]}, but this run has {here}. {_REMEDY}")
 
 
 @torch.no_grad()
-def restore_sidecar(
-    state: Mapping[str, Any],
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    schemes: Sequence[RunningScheme[Scheme]],
-    gradients: GradientPath,
-    own_tensors: Collection[str] = (),
-) -> None:
-    """Restore a sidecar, except for the random states.
+def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
+    """Restore a sidecar, except for the states of the precision plugin and of random generators.
 
     Raises:
         ValueError: If this rank holds other shards of the model now.
     """
+    module, own_tensors = run.module, run.replicas.not_averaged
     tensors = _tensors(module)
     for name, tensor in tensors.items():
         saved = state["tensors"].get(name, tensor)
@@ -190,11 +169,12 @@ def restore_sidecar(
                 f" shard the model as before. {_REMEDY}"
             )
         tensor.copy_(saved)
-    for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+    for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(_whole_state(optimizer_state, optimizer))
-    for scheme, scheme_state in zip(schemes, state["schemes"], strict=True):
+    for scheme, scheme_state in zip(run.schemes, state["schemes"], strict=True):
         scheme.load_state_dict(scheme_state)
-    gradients.load_state_dict(state["gradients"])
+    run.gradients.load_state_dict(state["gradients"])
+    run.loss.load_state_dict(state["loss"])
 
 
 def checksum(state: Any) -> str:

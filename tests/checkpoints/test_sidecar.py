@@ -46,12 +46,9 @@ from lightning_hiercomm.checkpoints.sidecar import (
 )
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Context
-from lightning_hiercomm.schemes.gradients import LocalGradients
 
 pytestmark = pytest.mark.pooled
 STEPS = 6  # per epoch
@@ -174,7 +171,7 @@ def _saved_by_names_of_their_own(folder):
         time.sleep(0.01)
     if trainer.global_rank == 1:
         trainer.strategy.remove_checkpoint(name)
-    return whole[STEPS:], resumed, Path(name).name, [path.name for path in folder.glob(f"{last}.rank-0001.*")]
+    return whole[STEPS:], resumed, Path(name).name, [*folder.glob(f"{last}.replicas")]
 
 
 def test_a_file_name_with_a_rank_dependent_metric_is_the_same_on_all_ranks(borrow):
@@ -494,9 +491,11 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
 
 
 def sidecars_of(path: Path) -> list[str]:
-    """Return the names of the files next to a checkpoint, which exists."""
+    """Return the paths in the folder of a checkpoint, which exists and has nothing else next to it."""
     assert path.exists()
-    return sorted(other.name for other in path.parent.iterdir() if other.name.startswith(f"{path.name}."))
+    folder = path.with_name(f"{path.name}.replicas")
+    assert {*path.parent.glob(f"{path.name}*")} == {path, folder}
+    return sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
 
 
 def identity_of(path: Path) -> str:
@@ -507,11 +506,9 @@ def test_sidecars_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
     callback = ModelCheckpoint(tmp_path, filename="{epoch}", monitor=None, every_n_epochs=1, save_top_k=1)
     strategy = {"checkpoint_replicas": True, "ranks_per_node": 1}
     fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
-    identity = identity_of(tmp_path / "epoch=1.ckpt")
-    assert sorted(path.name for path in tmp_path.glob("epoch*")) == [
-        "epoch=1.ckpt",
-        *(f"epoch=1.ckpt.rank-{rank:04d}.{identity}" for rank in range(2)),
-    ]
+    path = tmp_path / "epoch=1.ckpt"
+    assert sidecars_of(path) == [f"{identity_of(path)}/rank-{rank:04d}" for rank in range(2)]
+    assert len([*tmp_path.glob("epoch*")]) == 2
 
 
 class Disk(pl.Callback):
@@ -533,9 +530,8 @@ def test_sidecars_of_deleted_checkpoints_are_removed_on_every_node(fit, io):
     forked = {"forked": True, "enable_checkpointing": True}  # with an empty memory
     fitted = fit(Net(), strategy, devices=2, max_epochs=1, callbacks=[*callbacks()], **forked)
     first, second = (report["report"] for report in fitted)
-    assert [name.partition(".rank")[0] for name in first] == ["newest.ckpt"] * 2 + ["step=12.ckpt"] * 2
-    identities = [name.removeprefix(".") for name in first if ".rank-0000" in name]
-    assert second == [name.replace("rank-0000", "rank-0001") for name in identities]
+    assert [name.partition(".replicas")[0] for name in first] == ["newest.ckpt"] * 2 + ["step=12.ckpt"] * 2
+    assert second == [name.replace("rank-0000", "rank-0001") for name in first if "rank-0000" in name]
 
 
 class Links(ModelCheckpoint):
@@ -569,7 +565,7 @@ def test_a_failed_save_gives_the_reason_and_leaves_no_sidecars(tmp_path):
     trainer = one_trainer(tmp_path, strategy=strategy, plugins=[Full()], callbacks=[SaveAfter(2, path)])
     with pytest.raises(OSError, match="no room for it"):
         trainer.fit(Net())
-    assert [each.name.startswith("saved.ckpt") for each in written] == [True]  # the sidecar comes first
+    assert [each.name for each in written] == ["saved.ckpt.replicas"]  # the sidecar comes first
     assert [*tmp_path.iterdir()] == []
 
 
@@ -586,7 +582,7 @@ def test_an_interrupt_after_the_write_leaves_the_checkpoint_complete(tmp_path):
     trainer = one_trainer(tmp_path, strategy=strategy, plugins=[Interrupted()], callbacks=[SaveAfter(2, path)])
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer.fit(Net())
-    assert sidecars_of(path) == [f"saved.ckpt.rank-0000.{identity_of(path)}"]
+    assert sidecars_of(path) == [f"{identity_of(path)}/rank-0000"]
 
 
 def test_a_link_to_a_checkpoint_resumes_and_its_deletion_keeps_shards(fit, tmp_path):
@@ -607,14 +603,16 @@ def test_a_slow_save_does_not_delete_the_shards_of_the_next(tmp_path):
 
     io = AsyncCheckpointIO(Slow())
     before, own, following = (Path(sidecar_path(path, 3, identity)) for identity in ("before", "own", "following"))
-    for sidecar in (before, own):
+    for sidecar in (before, own, following):
+        sidecar.parent.mkdir(parents=True)
         sidecar.touch()
+    following.parent.rename(tmp_path / "not yet")
     io.save_checkpoint({}, path)
     Checkpoints().remove_stale_sidecars(io, path, {"hiercomm": {"identity": "own"}})
-    following.touch()
+    (tmp_path / "not yet").rename(following.parent)
     may_end.set()
     io.teardown()
-    assert sorted(tmp_path.iterdir()) == sorted([own, following])
+    assert {*own.parents[1].iterdir()} == {own.parent, following.parent}
 
 
 @pytest.mark.parametrize("io", [None, AsyncCheckpointIO], ids=["now", "overlapped"])
@@ -622,7 +620,7 @@ def test_a_checkpoint_that_replaces_another_brings_its_own_sidecars(fit, tmp_pat
     path = tmp_path / "last.ckpt"
     strategy = {"checkpoint_replicas": True, "checkpoint_io": io and io(), "ranks_per_node": 1}
     whole = fit(Net(), strategy, max_epochs=2, callbacks=[SaveAfter(2, path), SaveAfter(STEPS, path)], **TWO_NODES)
-    assert sidecars_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
+    assert sidecars_of(path) == [f"{identity_of(path)}/rank-{rank:04d}" for rank in range(2)]
     resumed = fit(Net(), strategy, max_epochs=2, fit_arguments={"ckpt_path": path}, **TWO_NODES)
     assert resumed[0]["report"] == whole[0]["report"][STEPS:]
 
@@ -637,6 +635,7 @@ class Fails(DurableCheckpointIO):
     def save_checkpoint(self, checkpoint, path, storage_options=None):
         self.saved += self.name in str(path)
         if self.name in str(path) and self.saved == 2:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(f"{path}.part").write_bytes(b"half")
             if self.how == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -659,7 +658,7 @@ def undisturbed(borrow):
 
 @pytest.mark.long("a run that is broken off in mid-save, and its resume, on forked ranks")
 @pytest.mark.parametrize("how", ["dies", "finds no space"])
-@pytest.mark.parametrize("name", ["last.ckpt.rank-0001", "last.ckpt"], ids=["sidecar", "checkpoint"])
+@pytest.mark.parametrize("name", ["rank-0001", "last.ckpt"], ids=["sidecar", "checkpoint"])
 def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, undisturbed, tmp_path, name, how):
     path = tmp_path / "last.ckpt"
 
@@ -677,7 +676,7 @@ def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, undisturb
     resumed = fit(Net(), strategy(), max_epochs=2, **again, **TWO_NODES)
     assert resumed[1]["report"] == undisturbed[1][STEPS:]
     # what was left behind goes with the next one
-    assert sidecars_of(path) == [f"last.ckpt.rank-{rank:04d}.{identity_of(path)}" for rank in range(2)]
+    assert sidecars_of(path) == [f"{identity_of(path)}/rank-{rank:04d}" for rank in range(2)]
 
 
 class FailsAtItself(Fails):
@@ -817,25 +816,21 @@ def load(tmp_path):
         def work(own, world):
             meter = Meter()
             topology = Topology(nodes, own, world.connect(own, meter), meter)
-            return topology, AllReduce().build(Context(Replica(module.parameters()), topology))
+            return TrainingRun(AllReduce(), Replicas(module, [torch.optim.Adam(module.parameters())]), topology)
 
         return ThreadWorld(sum(map(len, nodes))).run(work)[rank]
 
     usual = torch.nn.Linear(2, 2)
 
     def run(rank, identity="good", nodes=((0,), (1,)), module=None):
-        module = module or usual
-        topology, scheme = attached(rank, nodes, module)
-        state = load_sidecar(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, topology)
-        check_sidecar(state, module, [scheme])
+        own = attached(rank, nodes, module or usual)
+        state = load_sidecar(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, own.topology)
+        check_sidecar(state, own)
         return state
 
     for identity in ("good", "other"):
         for rank in range(2):
-            module = torch.nn.Linear(2, 2)
-            optimizer = torch.optim.Adam(module.parameters())
-            topology, scheme = attached(rank, ((0,), (1,)), module)
-            state = sidecar_state(identity, topology, module, [optimizer], [scheme], LocalGradients(), {}, False)
+            state = sidecar_state(identity, attached(rank, ((0,), (1,)), usual), False)
             DurableCheckpointIO().save_checkpoint(state, sidecar_path(tmp_path / "saved.ckpt", rank, identity))
     return run
 
@@ -940,11 +935,10 @@ def test_models_changed_by_other_arguments_are_refused(saved, now):
         module = Net()
         optimizer = module.configure_optimizers()["optimizer"]
         runs = [TrainingRun(scheme, Replicas(module, [optimizer]), topology) for scheme in (saved, now)]
-        first, second = (run.schemes for run in runs)
-        said = sidecar_state("1", topology, module, [optimizer], first, runs[0].gradients, {}, False) | {"path": "it"}
-        check_sidecar(said, module, first)
+        state = sidecar_state("1", runs[0], False) | {"path": "it"}
+        check_sidecar(state, runs[0])
         with pytest.raises(ValueError, match=r"it was saved with .* but this run has"):
-            check_sidecar(said, module, second)
+            check_sidecar(state, runs[1])
         for run in runs:
             run.close(timeout=5.0)
 
