@@ -1,15 +1,14 @@
 """Select the cells of a product of parameters that `make test` runs; ``pytest --nightly`` runs all of them.
 
-Most defects depend on one value of one parameter, nearly all others on two values. So ``@pytest.mark.pairwise`` keeps
-cells with all pairs of values, or with all single values if there are two parameters. The other cells are
-``nightly``. A test that is named on the command line runs with all its cells.
+Most defects depend on one value of one parameter. So ``@pytest.mark.pairwise`` keeps cells in which every value
+appears, or all combinations within each of its ``groups`` of parameters; ``on_push`` keeps the values that it is given.
+The other cells are ``nightly``. A test that is named on the command line runs with all its cells.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ Cell = Mapping[str, Hashable]
 def select(cells: Sequence[Cell], groups: Iterable[tuple[str, ...]] = ()) -> list[int]:
     """Return the indices of few cells in which all values that meet within a group of factors do meet.
 
-    Greedy: the next cell has the most new values, then the least used ones. Default groups: all pairs of three factors
-    or more, single factors otherwise.
+    Greedy: the next cell has the most new values, then the least used ones. Default groups: each factor by itself.
     """
     names = sorted(cells[0]) if cells else []
-    groups = [*groups] or ([*combinations(names, 2)] if len(names) > 2 else [(name,) for name in names])
+    groups = [*groups] or [(name,) for name in names]
     met = [{(group, *(cell[name] for name in group)) for group in groups} for cell in cells]
     missing = set().union(*met)
     used: Counter[tuple[str, Hashable]] = Counter()
@@ -45,6 +43,11 @@ def selected(cells: Iterable[tuple[Hashable, ...]]) -> list[Any]:
     by_name = [{str(place): value for place, value in enumerate(cell)} for cell in cells]
     chosen = select(by_name)
     return [pytest.param(*cell, marks=[pytest.mark.nightly] * (i not in chosen)) for i, cell in enumerate(cells)]
+
+
+def on_push(values: Iterable[Hashable], *kept: Hashable) -> list[Any]:
+    """Return parameters for ``parametrize``; all but the kept ones are ``nightly``."""
+    return [pytest.param(value, marks=[pytest.mark.nightly] * (value not in kept)) for value in values]
 
 
 def mark_nightly(items: Sequence[pytest.Item], chosen: Iterable[int]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from combinations import Combination, check, drawn
 
 BATCH = 20
-ON_PUSH = 60
+ON_PUSH = 20
 
 
 @pytest.mark.long("twenty runs on threads, and a calculation of its own for each")

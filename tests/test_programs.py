@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from programs import HANG_TIMEOUT, PATIENCE, Action, Program, check, drawn
 
-BATCH, ON_PUSH, FIRST = 4, 4, 540_000
+BATCH, ON_PUSH, FIRST = 2, 2, 540_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.long("four programs; those whose ranks wait for each other wait for hang_timeout")
+@pytest.mark.long("two programs; those whose ranks wait for each other wait for hang_timeout")
 @pytest.mark.parametrize(
     "first",
     [pytest.param(FIRST + n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 120, BATCH)],

@@ -37,8 +37,8 @@ def soak(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"soak-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.long("at least 22 fits, one after the other, in one process")
-@pytest.mark.parametrize("fits", [22, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.long("at least 17 fits, one after the other, in one process")
+@pytest.mark.parametrize("fits", [17, pytest.param(50, marks=pytest.mark.nightly)])
 def test_many_fits_leak_no_handle_thread_or_process_group(tmp_path, fits):
     for said in soak(tmp_path, 2, "--fits", str(fits)):
         seen = said["fits"]

@@ -173,6 +173,7 @@ def test_a_place_that_only_rank_0_had_is_reported_once_at_a_save(resumed, kind, 
     assert "checkpoint_replicas=True" in warned
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize(
     "kind",

@@ -181,10 +181,11 @@ def test_values_decode_as_in_a_loop_over_blocks(codec, values):
 
 
 @on_both
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("codec", [*QUANTIZED, *SPARSE], ids=str)
 @given(values=vectors)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_encoding_decoded_values_again_changes_no_bit(codec, dtype, values):
     once = decoded(codec, torch.tensor(values, dtype=dtype))
     assert same_bits(decoded(codec, once), once)

@@ -138,7 +138,7 @@ def empty_payload(codec, numel):
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [*NAMED.values(), *ODD], ids=str)
+@pytest.mark.parametrize("codec", BY_NIGHT, ids=str)
 @given(vector=vectors)
 @many
 def test_encode_and_decode_give_the_bits_of_pytorch(codec, vector, runtime, eager):
@@ -192,6 +192,7 @@ def test_sums_and_their_payloads_have_the_bits_of_pytorch(codec, vector, place, 
     assert runtime.launched[-2:] == ["add", "add_and_encode"]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("numel", [1, 3, 700, 5 * 512, 5 * 512 + 7, 6 * 512])
 @pytest.mark.parametrize("codec", NAMED.values(), ids=NAMED)
 def test_chunks_of_a_tensor_are_encoded_by_one_launch(codec, numel, runtime, eager):

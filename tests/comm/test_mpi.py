@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,13 +36,6 @@ def test_a_missing_mpi4py_gives_the_install_line(tmp_path):
     output = fails_with(tmp_path, f"import sys; sys.modules['mpi4py'] = None; {CONSTRUCT}")
     assert "inter_node='mpi' needs mpi4py" in output
     assert INSTALL in output
-
-
-@pytest.mark.long("Python itself starts and imports Lightning: what it imports is the point")
-def test_without_mpi_nothing_needs_mpi4py():
-    program = "import sys; sys.modules['mpi4py'] = None; import lightning_hiercomm as h; h.HierarchicalStrategy()"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_library_without_thread_support_is_refused(tmp_path):

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from pairwise import on_push
 from problems import Normalized, Quadratic, same_bits
 
 from lightning_hiercomm import PeriodicAveraging
@@ -66,6 +67,7 @@ def test_backbone_finetuning(follows_one_device):
     assert not torch.equal(one["state_dict"]["backbone.bias"], Quadratic().backbone.bias)
 
 
+@pytest.mark.nightly  # a push trains it with BatchNorm
 @pytest.mark.feature("StochasticWeightAveraging")
 def test_stochastic_weight_averaging(follows_one_device):
     follows_one_device(Quadratic, callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=5)
@@ -86,7 +88,9 @@ EMA = "validation during fit runs on each rank's own average; checkpoints and th
 
 @pytest.mark.feature("WeightAveraging, EMAWeightAveraging", note=EMA)
 @pytest.mark.parametrize(
-    "average", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.7)], ids=["WeightAveraging", "EMAWeightAveraging"]
+    "average",
+    [pytest.param(WeightAveraging, marks=pytest.mark.nightly), lambda: EMAWeightAveraging(decay=0.7)],
+    ids=["WeightAveraging", "EMAWeightAveraging"],
 )
 def test_weight_averaging(follows_one_device, average):
     ours, one = follows_one_device(Quadratic, callbacks=lambda: [average()])
@@ -133,7 +137,7 @@ def test_checkpoints_of_averaged_weights(checkpoints):
 
 
 @pytest.mark.feature("ModelCheckpoint: best k, last, every n steps, on exception")
-@pytest.mark.parametrize("kind", [OnExceptionCheckpoint, ModelCheckpoint])
+@pytest.mark.parametrize("kind", on_push([OnExceptionCheckpoint, ModelCheckpoint], OnExceptionCheckpoint))
 def test_checkpoint_when_all_ranks_raise(on_ranks, tmp_path, kind):
     class Failing(Quadratic):
         def on_train_batch_end(self, outputs, batch, batch_idx):

@@ -64,6 +64,7 @@ class Reloading(Quadratic):
         return self.loader(self.samples(self.steps, 1 + self.trainer.current_epoch), shuffle=True)
 
 
+@pytest.mark.nightly
 @pytest.mark.feature("reload_dataloaders_every_n_epochs")
 def test_reloaded_dataloaders(follows_one_device):
     follows_one_device(Reloading, reload_dataloaders_every_n_epochs=1)
@@ -97,20 +98,20 @@ NIGHTLY = pytest.mark.nightly
     ("arguments", "trained", "validated"),
     [
         pytest.param({"val_check_interval": 0.5}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
-        pytest.param({"check_val_every_n_epoch": 2}, 8, 2, marks=pytest.mark.feature("val_check_interval")),
+        pytest.param({"check_val_every_n_epoch": 2}, 8, 2, marks=[pytest.mark.feature("val_check_interval"), NIGHTLY]),
         pytest.param(
             {"val_check_interval": 3, "check_val_every_n_epoch": None},
             8,
             4,
             marks=[pytest.mark.feature("val_check_interval"), NIGHTLY],
         ),
-        pytest.param({"overfit_batches": 2}, 4, 4, marks=pytest.mark.feature("overfit_batches")),
+        pytest.param({"overfit_batches": 2}, 4, 4, marks=[pytest.mark.feature("overfit_batches"), NIGHTLY]),
         pytest.param({"fast_dev_run": 3}, 3, 2, marks=pytest.mark.feature("fast_dev_run")),
         pytest.param(
             {"limit_train_batches": 0.5, "limit_val_batches": 1},
             4,
             2,
-            marks=pytest.mark.feature("limit_train/val_batches"),
+            marks=[pytest.mark.feature("limit_train/val_batches"), NIGHTLY],
         ),
         pytest.param({"limit_val_batches": 0}, 8, 0, marks=[pytest.mark.feature("limit_train/val_batches"), NIGHTLY]),
         pytest.param({"max_steps": 7}, 7, 2, marks=pytest.mark.feature("max_steps")),
@@ -118,7 +119,9 @@ NIGHTLY = pytest.mark.nightly
         pytest.param(
             {"max_steps": 3, "accumulate_grad_batches": 2}, 6, 2, marks=[pytest.mark.feature("max_steps"), NIGHTLY]
         ),
-        pytest.param({"min_epochs": 3, "max_epochs": 3}, 12, 6, marks=pytest.mark.feature("max_epochs, min_epochs")),
+        pytest.param(
+            {"min_epochs": 3, "max_epochs": 3}, 12, 6, marks=[pytest.mark.feature("max_epochs, min_epochs"), NIGHTLY]
+        ),
     ],
     ids=str,
 )
@@ -138,12 +141,14 @@ def test_max_time_stops_all_ranks_after_the_same_step(fit_on_ranks):
     assert len({report["report"][0] for report in reports}) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.feature("Trainer(barebones=True)")
 def test_barebones(follows_one_device):
     bare = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
     follows_one_device(Quadratic, barebones=True, num_sanity_val_steps=None, **bare)
 
 
+@pytest.mark.nightly
 @pytest.mark.feature("detect_anomaly, deterministic")
 def test_anomaly_detection_and_determinism(follows_one_device):
     try:

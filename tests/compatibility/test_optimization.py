@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from pairwise import on_push
 from problems import Manual, Net, Normalized, Quadratic, same_bits
 from torch import nn
 
@@ -66,7 +67,7 @@ def test_gan_with_toggled_optimizers(follows_one_device):
 
 
 @pytest.mark.feature("gradient accumulation")
-@pytest.mark.parametrize("batches", [2, 4])
+@pytest.mark.parametrize("batches", on_push([2, 4], 2))
 def test_gradient_accumulation(follows_one_device, batches):
     follows_one_device(Quadratic, accumulate_grad_batches=batches)
 
@@ -77,7 +78,7 @@ def test_gradient_accumulation_that_changes_between_epochs(follows_one_device):
 
 
 @pytest.mark.feature("gradient clipping by norm and by value")
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("algorithm", on_push(["norm", "value"], "norm"))
 def test_gradient_clipping(follows_one_device, algorithm):
     clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
     _, one = follows_one_device(Net, use_distributed_sampler=False, **clip)
@@ -100,7 +101,7 @@ class Scheduled(Quadratic):
 
 
 @pytest.mark.feature("learning rate schedulers, by step and by epoch")
-@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("interval", on_push(["step", "epoch"], "epoch"))
 def test_learning_rate_schedulers(follows_one_device, interval):
     ours, one = follows_one_device(lambda: Scheduled(interval))
     assert len(set(one["report"])) == (8 if interval == "step" else 2)

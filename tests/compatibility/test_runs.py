@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
+from pairwise import on_push
 from problems import Quadratic, one_trainer
 
 from lightning_hiercomm.schemes import SCHEMES
@@ -106,7 +107,7 @@ def test_tuner(on_ranks):
 
 
 @pytest.mark.feature("profilers: simple, advanced, PyTorch")
-@pytest.mark.parametrize("profiler", [SimpleProfiler, AdvancedProfiler, PyTorchProfiler])
+@pytest.mark.parametrize("profiler", on_push([SimpleProfiler, AdvancedProfiler, PyTorchProfiler], SimpleProfiler))
 def test_profilers(follows_one_device, profiler, tmp_path):
     follows_one_device(Quadratic, profiler=profiler(dirpath=tmp_path, filename="profile"), max_epochs=1, apart=True)
     assert len(list(tmp_path.glob("fit-profile*"))) >= 4

@@ -176,6 +176,7 @@ def test_docstring_of_each_class_that_users_construct_shows_an_example():
     assert [name for name in constructed if "::\n" not in (classes[name].__doc__ or "")] == []
 
 
+@pytest.mark.nightly  # a push builds it in a job of its own
 @pytest.mark.long("Sphinx reads the whole site")
 @pytest.mark.slow
 def test_site_builds_without_a_warning(tmp_path):

@@ -120,6 +120,7 @@ def test_torchrun(checkout):
     assert "on 4 ranks" in run_with_torchrun(checkout, first, second)
 
 
+@pytest.mark.nightly  # a push tests its variables in test_launching.py
 @pytest.mark.long("eight ranks, as many as the script asks for, read the configuration and train")
 def test_slurm(checkout):
     """``srun`` is played by this test; what it does to the environment is what SLURM's documentation says."""

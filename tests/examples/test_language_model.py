@@ -33,6 +33,7 @@ def learnt(folder, inside):
     )
 
 
+@pytest.mark.nightly  # a push trains sharded nodes in tests/model_parallel
 @pytest.mark.long("a run on four ranks")
 @pytest.mark.slow
 def test_the_model_sharded_over_the_node_learns(folder):

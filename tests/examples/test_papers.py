@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from pairwise import select
 from PIL import Image
 
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
@@ -88,13 +87,13 @@ def said(config, what):
 
 RUNS = [(path.name, said(path.name, r"dataset: (\w+)")) for path in sorted(PAPERS.glob("*.yaml"))]
 RUNS.append(("001-cifar10.yaml", "mnist"))
-ON_PUSH = select([{"dataset": dataset} for _, dataset in RUNS], [("dataset",)])
+ON_PUSH = [next(run for run in RUNS if run[1] == dataset) for dataset in ("cifar10", "imagenet")]
 
 
 @pytest.mark.long("a program imports torchvision, and two ranks train a network of it")
 @pytest.mark.parametrize(
     ("config", "dataset"),
-    [pytest.param(*run, marks=[pytest.mark.nightly] * (number not in ON_PUSH)) for number, run in enumerate(RUNS)],
+    [pytest.param(*run, marks=[pytest.mark.nightly] * (run not in ON_PUSH)) for run in RUNS],
 )
 def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, dataset):
     text = (PAPERS / config).read_text()
@@ -144,6 +143,7 @@ print(found)
 """
 
 
+@pytest.mark.nightly  # a push trains two of them
 @pytest.mark.long("makes ten networks of torchvision, nearly all of them twice")
 def test_models_have_the_requested_classes_and_fit_small_pictures(folder):
     small = [(name, 32, True) for name in ("resnet18", "resnet50", "densenet121")]

@@ -21,7 +21,7 @@ def mean_iou(out):
     return float(re.search(r"Mean IoU of the averaged model: ([\d.]+)%", out)[1])
 
 
-@pytest.mark.nightly  # a push trains the same program on Cityscapes' files, through the same phases
+@pytest.mark.nightly
 @pytest.mark.long("three epochs on four ranks, one for each phase of DASO, which have to learn")
 def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
     out = fit(
@@ -35,6 +35,7 @@ def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
     assert mean_iou(out) > 50  # knowing sky and road alone, the two largest of five classes, gives less than 40
 
 
+@pytest.mark.nightly  # a push trains the larger ImageNet program through the same phases
 @pytest.mark.long("three epochs on four ranks, one for each phase of DASO, which have to learn")
 def test_the_same_program_trains_on_a_cityscapes_folder(folder):
     make_cityscapes(folder.path / "cityscapes", {"train": 32, "val": 4})

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, LanguageModel, Meta, Resumable, TensorParallel
-from pairwise import requested
+from pairwise import on_push, requested
 
 from lightning_hiercomm import (
     DASO,
@@ -30,7 +30,6 @@ SCHEMES = {
     "gossip": lambda: Gossip(fragments=["net.w1"]),
 }
 WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, reducer="sharded")}
-DAILY_OF_BOTH = ("periodic",)
 SAVED_AT = 4
 
 
@@ -116,12 +115,9 @@ def _on_four(names, of_both, folder):
             _whole(SCHEMES[name], ranks_per_node=2),
             4,
         )
-    results["whole, from file"] = _fit(
-        Resumable("adamw", replicas=4),
-        _whole(SCHEMES["diloco"], ranks_per_node=2),
-        4,
-        _saved(folder, "file"),
-    )
+    if _saved(folder, "file").exists():
+        whole = _whole(SCHEMES["diloco"], ranks_per_node=2)
+        results["whole, from file"] = _fit(Resumable("adamw", replicas=4), whole, 4, _saved(folder, "file"))
     results["meta"] = _begin_on_meta()
     return results
 
@@ -169,7 +165,9 @@ def resumed_on_eight(launch, folder):
 
 
 @pytest.fixture(scope="module")
-def on_four(launch, folder, names, on_eight):
+def on_four(launch, folder, names, request):
+    if names[1]:
+        request.getfixturevalue("on_eight")  # writes a file that is read here
     return launch(partial(_on_four, *names), folder=folder)
 
 
@@ -183,17 +181,18 @@ def _same(ours, expected):
         torch.testing.assert_close(ours["state"][parameter], values, rtol=0, atol=1e-5)
 
 
-BY_NIGHT = pytest.mark.nightly  # what differs by scheme shows on threads; every scheme is on nodes of one kind by day
+BY_NIGHT = pytest.mark.nightly  # what differs by scheme shows on threads
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[BY_NIGHT] * (n in DAILY_OF_BOTH)) for n in WITH_DASO])
+@pytest.mark.parametrize("name", on_push(WITH_DASO, "all_reduce", "diloco"))
 def test_tensor_parallel_nodes_train_like_nodes_of_one_rank(on_four, on_two, name):
     for results in on_four:
         _same(results[name], on_two[0][name])
         assert results[name]["held_by"] == ["node", "rank"]  # the norm is whole on every rank
 
 
-@pytest.mark.parametrize("of_both", [pytest.param(n, marks=[BY_NIGHT] * (n not in DAILY_OF_BOTH)) for n in SCHEMES])
+@BY_NIGHT  # eight ranks; a push has nodes of either kind
+@pytest.mark.parametrize("of_both", SCHEMES)
 def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, on_four, of_both):
     for results in on_eight:
         _same(results[of_both], on_four[0]["whole", of_both])
@@ -206,7 +205,7 @@ def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, o
         assert sent <= (model + buffers) * (2 * 2 + 1) + preflights + padding
 
 
-@BY_NIGHT  # by day a file of theirs is gone on with, and nodes of one kind resume to the bit
+@BY_NIGHT
 def test_nodes_of_both_kinds_resume_to_the_bit(resumed_on_eight):
     for results in resumed_on_eight:
         assert results["resumed"]["losses"] == results["saved"]["losses"][SAVED_AT:]
@@ -214,6 +213,7 @@ def test_nodes_of_both_kinds_resume_to_the_bit(resumed_on_eight):
             assert torch.equal(results["resumed"]["state"][parameter], values), parameter
 
 
+@BY_NIGHT
 def test_a_checkpoint_of_nodes_of_both_kinds_goes_to_ranks_that_hold_all(on_eight, on_four):
     assert len(on_four[0]["whole, from file"]["losses"]) == STEPS - SAVED_AT
     _same(on_four[0]["whole, from file"], on_eight[0]["from file"])

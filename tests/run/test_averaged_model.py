@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import on_ranks
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
-from pairwise import requested
+from pairwise import on_push, requested
 from problems import Net, one_trainer
 from torch.utils.data import DataLoader
 
@@ -34,13 +34,6 @@ SCHEMES = {
 }
 MEANS = [name for name in SCHEMES if name not in ("steps_delay", "gossip")]
 """Whose averaged model is the mean of the nodes' present weights; the others' has a meaning of its own."""
-
-
-IN_TURNS = [
-    [pytest.param(name, marks=[pytest.mark.nightly] * (place % 2 != which)) for place, name in enumerate(SCHEMES)]
-    for which in range(2)
-]
-"""Every scheme in one of two tests, and by night in all."""
 
 
 class Drifting(pl.LightningModule):
@@ -95,9 +88,9 @@ def _file(path):
 
 
 def _program(names, folder):
-    """Of one rank, under every scheme; further runs under those that tests ask for by some name."""
+    """Of one rank, under the schemes that tests ask for, by the name of their parameter."""
     said = {}
-    for name in SCHEMES:
+    for name in sorted(set().union(*names.values())):
         place = folder / name
         every = ModelCheckpoint(place, filename="{step}", every_n_train_steps=3, save_top_k=-1)
         trainer, module = _fit(
@@ -135,16 +128,18 @@ def _program(names, folder):
 
 @pytest.fixture(scope="module")
 def ranks(borrow, request):
-    names = {parameter: {name for (name,) in requested(request, parameter)} for parameter in ("saved", "stopped")}
+    names = {
+        parameter: {name for (name,) in requested(request, parameter)} for parameter in ("name", "saved", "stopped")
+    }
     return borrow(partial(_program, names), ranks=2)
 
 
-@pytest.fixture(params=SCHEMES)
+@pytest.fixture(params=on_push(SCHEMES, "periodic", "steps_delay", "gossip", "streaming"))
 def name(request):
     return request.param
 
 
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", on_push(MEANS, "periodic", "streaming"))
 def test_validation_runs_on_the_mean_of_the_nodes_present_weights(ranks, name):
     one, other = (rank[name] for rank in ranks)
     assert [step for step, _ in one["seen"]] == [3, 6, 10, 13]
@@ -154,7 +149,7 @@ def test_validation_runs_on_the_mean_of_the_nodes_present_weights(ranks, name):
         assert torch.equal(seen, seen_by_other)
 
 
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("name", on_push(MEANS, "periodic", "streaming"))
 def test_a_file_on_the_way_holds_the_mean_of_the_nodes_present_weights(ranks, name):
     one, other = (rank[name] for rank in ranks)
     for step, saved in one["on the way"].items():
@@ -168,7 +163,7 @@ def test_the_last_checkpoint_equals_the_final_model(ranks, name):
     assert torch.equal(ranks[0][name]["after fit"], ranks[1][name]["after fit"])
 
 
-@pytest.mark.parametrize("saved", IN_TURNS[1])
+@pytest.mark.parametrize("saved", on_push(SCHEMES, "gossip"))
 def test_a_default_checkpoint_callback_saves_the_final_model(ranks, saved):
     for rank in ranks:
         assert torch.equal(*rank[saved]["default"])
@@ -184,7 +179,7 @@ def test_a_teacher_is_averaged_wherever_the_model_is_seen(ranks, name):
     assert torch.equal(one["last teacher"], one["teacher"])
 
 
-@pytest.mark.parametrize("stopped", IN_TURNS[0])
+@pytest.mark.parametrize("stopped", on_push(SCHEMES, "periodic"))
 def test_early_stopping_does_not_end_a_run_that_gets_better(ranks, stopped):
     assert ranks[0][stopped]["steps with EarlyStopping"] == 14
 

@@ -85,49 +85,46 @@ class Banks(Plain):
         return super().training_step(batch, batch_idx)
 
 
-def _fit_with_and_without_banks(ranks_per_node: int, folder: Path) -> dict[str, Any]:
+def _fit_with_and_without_banks(name: str, replicas: bool, ranks_per_node: int, folder: Path) -> dict[str, Any]:
     """What became of the banks, of a file, and of the rest of the module; and what a resumed run began with."""
-    said = {}
-    for name, scheme in SCHEMES.items():
-        for replicas in (False, True):
-            modules = [Plain(), Banks(), Banks()]
-            for module, is_resumed in zip(modules, (False, False, True), strict=True):
-                strategy = HierarchicalStrategy(
-                    scheme(), ranks_per_node=ranks_per_node, average_buffers=LEFT_OUT, checkpoint_replicas=replicas
-                )
-                files = folder / f"{name} {replicas}"
-                saves = ModelCheckpoint(files, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-                more = {"val_check_interval": 2, "max_epochs": 2, "enable_checkpointing": type(module) is Banks}
-                callbacks = [saves] if type(module) is Banks else []
-                trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks, **more)
-                trainer.fit(module, ckpt_path=files / "step=4.ckpt" if is_resumed else None)
-            _, module, resumed = modules
-            saved = torch.load(files / "step=4.ckpt", weights_only=True)["state_dict"]
-            said[name, replicas] = {
-                "lengths": module.seen,
-                "resumed": resumed.seen[0],
-                "bank": module.bank.tolist(),
-                "saved": saved["bank"].tolist(),
-                "net": [{key: each.clone() for key, each in m.net.state_dict().items()} for m in modules[:2]],
-            }
-    return said
+    modules = [Plain(), Banks(), Banks()]
+    for module, is_resumed in zip(modules, (False, False, True), strict=True):
+        strategy = HierarchicalStrategy(
+            SCHEMES[name](), ranks_per_node=ranks_per_node, average_buffers=LEFT_OUT, checkpoint_replicas=replicas
+        )
+        saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        more = {"val_check_interval": 2, "max_epochs": 2, "enable_checkpointing": type(module) is Banks}
+        callbacks = [saves] if type(module) is Banks else []
+        trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks, **more)
+        trainer.fit(module, ckpt_path=folder / "step=4.ckpt" if is_resumed else None)
+    _, module, resumed = modules
+    saved = torch.load(folder / "step=4.ckpt", weights_only=True)["state_dict"]
+    return {
+        "lengths": module.seen,
+        "resumed": resumed.seen[0],
+        "bank": module.bank.tolist(),
+        "saved": saved["bank"].tolist(),
+        "net": [{key: each.clone() for key, each in m.net.state_dict().items()} for m in modules[:2]],
+    }
 
 
+@pytest.mark.pairwise(groups=[("name",), ("replicas",), ("ranks_per_node",)])
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_buffers_that_are_left_out_stay_each_ranks_own(borrow, ranks_per_node):
-    ranks = borrow(partial(_fit_with_and_without_banks, ranks_per_node), 2)
-    for rank, said in enumerate(ranks):
-        for (name, replicas), found in said.items():
-            assert found["lengths"] == [[2 + rank + step] * 3 for step in range(8)]
-            assert found["bank"] == [10.0 + rank] * (10 + rank)
-            assert found["saved"] == [10.0] * 6
-            own = 6 + rank
-            assert found["resumed"] == ([own] * 3 if replicas else [6, 6, 2 + rank])
-            without, with_banks = found["net"]
-            for key, value in with_banks.items():
-                if ranks_per_node == 1 or "running" not in key:  # of the last step, as with DDP
-                    assert torch.equal(value, ranks[0][name, replicas]["net"][1][key]), key
-                assert without[key].shape == value.shape
+def test_buffers_that_are_left_out_stay_each_ranks_own(borrow, name, replicas, ranks_per_node):
+    ranks = borrow(partial(_fit_with_and_without_banks, name, replicas, ranks_per_node), 2)
+    for rank, found in enumerate(ranks):
+        assert found["lengths"] == [[2 + rank + step] * 3 for step in range(8)]
+        assert found["bank"] == [10.0 + rank] * (10 + rank)
+        assert found["saved"] == [10.0] * 6
+        own = 6 + rank
+        assert found["resumed"] == ([own] * 3 if replicas else [6, 6, 2 + rank])
+        without, with_banks = found["net"]
+        for key, value in with_banks.items():
+            if ranks_per_node == 1 or "running" not in key:  # of the last step, as with DDP
+                assert torch.equal(value, ranks[0]["net"][1][key]), key
+            assert without[key].shape == value.shape
 
 
 class FixedBanks(Banks):
@@ -185,42 +182,45 @@ class Scripted(Plain):
 
 
 OF_SCRIPTED = [AllReduce(), PeriodicAveraging(2), DiLoCo(2), DASO(2, 1, 0, 0), Gossip(), StepsDelay(2, 2)]
+SCRIPTED = [
+    *((how, scheme, 1) for how in ("script", "trace", "load") for scheme in OF_SCRIPTED[:1]),
+    *(("teacher", scheme, 1) for scheme in OF_SCRIPTED),
+    *((how, OF_SCRIPTED[0], 2) for how in ("script", "trace", "load", "teacher")),
+]
 
 
-def _scripted(ranks_per_node: int, folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
-    said = {}
-    for how in ("script", "trace", "load", "teacher"):
-        for scheme in ["ddp", *(OF_SCRIPTED if how == "teacher" and ranks_per_node == 1 else OF_SCRIPTED[:1])]:
-            module = Scripted(how)
-            saves = ModelCheckpoint(folder / f"{how}-{scheme}", save_last=True)
-            strategy = "ddp" if scheme == "ddp" else HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node)
-            more = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 1}
-            one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
-            said[how, str(scheme)] = {name: value.clone() for name, value in module.state_dict().items()}
-            plain = Scripted(how)
-            if module.teacher is not None:
-                for name, value in plain.teacher.state_dict().items():
-                    assert torch.equal(module.teacher.state_dict()[name], value), name
-            plain.load_state_dict(torch.load(saves.last_model_path, weights_only=True)["state_dict"])
-            if scheme != "ddp":
-                ended = dict(module.named_parameters())
-                for name, value in plain.named_parameters():
-                    assert torch.equal(value, ended[name]), name
-    return said
+def _scripted(how: str, scheme: Any, ranks_per_node: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Return the state after training under DDP and under a scheme; the saved model is that of the end."""
+    found = []
+    for strategy in ("ddp", HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node)):
+        module = Scripted(how)
+        saves = ModelCheckpoint(folder / str(len(found)), save_last=True)
+        more = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 1}
+        one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
+        found.append({name: value.clone() for name, value in module.state_dict().items()})
+    plain = Scripted(how)
+    if module.teacher is not None:
+        for name, value in plain.teacher.state_dict().items():
+            assert torch.equal(module.teacher.state_dict()[name], value), name
+    plain.load_state_dict(torch.load(saves.last_model_path, weights_only=True)["state_dict"])
+    ended = dict(module.named_parameters())
+    for name, value in plain.named_parameters():
+        assert torch.equal(value, ended[name]), name
+    return found
 
 
-@pytest.mark.long("it fits often")
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_torchscript_submodules_train_as_under_ddp(borrow, ranks_per_node):
-    one, other = borrow(partial(_scripted, ranks_per_node), 2)
-    for (how, scheme), values in one.items():
-        if scheme == "ddp":
-            continue
-        for name, value in values.items():
-            is_buffer = "running" in name or name.endswith("num_batches_tracked")
-            assert is_buffer or torch.equal(value, other[how, scheme][name]), (how, scheme, name)
-            if scheme == "AllReduce()" and not is_buffer:
-                torch.testing.assert_close(value, one[how, "ddp"][name], msg=name)
+@pytest.mark.parametrize(
+    ("how", "scheme", "ranks_per_node"),
+    [pytest.param(*each, marks=[pytest.mark.nightly] * (i not in (0, 5, 12))) for i, each in enumerate(SCRIPTED)],
+    ids=str,
+)
+def test_torchscript_submodules_train_as_under_ddp(borrow, how, scheme, ranks_per_node):
+    (by_ddp, ours), (_, of_other) = borrow(partial(_scripted, how, scheme, ranks_per_node), 2)
+    for name, value in ours.items():
+        if "running" not in name and not name.endswith("num_batches_tracked"):
+            assert torch.equal(value, of_other[name]), name
+            if scheme == AllReduce():
+                torch.testing.assert_close(value, by_ddp[name], msg=name)
 
 
 def test_buffers_that_differ_are_refused_before_training(fit):
@@ -251,6 +251,7 @@ class Unequal(Plain):
             self.head = head
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("how", "difference"),
     [

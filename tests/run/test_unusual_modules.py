@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pairwise import on_push
 from problems import Quadratic, fitted, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
@@ -33,7 +35,7 @@ class Lazy(Quadratic):
         self.head = nn.LazyLinear(1)
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("ranks_per_node", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_lazy_modules_are_refused_with_ddps_sentence(fit, ranks_per_node):
     with pytest.raises(ProcessException) as refused:
         fit(Lazy(), {"ranks_per_node": ranks_per_node}, devices=2, forked=True)
@@ -124,7 +126,7 @@ class PartlyUsed(Quadratic):
         return self.loss(batch[0], self.head)
 
 
-@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(2)], ids=["all_reduce", "periodic"])
+@pytest.mark.parametrize("scheme", on_push([AllReduce(), PeriodicAveraging(2)], PeriodicAveraging(2)), ids=repr)
 def test_a_module_with_unused_parameters_names_the_argument_it_needs(fit, scheme):
     remedy = r"has parameters that were not used.* `strategy=HierarchicalStrategy\(find_unused_parameters=True\)`"
     with pytest.raises(ProcessException, match=remedy) as raised:
@@ -160,7 +162,7 @@ class NonfiniteOnOne(Quadratic):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), AllReduce()], ids=repr)
+@pytest.mark.parametrize("scheme", on_push([PeriodicAveraging(2), AllReduce()], AllReduce()), ids=repr)
 def test_a_node_whose_buffer_is_not_finite_is_named(fit, scheme):
     with pytest.raises(ProcessException, match=r"rank 1 \(node 1\): buffer moving \(1 of 3 elements\)"):
         fit(NonfiniteOnOne(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
@@ -207,11 +209,14 @@ class Normed(pl.LightningModule):
 
 
 NORMED = [PeriodicAveraging(3), DiLoCo(4), DASO(2, 1, 0, 0), Gossip(fragments=2), StepsDelay(2, 2)]
+NORMED_ON_PUSH = NORMED[3:4]
 
 
-def _normed(folder):
+def _normed(schemes, folder):
     reports = []
-    for index, (scheme, *averages) in enumerate([*((scheme,) for scheme in NORMED), (NORMED[0], EMAWeightAveraging())]):
+    for index, (scheme, *averages) in enumerate(
+        [*((scheme,) for scheme in schemes), (NORMED[0], EMAWeightAveraging())]
+    ):
         saves = ModelCheckpoint(folder / str(index), save_last=True)
         strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
         more = {"val_check_interval": 4, "callbacks": [saves, *averages], "enable_checkpointing": True}
@@ -220,10 +225,10 @@ def _normed(folder):
     return reports
 
 
-@pytest.mark.long("six runs that write a checkpoint at every validation")
-def test_unit_vectors_of_spectral_norm_are_not_averaged(borrow):
+def test_unit_vectors_of_spectral_norm_are_not_averaged(borrow, request):
     """Those of nodes may be opposite: the mean of them is none, and the weights are divided by what is along it."""
-    for (one, saved, by_callback), (other, _, _) in zip(*borrow(_normed, 2), strict=True):
+    schemes = NORMED if request.config.getoption("--nightly") else NORMED_ON_PUSH
+    for (one, saved, by_callback), (other, _, _) in zip(*borrow(partial(_normed, schemes), 2), strict=True):
         same_bits([one, other])
         assert len(one["report"]) == 2
         for seen, seen_by_other in zip(one["report"], other["report"], strict=True):
@@ -266,9 +271,7 @@ class Looks(pl.Callback):
         pl_module.report = self.saved
 
 
-@pytest.mark.parametrize(
-    "scheme", [AllReduce(), PeriodicAveraging(4), DiLoCo(3)], ids=lambda scheme: type(scheme).__name__
-)
+@pytest.mark.parametrize("scheme", on_push([AllReduce(), PeriodicAveraging(4), DiLoCo(3)], DiLoCo(3)), ids=repr)
 def test_a_module_that_saves_itself_saves_the_averaged_model(fit, scheme):
     own = fit(Adapted(), {"scheme": scheme}, callbacks=[Looks()])
     for path in own[0]["report"]:
@@ -322,7 +325,9 @@ class TrainedByPacked(Quadratic):
         return PackedMomentum(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(3), Gossip(), DiLoCo(3)], ids=repr)
+@pytest.mark.parametrize(
+    "scheme", on_push([AllReduce(), PeriodicAveraging(3), Gossip(), DiLoCo(3)], Gossip()), ids=repr
+)
 def test_a_checkpoint_holds_optimizer_state_without_memory_of_its_own(fit, scheme):
     own = fit(TrainedByPacked(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, callbacks=[Looks()])
     for path in own[0]["report"]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pairwise import on_push, requested
 from problems import one_trainer, warnings_with
 from torch import nn
 from torch.utils.data import DataLoader
@@ -125,11 +126,11 @@ WRITES = {
 }
 
 
-def _program(folder: Path) -> dict[str, Any]:
+def _program(names: list[str], folder: Path) -> dict[str, Any]:
     said = {}
-    for name, scheme in SCHEMES.items():
+    for name in names:
         module = Written(WRITES)
-        strategy = HierarchicalStrategy(scheme(), ranks_per_node=1)
+        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=1)
         with warnings_with(WARNED) as warned:
             one_trainer(folder, devices=2, strategy=strategy, max_epochs=1, val_check_interval=2).fit(module)
         said[name] = {"report": module.report, "warned": warned}
@@ -137,11 +138,12 @@ def _program(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(borrow: Any) -> list[dict[str, Any]]:
-    return borrow(_program, 2)
+def ranks(borrow: Any, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    names = sorted({name for (name,) in requested(request, "name")} & {*SCHEMES})
+    return borrow(partial(_program, names), 2)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", on_push(SCHEMES, "periodic", "steps_delay"))
 def test_training_continues_from_own_values_after_writes_in_a_validation(ranks, name):
     for rank in ranks:
         undone = 0
@@ -154,7 +156,7 @@ def test_training_continues_from_own_values_after_writes_in_a_validation(ranks, 
         assert undone >= 2
 
 
-@pytest.mark.parametrize("name", ["periodic", "diloco"])
+@pytest.mark.parametrize("name", on_push(["periodic", "diloco"], "periodic"))
 def test_a_write_right_after_a_synchronization_stays(ranks, name):
     for rank in ranks:
         is_synchronized, _, _, after = rank[name]["report"][3]
@@ -162,7 +164,7 @@ def test_a_write_right_after_a_synchronization_stays(ranks, name):
         assert after["still"].tolist() == [30.0] * 3
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", on_push(SCHEMES, "periodic", "steps_delay"))
 def test_rank_0_warns_once_of_undone_writes(ranks, name):
     first, other = (rank[name]["warned"] for rank in ranks)
     assert len(first) == 1
@@ -297,10 +299,10 @@ def _validated(topology: Topology, scheme: Any, write: Callable[[nn.Module], Non
         run.close(timeout=5.0)
 
 
-@pytest.mark.parametrize("name", ["periodic", "diloco", "steps_delay"])
-def test_training_continues_after_a_write_in_inference_mode(name):
+@pytest.mark.parametrize("scheme", ["periodic", "diloco", "steps_delay"])
+def test_training_continues_after_a_write_in_inference_mode(scheme):
     def work(topology: Topology) -> tuple[Any, Any]:
-        return [_validated(topology, SCHEMES[name](), write) for write in (_fill_weight, lambda module: None)]
+        return [_validated(topology, SCHEMES[scheme](), write) for write in (_fill_weight, lambda module: None)]
 
     with pytest.warns(UserWarning, match=f"weight: {WARNED}"):
         ranks = on_ranks(work, [[0], [1]])

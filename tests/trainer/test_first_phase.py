@@ -105,6 +105,7 @@ def test_the_phase_equals_all_reduce_also_where_one_node_uses_a_layer(borrow, ra
                 assert torch.equal(values[name], tensor), name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(3, warmup_steps=6), DiLoCo(3, warmup_steps=0.5)])
 @pytest.mark.parametrize("wire", [None, "int4"])

@@ -96,6 +96,7 @@ def trained(folder: Any, kind: type[TwoTasks], strategy: Any, ranks: int) -> lis
     return [parameter.detach() for parameter in module.parameters()]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("ranks_per_node", [1, 2], ids=["2x1", "2x2"])
 @pytest.mark.parametrize("kind", [Surgery, Detaches, KeepsForNextStep])
 def test_programs_that_keep_gradients_train_as_on_ddp(borrow, kind, ranks_per_node):

@@ -59,7 +59,7 @@ def _accumulated(folder, ranks, sizes, names=tuple(SHORT_SCHEMES)):
     return found
 
 
-@pytest.mark.parametrize("sizes", [1, 2], ids=["2x1", "1x2"])
+@pytest.mark.parametrize("sizes", [1, pytest.param(2, marks=pytest.mark.nightly)], ids=["2x1", "1x2"])
 def test_no_sync_accumulates_on_nodes_of_any_size(borrow, sizes):
     assert borrow(lambda folder: _accumulated(folder, 2, sizes), ranks=2) == [dict.fromkeys(SHORT_SCHEMES, True)] * 2
 

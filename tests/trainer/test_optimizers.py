@@ -289,7 +289,10 @@ SCHEMES = [(PeriodicAveraging(2), 1), (PeriodicAveraging(2), 2), (DiLoCo(4), 1),
 
 @pytest.mark.parametrize(
     ("scheme", "ranks_per_node", "ways"),
-    [(AllReduce(), 1, ("halves", "closure", "hook")), *((*each, ("closure",)) for each in SCHEMES)],
+    [
+        (AllReduce(), 1, ("halves", "closure", "hook")),
+        *(pytest.param(*each, ("closure",), marks=[pytest.mark.nightly] * (each != SCHEMES[0])) for each in SCHEMES),
+    ],
     ids=repr,
 )
 def test_sam_follows_its_formulas(borrow, scheme, ranks_per_node, ways):

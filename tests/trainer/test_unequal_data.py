@@ -13,6 +13,7 @@ from harness import on_ranks
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
+from pairwise import on_push
 from problems import Manual, SaveAfter, Stream, one_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -214,6 +215,7 @@ def ends_of(reports: Sequence[Any]) -> float:
 SCHEMES = [AllReduce(), PeriodicAveraging(10), PeriodicAveraging(None), DiLoCo(10)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("kind", ["map", "stream"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
@@ -230,7 +232,9 @@ def test_nodes_with_100_70_and_31_batches_train(fit, scheme, kind):
 
 
 @pytest.mark.pooled
-@pytest.mark.parametrize("scheme", [PeriodicAveraging(10), PeriodicAveraging(None), DiLoCo(10)], ids=repr)
+@pytest.mark.parametrize(
+    "scheme", on_push([PeriodicAveraging(10), PeriodicAveraging(None), DiLoCo(10)], PeriodicAveraging(10)), ids=repr
+)
 def test_nodes_average_by_fednova(fit, scheme):
     reports = fit_uneven(fit, Uneven(ISSUE), scheme, unequal_data=UnequalData(mean="normalized"))
     assert ends_of(reports) == pytest.approx(calculated(scheme, ISSUE, mean="normalized"), rel=1e-12)
@@ -275,7 +279,7 @@ def test_ranks_of_a_node_take_the_steps_of_its_shortest_loader(fit, kind):
 
 
 @pytest.mark.pooled
-@pytest.mark.parametrize("scheme", SCHEMES, ids=repr)
+@pytest.mark.parametrize("scheme", on_push(SCHEMES, AllReduce(), PeriodicAveraging(10)), ids=repr)
 def test_equal_loaders_keep_all_bits(fit, scheme):
     ends = [
         ends_of(fit_uneven(fit, Uneven((12, 12, 12), momentum=0.9), scheme, unequal_data=unequal, max_epochs=2))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import on_push
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.papers.many import (
@@ -70,11 +71,10 @@ SAME = {
     ),
     "SSD-SGD": (lambda: Delayed(3, 0.25), lambda: StepsDelay(3, 12)),
 }
-ON_PUSH = {"averages every 4 steps", "DASO", "DiLoCo, late"}
 
 
 @pytest.mark.long("a run of 40 steps by the scheme itself, to compare with three trained at once")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n not in ON_PUSH)) for n in SAME])
+@pytest.mark.parametrize("name", on_push(SAME, "DiLoCo, late"))
 def test_runs_of_many_rates_and_seeds_end_where_the_scheme_itself_does(name):
     ours, scheme = SAME[name]
     found = train(ARENA, ours(), [(0.3, 1), (0.02, 2), (0.02, 3)])
@@ -103,9 +103,8 @@ ENCODED = {
 @pytest.mark.parametrize(
     ("name", "wire"),
     [
-        ("all-reduce", "sparse2"),
         ("averages", "int4"),
-        ("averages", "sparse2"),
+        *(pytest.param(name, "sparse2", marks=pytest.mark.nightly) for name in ("all-reduce", "averages")),
         *(pytest.param(name, "int4", marks=pytest.mark.nightly) for name in ENCODED if name != "averages"),
         pytest.param("all-reduce", "bfloat16", marks=pytest.mark.nightly),
     ],
@@ -123,7 +122,7 @@ def test_encoded_runs_end_where_the_scheme_does(name, wire, nodes):
     torch.testing.assert_close(found[1], expected, atol=6e-4, rtol=0)
 
 
-@pytest.mark.parametrize("ours", [Synchronous(), Compressed(wire_named("float32")), Averages(1)])
+@pytest.mark.parametrize("ours", on_push([Synchronous(), Compressed(wire_named("float32")), Averages(1)], Averages(1)))
 def test_batchnorm_runs_end_where_the_scheme_does(ours):
     arena = replace(ARENA, model="batchnorm", epochs=2)
     found = train(arena, ours, [(0.1, 1), (0.02, 3)])

@@ -92,12 +92,12 @@ class Simulated(pl.LightningModule):
 @pytest.mark.parametrize(
     ("scheme", "nodes"),
     [
-        (PeriodicAveraging(5), 2),
-        (PeriodicAveraging(5), 4),
-        (DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 2),
+        pytest.param(PeriodicAveraging(5), 2, marks=pytest.mark.nightly),
+        pytest.param(PeriodicAveraging(5), 4, marks=pytest.mark.nightly),
+        pytest.param(DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 2, marks=pytest.mark.nightly),
         (DiLoCo(4, fragments=2, staleness=1), 2),
         (Gossip(), 4),
-        (AllReduce(), 2),
+        pytest.param(AllReduce(), 2, marks=pytest.mark.nightly),
     ],
     ids=["periodic-2x2", "periodic-4x1", "daso-2x2", "diloco-2x2", "gossip-4x1", "all_reduce-2x2"],
 )

@@ -111,6 +111,7 @@ def test_the_first_bad_parameter_is_named_where_it_raises(scheme):
         run_to_end(ill_at_four, with_policy(scheme, "raise"), PAIRS, shapes=SHAPES, timeout=5)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
 @pytest.mark.parametrize("scheme", {**ALL, "all_reduce": AllReduce})
 def test_looking_sends_nothing_and_changes_no_bit(scheme, nodes):
