@@ -112,7 +112,8 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
                 self.topology = ElasticTopology(self.topology)
         if self.world_size > 1 and not is_first:
             world = self.topology.world
-            default, name = store_of_default_group(), self.broadcast(secrets.token_hex(8))
+            # not by `self.broadcast`, which does nothing while the exception of a fit before is handled
+            default, name = store_of_default_group(), world.all_gather_object(secrets.token_hex(8))[0]
             control = None if default is None else PrefixStore(f"hiercomm/{name}/control", connect_again(default))
             self._start_control(control, lambda own, among="": world.all_gather_object(own))
 
