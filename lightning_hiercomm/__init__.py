@@ -23,6 +23,7 @@ from lightning_hiercomm.trainer.fabric import HierarchicalFabricStrategy
 from lightning_hiercomm.trainer.model_parallel import HierarchicalModelParallelStrategy
 from lightning_hiercomm.trainer.monitor import CommunicationMonitor
 from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
+from lightning_hiercomm.trainer.settings import register_schemes
 from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
 __version__ = "0.1.0"
@@ -53,6 +54,11 @@ __all__ = [
     "UnequalData",
 ]
 
-HierarchicalStrategy.register_strategies(pl.strategies.StrategyRegistry)
-HierarchicalModelParallelStrategy.register_strategies(pl.strategies.StrategyRegistry)
-HierarchicalFabricStrategy.register_strategies(fabric.strategies.STRATEGY_REGISTRY)
+register_schemes(HierarchicalStrategy, pl.strategies.StrategyRegistry)
+register_schemes(HierarchicalFabricStrategy, fabric.strategies.STRATEGY_REGISTRY)
+pl.strategies.StrategyRegistry.register(
+    HierarchicalModelParallelStrategy.strategy_name,
+    HierarchicalModelParallelStrategy,
+    description="FSDP2 or tensor parallel nodes synchronize by a scheme",
+    override=True,
+)

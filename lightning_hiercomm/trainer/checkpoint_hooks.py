@@ -88,7 +88,7 @@ class CheckpointHooks(StrategyState):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if self._run_or_none is None:
-            return super().save_checkpoint(checkpoint, filepath, storage_options)
+            return self._write(checkpoint, filepath, storage_options)
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
         of_tuner = is_of_tuner(filepath) and self._elastic_node is None
         has_sidecars = (checkpoints.with_replicas or of_tuner) and together
@@ -121,9 +121,13 @@ class CheckpointHooks(StrategyState):
                         entries,
                     )
                 )
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            self._write(checkpoint, filepath, storage_options)
         if self.is_global_zero:
             checkpoints.remove_stale_sidecars(io, filepath, checkpoint)
+
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        """Let Lightning's strategy write a checkpoint."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

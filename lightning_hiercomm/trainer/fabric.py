@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,16 +20,36 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, RunningScheme, Scheme
+from lightning_hiercomm.schemes import DASO, SCHEMES, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop
 from lightning_hiercomm.trainer.fabric_module import FabricModule
-from lightning_hiercomm.trainer.options import Health
-from lightning_hiercomm.trainer.settings import DDPArguments, HierarchicalArguments
+from lightning_hiercomm.trainer.options import Health, Transport
+from lightning_hiercomm.trainer.settings import (
+    Settings,
+    WireDtype,
+    check_ddp_arguments,
+    check_keywords,
+    described_like,
+)
+from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
+
+_NEEDS_TRAINER: Mapping[str, str] = {
+    "unequal_data": "a node without batches needs a Trainer, which runs the loop: give all nodes equal loaders",
+    "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
+    "evaluate": "in your own loop, validate inside `with strategy.averaged_model():`, or outside of it",
+    "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
+    "elastic": (
+        "a joining node cannot continue in the middle of your own loop: use a Trainer with"
+        " HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again from a"
+        " checkpoint of fabric.save"
+    ),
+}
+"""Why an argument of ``HierarchicalStrategy`` is refused, and what to do instead."""
 
 
-class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.strategies.ddp.DDPStrategy):
+class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
     """Train by a loop of your own, on ``lightning.fabric.Fabric``, as ``HierarchicalStrategy`` does with a ``Trainer``.
 
     Example::
@@ -55,8 +75,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
     The strategy in the saved dictionary is optional. It adds the schemes' schedule: the steps taken, DASO's plateau,
     the outer optimizer's state. Load it in the same way, with ``fabric.load``, before :meth:`epochs`.
 
-    The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
-    :class:`~lightning_hiercomm.trainer.settings.DDPArguments`, except those that need a Trainer, and all of Fabric's
+    The constructor's arguments are those of ``HierarchicalStrategy`` that need no Trainer, and all of Fabric's
     ``DDPStrategy``. Without the Trainer's control plane, ranks that wait for one that died end by the process group's
     timeout.
 
@@ -64,21 +83,42 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
         topology: The nodes; None before ``fabric.launch``.
     """
 
-    _unsupported: ClassVar[Mapping[str, str]] = {
-        "unequal_data": "a node without batches needs a Trainer, which runs the loop: give all nodes equal loaders",
-        "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
-        "evaluate": "in your own loop, validate inside `with strategy.averaged_model():`, or outside of it",
-        "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
-        "elastic": (
-            "a joining node cannot continue in the middle of your own loop: use a Trainer with"
-            " HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again from a"
-            " checkpoint of fabric.save"
-        ),
-    }
+    @described_like(HierarchicalStrategy.__init__)
+    def __init__(  # noqa: D417 - described_like adds the others
+        self,
+        scheme: Scheme | SchemeName = "all_reduce",
+        ranks_per_node: int | list[int] | None = None,
+        wire_dtype: WireDtype | None = None,
+        average_buffers: bool | list[str] = True,
+        average_optimizer_state: bool = False,
+        health: Health = Health(),
+        transport: Transport = Transport(),
+        gradient_as_bucket_view: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments, and pass all others to Fabric's strategy.
 
-    @override
-    def _configure(self) -> None:
-        settings = self._settings
+        Args:
+            **kwargs: Arguments of Fabric's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
+                ``find_unused_parameters``.
+
+        Raises:
+            ValueError: If an argument has no possible value, contradicts another one, or needs a Trainer.
+            TypeError: If an argument has a wrong type or is unknown.
+        """
+        name = type(self).__name__
+        check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, name), _NEEDS_TRAINER)
+        self._settings = settings = Settings.of(
+            SCHEMES,
+            scheme=scheme,
+            ranks_per_node=ranks_per_node,
+            wire_dtype=wire_dtype,
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            health=health,
+            transport=transport,
+        )
+        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
         if isinstance(scheme, DASO) and scheme.adapt and scheme.monitor is not None:
             raise ValueError(
@@ -190,7 +230,7 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
     @override
     def setup_module(self, module: nn.Module) -> Any:
         """Set up a module whose optimizer comes later, by ``fabric.setup_optimizers``, or never."""
-        return self._wrapped(self._add(module))
+        return self._add(module).wrap(self._ddp_kwargs, self._determine_ddp_device_ids())
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Any:
@@ -204,15 +244,12 @@ class HierarchicalFabricStrategy(HierarchicalArguments, DDPArguments, fabric.str
     ) -> tuple[Any, list[Optimizer], Any]:
         own = self._add(module)
         self._loop.start_run(own, optimizers)
-        return self._wrapped(own), optimizers, scheduler
+        return own.wrap(self._ddp_kwargs, self._determine_ddp_device_ids()), optimizers, scheduler
 
     def _add(self, module: nn.Module) -> FabricModule:
         own = FabricModule(module, self._settings, self._topology, self.root_device)
         self._loop.modules.append(own)
         return own
-
-    def _wrapped(self, module: FabricModule) -> nn.Module:
-        return module.wrap(self._ddp_kwargs, self._determine_ddp_device_ids())
 
     # ---- training ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_hiercomm._lightning.places import begin_stateful_loader
 from lightning_hiercomm._lightning.saves import dump_within, restore_dump
 from lightning_hiercomm._lightning.trainer import (
     draw_first_indices,
+    is_between_batches,
     put_callback_first,
     raw_optimizer,
     remove_callback,
@@ -45,19 +46,20 @@ from lightning_hiercomm.run.replicas import (
     tensors_without,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
 from lightning_hiercomm.trainer.checkpoint_hooks import CheckpointHooks
 from lightning_hiercomm.trainer.checks import check_launch, check_training
-from lightning_hiercomm.trainer.collectives import TrainerCollectives
 from lightning_hiercomm.trainer.elastic import elastic_node
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values, check_one_node, check_trainer
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
-from lightning_hiercomm.trainer.reports import Reports
+from lightning_hiercomm.trainer.state import announce
+from lightning_hiercomm.trainer.unequal_data import UnequalNodes
 
 
-class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
+class HierarchicalHooks(CheckpointHooks):
     """Adds the synchronization of nodes to one of Lightning's strategies, which trains inside a node.
 
     That strategy is the next base class, as in ``class HierarchicalStrategy(HierarchicalHooks, DDPStrategy)``.
@@ -97,7 +99,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             process_group_meets_at(store, self.global_rank, self.world_size),
             nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
         ):
-            super().setup_environment()
+            self._start_process()
         if self.topology is None or self.topology.is_closed or self.topology.is_left_behind:
             self.topology = connect_world(
                 self.global_rank,
@@ -116,6 +118,10 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             default, name = store_of_default_group(), world.all_gather_object(secrets.token_hex(8))[0]
             control = None if default is None else PrefixStore(f"hiercomm/{name}/control", connect_again(default))
             self._start_control(control, lambda own, among="": world.all_gather_object(own))
+
+    def _start_process(self) -> None:
+        """Let Lightning's strategy set up the device and the process group."""
+        super().setup_environment()
 
     def _place(self) -> Place:
         return place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks)
@@ -138,6 +144,9 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
             super().setup(trainer)
             return
         check_initialized(self._module)
+        if self._settings.unequal_data is not None:
+            self._unequal = UnequalNodes(self._settings.unequal_data, self.scheme, self._topology, self.root_device)
+            self._unequal.attach(trainer)
         if self.batches is not None:  # setting up optimizers may need the dataloaders' length
             attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
         super().setup(trainer)
@@ -149,7 +158,7 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         put_callback_first(trainer, self._epoch_clock)
         dump_within(trainer, self._dumped)
         self._control.watch_over(trainer, None if self._elastic_node is None else self._elastic_node.leave_others)
-        self._announce()  # before a progress bar starts
+        announce(self._settings, self._topology, self.schemes)  # before a progress bar starts
 
     def _begin_equal(self) -> None:
         """Broadcast rank 0's values of the module's tensors, except those that stay each rank's own. Collective."""
@@ -187,17 +196,22 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         trainer = self._trainer_or_none
         if trainer is not None and self._is_fitting:
             begin_stateful_loader(dataloader, trainer.current_epoch)
-        return super().process_dataloader(dataloader)
+        dataloader = super().process_dataloader(dataloader)
+        if self._unequal is not None and self._module.trainer.training:
+            self._unequal.check_loader(dataloader)
+        return dataloader
 
     # ---- training begins -----------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         trainer = self._module.trainer
+        if self._unequal is not None:
+            self._unequal.check_program(trainer, self._run, self._ddp_kwargs)
         self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         self._control.steps = lambda: [scheme.state.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)
-        epochs, steps = self._length(trainer)
+        epochs, steps = _length(trainer, self._settings.elastic is not None, self.schemes)
         if self.batches is not None:
             begin_batches(self.batches, trainer)
         self._run.averaged_model.check_shapes()
@@ -211,20 +225,6 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         if self._checkpoints.has_random_state:
             draw_first_indices(trainer)
             self._checkpoints.restore_random_state()
-
-    def _length(self, trainer: pl.Trainer) -> tuple[int | None, int | None]:
-        """Return the epochs and optimizer steps of the run, as far as they are known, as each scheme counts them."""
-        is_elastic = self._settings.elastic is not None  # then the length of an epoch depends on the number of nodes
-        epochs, steps = length_as_given(trainer) if is_elastic else length_of_run(trainer)
-        optimizers = max(1, len(self.schemes))
-        if not trainer.lightning_module.automatic_optimization:
-            # Lightning counts the steps of all optimizers together, each scheme those of its own: assume that they
-            # step equally often
-            steps = math.ceil(trainer.max_steps / optimizers) if trainer.max_steps >= 0 else None
-        if steps is not None and not is_elastic and not any(scheme.state.steps for scheme in self.schemes):
-            # after a checkpoint of another strategy or an earlier `fit`, schemes count from here
-            steps = max(0, steps - trainer.global_step // optimizers)
-        return epochs, steps
 
     def _synchronize_written(self) -> None:
         """Broadcast rank 0's values of what the program has written; trained parameters only if these have changed."""
@@ -264,9 +264,16 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
-        self._run.loss.add(output)
-        return output
+        take = super().training_step
+
+        def step() -> Any:
+            output = take(*args, **kwargs)
+            self._run.loss.add(output)
+            return output
+
+        if self._unequal is None:
+            return step()
+        return self._unequal.training_step(self._module.trainer, self._run, self.model, step)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -286,6 +293,48 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
         if self._run_or_none is not None and self._run.averaged_model.is_asked_for:
             self._run.averaged_model.leave()
 
+    # ---- collectives of Lightning or the program: none while this rank handles an exception others may not have -----
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
+        if self._unequal is not None:
+            self._unequal.check_outside_step("self.log(..., sync_dist=True) at a step", group)
+        if not self._ranks_are_together:
+            return tensor
+        if isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg"):
+            if not tensor.is_floating_point():
+                tensor = tensor.float()  # the mean of integers is seldom an integer
+            if self._means.apply_now and self.batches is not None and group is None:
+                tensor, reduce_op = tensor * self.batches.share, "sum"
+        trainer = self._trainer_or_none
+        if isinstance(tensor, Tensor) and group is None and trainer is not None and is_between_batches(trainer):
+            operation = getattr(reduce_op, "op", reduce_op)  # the text of a ReduceOp differs between ranks
+            what = f" ({operation} of {str(tensor.dtype).removeprefix('torch.')})"
+            self._control.barrier("reduce", what)  # a value that only some ranks log must not mix with others
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self._ranks_are_together:
+            return
+        try:
+            super().barrier(*args, **kwargs)  # type: ignore[safe-super]
+        except RuntimeError as error:
+            if self._control.plane is not None:  # which explains it
+                raise
+            raise RuntimeError(
+                f"rank {self.global_rank} waits for a rank that has ended. Call trainer.fit, validate, test, predict"
+                " and save_checkpoint on all ranks, not inside `if trainer.is_global_zero:`"
+            ) from error
+
+    @override
+    def broadcast(
+        self, obj: fabric.strategies.strategy.TBroadcast, src: int = 0
+    ) -> fabric.strategies.strategy.TBroadcast:
+        if not self._ranks_are_together:
+            return obj
+        return super().broadcast(obj, src)  # type: ignore[safe-super]
+
     # ---- the fit ends --------------------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
@@ -303,6 +352,9 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
     @override
     def teardown(self) -> None:
         trainer = self._trainer_or_none
+        if self._unequal is not None and trainer is not None:
+            self._unequal.detach(trainer)
+        self._unequal = None
         if self._may_communicate and not self._run.has_begun and self._elastic_node is None:
             self._run.finish()  # there was nothing to train, perhaps no more, and so no `on_train_end`
             self._run.averaged_model.average_module()
@@ -325,3 +377,20 @@ class HierarchicalHooks(CheckpointHooks, TrainerCollectives, Reports):
                 self.topology.close()
             else:
                 leave_behind(self.topology)
+
+
+def _length(
+    trainer: pl.Trainer, is_elastic: bool, schemes: Sequence[RunningScheme[Scheme]]
+) -> tuple[int | None, int | None]:
+    """Return the epochs and optimizer steps of the run, as far as they are known, as each scheme counts them."""
+    # the length of an epoch depends on the number of elastic nodes
+    epochs, steps = length_as_given(trainer) if is_elastic else length_of_run(trainer)
+    optimizers = max(1, len(schemes))
+    if not trainer.lightning_module.automatic_optimization:
+        # Lightning counts the steps of all optimizers together, each scheme those of its own: assume that they
+        # step equally often
+        steps = math.ceil(trainer.max_steps / optimizers) if trainer.max_steps >= 0 else None
+    if steps is not None and not is_elastic and not any(scheme.state.steps for scheme in schemes):
+        # after a checkpoint of another strategy or an earlier `fit`, schemes count from here
+        steps = max(0, steps - trainer.global_step // optimizers)
+    return epochs, steps

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,13 @@ from lightning_hiercomm.run.replicas import broadcast_values, trained_by
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, SCHEMES, Scheme
+from lightning_hiercomm.schemes import DASO, SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath, InterNodeMean, LocalGradients
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.options import Health, Transport
+from lightning_hiercomm.trainer.settings import Settings, WireDtype, check_keywords, described_like
+from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
@@ -51,23 +54,71 @@ def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
     return _meshes[key]
 
 
-class NodeModelParallelStrategy(pl.strategies.ModelParallelStrategy):
-    """Lightning's strategy with the device mesh, the data sampler and the checkpoint directories of a node.
+_SCHEMES: Mapping[str, Callable[[], Scheme]] = {**SCHEMES, "daso": partial(DASO, reducer="sharded")}
 
-    A subclass sets :attr:`topology` and calls :meth:`make_mesh`.
+_REFUSED: Mapping[str, str] = {
+    "unequal_data": "a node without batches takes part with whole parameters: use HierarchicalStrategy",
+    "batches": "HeterogeneousBatches needs whole parameters on every rank: use HierarchicalStrategy",
+    "average_optimizer_state": "optimizer state that is sharded inside a node stays with its node: leave it out",
+    "elastic": (
+        "a recovering node receives the whole state from one rank of another node, and here every rank holds a"
+        " shard. If a rank can hold the whole model, use HierarchicalStrategy(elastic=...); if not, let"
+        " `torchrun --max-restarts` start all nodes again from checkpoints"
+    ),
+}
+"""Why an argument of ``HierarchicalStrategy`` is refused, and what to do instead."""
+
+
+class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelParallelStrategy):
+    """Train a module that is sharded inside each node, on nodes joined by a network much slower than their own links.
+
+    Nodes of eight GPUs, over which FSDP2 shards the module, exchange parameters every 100 steps::
+
+        from lightning_hiercomm import DiLoCo, HierarchicalModelParallelStrategy
+
+        strategy = HierarchicalModelParallelStrategy(DiLoCo(sync_every=100))
+        trainer = Trainer(strategy=strategy, devices=8, num_nodes=4)
+
+    The module shards itself in ``configure_model`` over ``self.device_mesh``, with FSDP2's ``fully_shard``, a tensor
+    parallel plan, or both, as for Lightning's ``ModelParallelStrategy``. Here the mesh is that of the *node*, with the
+    dimensions ``data_parallel`` and ``tensor_parallel``. Ranks that hold the same shard on different nodes synchronize
+    it by the scheme, without gathering the parameters. Validation and checkpoints use the averaged model, as with
+    ``HierarchicalStrategy``.
+
+    With ``AllReduce`` nodes average their gradients during each backward pass, which is hybrid sharding. Gradients are
+    clipped by the norm over the node, or, with ``AllReduce``, over all nodes.
+
+    All nodes begin with node 0's values, shard by shard, so no rank ever holds a whole module from the meta device.
+    The same applies to values that the module writes in ``on_fit_start`` or ``on_train_start``.
+
+    ``scheme="daso"`` is ``DASO(reducer="sharded")``.
+
+    Raises:
+        ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(reducer="leader")``,
+            ``Gossip(hierarchical=False)``.
     """
 
-    topology: Topology | None = None
+    strategy_name = "hierarchical_model_parallel"
 
-    def __init__(
+    @described_like(HierarchicalStrategy.__init__)
+    def __init__(  # noqa: D417 - described_like adds the others
         self,
+        scheme: Scheme | SchemeName = "all_reduce",
+        ranks_per_node: int | list[int] | None = None,
+        wire_dtype: WireDtype | None = None,
+        average_buffers: bool | list[str] = True,
+        evaluate: Literal["averaged", "replica"] = "averaged",
+        checkpoint_replicas: bool = False,
+        health: Health = Health(),
+        transport: Transport = Transport(),
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = 1,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
+        **kwargs: Any,
     ) -> None:
-        """Check the sizes of the mesh.
+        """Check the arguments.
 
         Args:
             data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that
@@ -77,7 +128,25 @@ class NodeModelParallelStrategy(pl.strategies.ModelParallelStrategy):
                 file, put together by rank 0, which any strategy loads.
             process_group_backend: As for ``ModelParallelStrategy``.
             timeout: As for ``ModelParallelStrategy``.
+            **kwargs: None. Other arguments of ``HierarchicalStrategy`` are refused with a reason.
+
+        Raises:
+            ValueError: If an argument has no possible value, or contradicts another one.
+            TypeError: If an argument has a wrong type or is unknown.
         """
+        given = {**kwargs, "process_group_backend": process_group_backend, "timeout": timeout}
+        check_keywords(type(self), given, refused=_REFUSED)
+        self._settings = Settings.of(
+            _SCHEMES,
+            scheme=scheme,
+            ranks_per_node=ranks_per_node,
+            wire_dtype=wire_dtype,
+            average_buffers=average_buffers,
+            evaluate=evaluate,
+            checkpoint_replicas=checkpoint_replicas,
+            health=health,
+            transport=transport,
+        )
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")
@@ -88,10 +157,24 @@ class NodeModelParallelStrategy(pl.strategies.ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._configure()
+        if reason := self.scheme.requirements.needs_whole_parameters:
+            raise ValueError(reason)
+        self._gradients: ShardedGradients | None = None
+        self._averages_in_step = False
+
+    # ---- setting up ----------------------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
-        self._setup_distributed()  # without the mesh over the world
+        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set, but not declared
+        if any(isinstance(callback, pl.callbacks.WeightAveraging) for callback in callbacks):
+            raise ValueError(
+                f"WeightAveraging needs whole parameters on every rank, but {type(self).__name__} shards them: leave"
+                " the callback out"
+            )
+        super().setup_environment()
+        self.make_mesh(self._topology)
 
     def make_mesh(self, topology: Topology) -> None:
         """Make the node's mesh, as a slice of one over the world, and set the module's ``device_mesh``. Collective.
@@ -143,88 +226,8 @@ class NodeModelParallelStrategy(pl.strategies.ModelParallelStrategy):
         }
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if storage_options is None and not self._save_distributed_checkpoint:
-            whole_on_rank_zero(checkpoint, self.global_rank)
-            # Lightning's lets all ranks remove at once, and before it writes, a directory whose place the file takes
-            pl.strategies.ParallelStrategy.save_checkpoint(self, checkpoint, filepath)
-        elif storage_options is None and self.topology is not None:
-            save_directory(checkpoint, Path(self.broadcast(filepath)), self.topology)
-        else:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-
-
-class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStrategy):
-    """Train a module that is sharded inside each node, on nodes joined by a network much slower than their own links.
-
-    Nodes of eight GPUs, over which FSDP2 shards the module, exchange parameters every 100 steps::
-
-        from lightning_hiercomm import DiLoCo, HierarchicalModelParallelStrategy
-
-        strategy = HierarchicalModelParallelStrategy(DiLoCo(sync_every=100))
-        trainer = Trainer(strategy=strategy, devices=8, num_nodes=4)
-
-    The module shards itself in ``configure_model`` over ``self.device_mesh``, with FSDP2's ``fully_shard``, a tensor
-    parallel plan, or both, as for Lightning's ``ModelParallelStrategy``. Here the mesh is that of the *node*, with the
-    dimensions ``data_parallel`` and ``tensor_parallel``. Ranks that hold the same shard on different nodes synchronize
-    it by the scheme, without gathering the parameters. Validation and checkpoints use the averaged model, as with
-    ``HierarchicalStrategy``.
-
-    With ``AllReduce`` nodes average their gradients during each backward pass, which is hybrid sharding. Gradients are
-    clipped by the norm over the node, or, with ``AllReduce``, over all nodes.
-
-    All nodes begin with node 0's values, shard by shard, so no rank ever holds a whole module from the meta device.
-    The same applies to values that the module writes in ``on_fit_start`` or ``on_train_start``.
-
-    The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
-    :class:`~lightning_hiercomm.trainer.model_parallel.NodeModelParallelStrategy`. ``scheme="daso"`` is
-    ``DASO(reducer="sharded")``.
-
-    Raises:
-        ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(reducer="leader")``,
-            ``Gossip(hierarchical=False)``.
-    """
-
-    strategy_name = "hierarchical_model_parallel"
-    _schemes: ClassVar[Mapping[str, Callable[[], Scheme]]] = {**SCHEMES, "daso": partial(DASO, reducer="sharded")}
-    _unsupported: ClassVar[Mapping[str, str]] = {
-        "unequal_data": "a node without batches takes part with whole parameters: use HierarchicalStrategy",
-        "batches": "HeterogeneousBatches needs whole parameters on every rank: use HierarchicalStrategy",
-        "average_optimizer_state": "optimizer state that is sharded inside a node stays with its node: leave it out",
-        "elastic": (
-            "a recovering node receives the whole state from one rank of another node, and here every rank holds a"
-            " shard. If a rank can hold the whole model, use HierarchicalStrategy(elastic=...); if not, let"
-            " `torchrun --max-restarts` start all nodes again from checkpoints"
-        ),
-    }
-
-    @override
-    def _configure(self) -> None:
-        super()._configure()
-        if reason := self.scheme.requirements.needs_whole_parameters:
-            raise ValueError(reason)
-        self._gradients: ShardedGradients | None = None
-        self._averages_in_step = False
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register(
-            cls.strategy_name, cls, description="FSDP2 or tensor parallel nodes synchronize by a scheme", override=True
-        )
-
-    # ---- setting up ----------------------------------------------------------------------------------------------
-
-    @override
-    def setup_environment(self) -> None:
-        callbacks = self._module.trainer.callbacks  # type: ignore[attr-defined]  # set, but not declared
-        if any(isinstance(callback, pl.callbacks.WeightAveraging) for callback in callbacks):
-            raise ValueError(
-                f"WeightAveraging needs whole parameters on every rank, but {type(self).__name__} shards them: leave"
-                " the callback out"
-            )
-        super().setup_environment()
-        self.make_mesh(self._topology)
+    def _start_process(self) -> None:
+        self._setup_distributed()  # without the mesh over the world
 
     @override
     def model_to_device(self) -> None:
@@ -316,6 +319,17 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, NodeModelParallelStra
         super().teardown()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @override
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+        if storage_options is None and not self._save_distributed_checkpoint:
+            whole_on_rank_zero(checkpoint, self.global_rank)
+            # Lightning's lets all ranks remove at once, and before it writes, a directory whose place the file takes
+            pl.strategies.ParallelStrategy.save_checkpoint(self, checkpoint, filepath)
+        elif storage_options is None and self.topology is not None:
+            save_directory(checkpoint, Path(self.broadcast(filepath)), self.topology)
+        else:
+            super()._write(checkpoint, filepath, storage_options)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

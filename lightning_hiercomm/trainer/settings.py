@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.elastic_refusals import check_arguments
 from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
 
+F = TypeVar("F", bound=Callable[..., None])
+
 ARGUMENTS_OF_SCHEMES = {
     name: scheme.__name__ for scheme in reversed(SCHEMES.values()) for name in inspect.signature(scheme).parameters
 }
@@ -42,7 +45,7 @@ WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "sparse2"]
 @checked_fields
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of a strategy; :class:`HierarchicalArguments` documents them.
+    """The arguments of a strategy; the constructor of ``HierarchicalStrategy`` documents them.
 
     Raises:
         ValueError: If arguments contradict each other or the scheme.
@@ -112,6 +115,25 @@ class Settings:
                 " many steps: use mean='weighted'"
             )
 
+    @classmethod
+    def of(cls, schemes: Mapping[str, Callable[[], Scheme]], **given: Any) -> Settings:
+        """Check a strategy's arguments as users write them, with names of schemes and short forms.
+
+        Args:
+            schemes: By the name that a user may give.
+            **given: The arguments of the strategy's constructor.
+        """
+        transport = given["transport"]
+        if isinstance(transport, str):
+            raise TypeError(f"transport={transport!r} must be a Transport: write transport=Transport({transport!r})")
+        if isinstance(given["wire_dtype"], torch.dtype):
+            given["wire_dtype"] = str(given["wire_dtype"]).removeprefix("torch.")
+        given["scheme"] = scheme_named(given["scheme"], schemes)
+        for name, convert in (("elastic", Elastic.of), ("unequal_data", UnequalData.of)):
+            if name in given:
+                given[name] = convert(given[name])
+        return cls(**given)
+
     @property
     def wire(self) -> Wire:
         """The form of inter-node traffic."""
@@ -170,153 +192,74 @@ class Settings:
 note_owner("HierarchicalStrategy", (each.name for each in fields(Settings)[1:]))
 
 
-class HierarchicalArguments:
-    """The constructor of the three strategies. It precedes one of Lightning's strategies in the list of bases."""
+def check_keywords(
+    strategy: type, given: Mapping[str, Any], known: Sequence[str] = (), refused: Mapping[str, str] | None = None
+) -> None:
+    """Refuse arguments that are unknown, or that would fail only in the processes that Lightning starts.
 
-    _schemes: ClassVar[Mapping[str, Callable[[], Scheme]]] = SCHEMES
-    _unsupported: ClassVar[Mapping[str, str]] = {}
-    """Why a strategy refuses an argument, and what to do instead."""
-
-    def __init__(
-        self,
-        scheme: Scheme | SchemeName = "all_reduce",
-        ranks_per_node: int | list[int] | None = None,
-        wire_dtype: WireDtype | None = None,
-        batches: HeterogeneousBatches | None = None,
-        average_buffers: bool | list[str] = True,
-        average_optimizer_state: bool = False,
-        evaluate: Literal["averaged", "replica"] = "averaged",
-        checkpoint_replicas: bool = False,
-        health: Health = Health(),
-        transport: Transport = Transport(),
-        elastic: Elastic | str | None = None,
-        unequal_data: bool | UnequalData = False,
-        **kwargs: Any,
-    ) -> None:
-        """Check the arguments, and pass all others to Lightning's strategy.
-
-        Args:
-            scheme: When and how nodes synchronize: a ``Scheme``, or the name of one with its default arguments.
-                Default: gradients are averaged over all nodes at every step, as DDP does; add ``wire_dtype="int8"`` to
-                send a quarter of the bytes.
-            ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: as the
-                cluster environment reports it on every rank, or by host names if these contradict it, after a warning.
-            wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
-                quantized in blocks, whose rounding errors are sent later; or ``"sparse2"``, a sixteenth of the bytes,
-                which sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters
-                then travel as differences from the last averaged ones.
-            batches: Gives ranks of unequal speed batches of unequal size (``HierarchicalStrategy`` only). None: every
-                rank uses the dataloader's batch size.
-            average_buffers: Average float buffers (BatchNorm statistics) together with the parameters; or the names of
-                those that are averaged, in which ``*`` is a wildcard, as in ``["*running_mean", "*running_var"]``. Each
-                rank keeps its own of the others, such as queues of samples, which may differ in shape between ranks,
-                and of buffers with ``persistent=False``.
-            average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) in the
-                synchronizations of ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``;
-                once in full. Not for sharded modules.
-            evaluate: What in-fit validation uses: the averaged parameters (``"averaged"``), or each rank's own
-                (``"replica"``), which needs no communication. Only with a Trainer.
-            checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state with each
-                checkpoint, for a bit-exact resume. Without it a run resumes from the averaged parameters. Only with a
-                Trainer.
-            health: How the run reacts to non-finite parameters and to ranks that are frozen; see
-                ``lightning_hiercomm.Health``.
-            transport: How parameters travel between nodes; see ``lightning_hiercomm.Transport``.
-            elastic: Nodes may leave and join (``HierarchicalStrategy`` only); see ``lightning_hiercomm.Elastic``. A
-                string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
-            unequal_data: Nodes may have unequal numbers of batches (``HierarchicalStrategy`` only): a node without
-                batches waits in the synchronizations with weight 0, and the others are weighted by their samples. See
-                ``lightning_hiercomm.UnequalData``.
-            **kwargs: Arguments of Lightning's strategy.
-
-        Raises:
-            ValueError: If an argument has no possible value, or contradicts another one.
-            TypeError: If an argument has a wrong type or is unknown.
-        """
-        self._check_keywords(kwargs)
-        if isinstance(transport, str):
-            raise TypeError(f"transport={transport!r} must be a Transport: write transport=Transport({transport!r})")
-        if isinstance(wire_dtype, torch.dtype):
-            wire_dtype = str(wire_dtype).removeprefix("torch.")
-        arguments: dict[str, Any] = {
-            "scheme": self._scheme_named(scheme),
-            "ranks_per_node": ranks_per_node,
-            "wire_dtype": wire_dtype,
-            "batches": batches,
-            "average_buffers": average_buffers,
-            "average_optimizer_state": average_optimizer_state,
-            "evaluate": evaluate,
-            "checkpoint_replicas": checkpoint_replicas,
-            "health": health,
-            "transport": transport,
-            "elastic": Elastic.of(elastic),
-            "unequal_data": UnequalData.of(unequal_data),
-        }
-        for each in fields(Settings):
-            if each.name in self._unsupported and arguments[each.name] != each.default:
-                raise ValueError(f"{each.name}={arguments[each.name]!r}: {self._unsupported[each.name]}")
-        self._settings = Settings(**arguments)
-        super().__init__(**kwargs)
-        self._configure()
-
-    def _configure(self) -> None:
-        """Set the attributes that a strategy needs besides Lightning's."""
-
-    def _check_keywords(self, given: Mapping[str, Any]) -> None:
-        """Refuse arguments that are unknown, or that would fail only in the processes that Lightning starts."""
-        known = constructor_arguments(type(self))
-        if isinstance(self, DDPArguments):
-            known += check_ddp_arguments(given, type(self).__name__)
-        for name in given:
-            if name not in known:
-                raise _unknown_keyword(name, type(self).__name__, known)
-        methods = Literal["popen", "spawn", "fork", "forkserver"]
-        hints = {"timeout": timedelta | None, "start_method": methods, "process_group_backend": str | None}
-        check_types({name: given[name] for name in hints if name in given}, hints)
-
-    @classmethod
-    def _scheme_named(cls, scheme: Scheme | SchemeName) -> Scheme:
-        names = ", ".join(cls._schemes)
-        if isinstance(scheme, str):
-            if scheme in cls._schemes:
-                return cls._schemes[scheme]()
-            classes = {made.__name__.lower(): name for name, made in SCHEMES.items()}
-            near = difflib.get_close_matches(scheme.lower(), [*classes, *SCHEMES], n=1)
-            hint = f". Did you mean {classes.get(near[0], near[0])!r}?" if near else ""
-            raise ValueError(f"scheme={scheme!r} is unknown; use one of {names}, or a Scheme{hint}")
-        if isinstance(scheme, type) and issubclass(scheme, Scheme):
-            raise TypeError(f"scheme={scheme.__name__} is a class: use an instance, {scheme.__name__}(...)")
-        if not isinstance(scheme, Scheme):
-            raise TypeError(f"scheme={scheme!r} must be a Scheme or one of {names}")
-        if type(scheme) is Scheme:
-            raise ValueError(f"scheme=Scheme() is the base class, and never synchronizes; use one of {names}")
-        return scheme
+    Args:
+        strategy: The class that is made.
+        given: The keywords that its signature does not name.
+        known: Names of keywords that Lightning passes on.
+        refused: Why a strategy refuses an argument of another one, and what to do instead.
+    """
+    names = [*constructor_arguments(strategy), *known]
+    for name in given:
+        if refused is not None and name in refused:
+            raise ValueError(f"{name}={given[name]!r}: {refused[name]}")
+        if name not in names:
+            raise _unknown_keyword(name, strategy.__name__, names)
+    methods = Literal["popen", "spawn", "fork", "forkserver"]
+    hints = {"timeout": timedelta | None, "start_method": methods, "process_group_backend": str | None}
+    check_types({name: given[name] for name in hints if name in given}, hints)
 
 
-class DDPArguments:
-    """The arguments of strategies that wrap the module in DDP; it precedes Lightning's strategy in the bases."""
+def scheme_named(scheme: Scheme | SchemeName, schemes: Mapping[str, Callable[[], Scheme]]) -> Scheme:
+    """Return the scheme of a name, with its default arguments, or the scheme that a user made."""
+    names = ", ".join(schemes)
+    if isinstance(scheme, str):
+        if scheme in schemes:
+            return schemes[scheme]()
+        classes = {made.__name__.lower(): name for name, made in SCHEMES.items()}
+        near = difflib.get_close_matches(scheme.lower(), [*classes, *SCHEMES], n=1)
+        hint = f". Did you mean {classes.get(near[0], near[0])!r}?" if near else ""
+        raise ValueError(f"scheme={scheme!r} is unknown; use one of {names}, or a Scheme{hint}")
+    if isinstance(scheme, type) and issubclass(scheme, Scheme):
+        raise TypeError(f"scheme={scheme.__name__} is a class: use an instance, {scheme.__name__}(...)")
+    if not isinstance(scheme, Scheme):
+        raise TypeError(f"scheme={scheme!r} must be a Scheme or one of {names}")
+    if type(scheme) is Scheme:
+        raise ValueError(f"scheme=Scheme() is the base class, and never synchronizes; use one of {names}")
+    return scheme
 
-    def __init__(self, gradient_as_bucket_view: bool = False, **ddp_kwargs: Any) -> None:
-        """Pass arguments to Lightning's ``DDPStrategy``.
 
-        Args:
-            gradient_as_bucket_view: Let gradients be views of DDP's buckets instead of copies. True saves one copy of
-                the gradients on every rank, and two copies per step, about 5 % of a small model's step. The next
-                backward pass then overwrites ``.grad`` tensors that a program keeps, as in gradient surgery.
-            **ddp_kwargs: Arguments of Lightning's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
-                ``find_unused_parameters``.
-        """
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **ddp_kwargs)  # type: ignore[call-arg]
+def register_schemes(strategy: type, strategy_registry: Any) -> None:
+    """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
+    schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
+    for name, scheme in schemes.items():
+        for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
+            description = f"Nodes synchronize by {scheme}; ranks start by {start_method}"
+            arguments = {"scheme": scheme, "start_method": start_method}
+            strategy_registry.register(f"{name}{ending}", strategy, description, override=True, **arguments)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
-        schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
-        for name, scheme in schemes.items():
-            for ending, start_method in {"": "popen", "_fork": "fork", "_notebook": "fork"}.items():
-                description = f"Nodes synchronize by {scheme}; ranks start by {start_method}"
-                arguments = {"scheme": scheme, "start_method": start_method}
-                strategy_registry.register(f"{name}{ending}", cls, description, override=True, **arguments)
+
+def described_like(other: Callable[..., None]) -> Callable[[F], F]:
+    """Decorate a constructor: it takes over another one's descriptions of arguments that both have."""
+
+    def decorate(constructor: F) -> F:
+        entries = re.split(r"\n(?=    (?! ))", inspect.cleandoc(other.__doc__ or "").partition("\nArgs:")[2])
+        shared = [entry.rstrip() for entry in entries if _name(entry) in inspect.signature(constructor).parameters]
+        head, _, rest = inspect.cleandoc(constructor.__doc__ or "").partition("\nArgs:\n")
+        own = [_name(entry) for entry in re.split(r"\n(?=    (?! ))", f"\n{rest}")]
+        lines = [entry for entry in shared if _name(entry) not in own]
+        constructor.__doc__ = "\n".join([head, "Args:", *lines, rest])
+        return constructor
+
+    return decorate
+
+
+def _name(entry: str) -> str:
+    return entry.partition(":")[0].strip().lstrip("*")
 
 
 def constructor_arguments(strategy: type) -> list[str]:

@@ -1,7 +1,8 @@
-"""Attributes of the Trainer's strategies, and errors for those that a Trainer has not set yet."""
+"""Attributes and reports of the Trainer's strategies, and errors for what a Trainer has not set yet."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -9,24 +10,27 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hiercomm._lightning.tree import fabric, pl
+from lightning_hiercomm._lightning.tree import as_shown, fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints.plain import Checkpoints
-from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
+from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.trainer.batches import WeightedMeans
 from lightning_hiercomm.trainer.elastic import ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
-from lightning_hiercomm.trainer.settings import HierarchicalArguments
+from lightning_hiercomm.trainer.settings import Settings
+from lightning_hiercomm.trainer.unequal_data import UnequalNodes
 from lightning_hiercomm.trainer.watch import RunControl
 
 T = TypeVar("T")
 
 
-class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
-    """Attributes of the Trainer's strategies.
+class StrategyState(pl.strategies.ParallelStrategy):
+    """Attributes of the Trainer's strategies, and public descriptions, which do not change them.
 
     Attributes:
         scheme: As the user configured it.
@@ -34,8 +38,10 @@ class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
         topology: The nodes; None before a Trainer has started the processes.
     """
 
+    _settings: Settings
     topology: Topology | None
     set_world_ranks: Callable[[], None]
+    _ddp_kwargs: dict[str, Any]  # only of strategies that use DDP
     _timeout: timedelta | None
     _process_group_backend: str | None
 
@@ -53,12 +59,13 @@ class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
         self._run_or_none: TrainingRun | None = None
         self._epoch_clock: EpochClock | None = None
         self._elastic_node: ElasticNode | None = None
+        self._unequal: UnequalNodes | None = None
         self._own_tensors: set[str] = set()  # names of tensors that are never broadcast
 
     def __getstate__(self) -> dict[str, Any]:
         # spawn pickles a strategy before it trains, and programs copy and pickle Trainers at any time
         state: dict[str, Any] = super().__getstate__()
-        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node")
+        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node", "_unequal")
         return {**state, **dict.fromkeys(absent), "_control": RunControl()}
 
     @property
@@ -74,6 +81,11 @@ class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
         ``configure_model`` on.
         """
         return self._settings.node_process_group(self._topology)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this node has no batch of its own at present: hooks of batches then get its last one again."""
+        return self._unequal is not None and self._unequal.is_idle
 
     def _broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Broadcast rank 0's values of tensors. Collective."""
@@ -96,10 +108,6 @@ class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
         return required(self.cluster_environment, "cluster environment", "the Trainer's constructor")
 
     @property
-    def _knows_ranks(self) -> bool:
-        return self.cluster_environment is not None and bool(self.parallel_devices)
-
-    @property
     def _trainer_or_none(self) -> pl.Trainer | None:
         module = self.lightning_module
         return None if module is None else module._trainer
@@ -117,6 +125,76 @@ class StrategyState(HierarchicalArguments, pl.strategies.ParallelStrategy):
     def _may_communicate(self) -> bool:
         """Whether there is a run that is not over, and all ranks take part."""
         return self._run_or_none is not None and not self._run.is_closed and self._ranks_are_together
+
+    # ---- reports -------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        """The strategy as a user writes it, with the sizes of the nodes if they are known."""
+        name, sizes, chosen = type(self).__name__, None, self._settings.ranks_per_node
+        if self.topology is not None:
+            sizes = [len(ranks) for ranks in self.topology.nodes]
+        elif self.cluster_environment is not None and self.parallel_devices and chosen is not None:
+            with contextlib.suppress(ValueError):  # they do not fit: a Trainer raises the error
+                sizes = [len(ranks) for ranks in nodes_by_count(chosen, self.world_size)]
+        return as_shown(f"{name}({self._settings.as_written(sizes)})")
+
+    @property
+    def meter(self) -> Meter | None:
+        """Counts this rank's traffic; None before a Trainer has started the processes."""
+        return self.topology.meter if self.topology is not None else None
+
+    @property
+    def phase(self) -> str:
+        """The phase of the (first) scheme, such as ``"warm-up"``."""
+        return self.schemes[0].phase if self.schemes else "not training"
+
+    def communication(self) -> dict[str, float]:
+        """Return this rank's counters since the run began, and the schemes' present values, without communication.
+
+        Returns:
+            ``intra_bytes``, ``inter_bytes``, ``world_bytes`` (bytes sent by this rank), ``intra_messages``, ...,
+            ``exposed_seconds`` (the time training waited) and its parts ``intra_exposed_seconds``, ...,
+            ``synchronizations``, ``steps``, and the scheme's own scalars.
+        """
+        values = traffic.communication(self.meter, self.schemes, self.batches)
+        return values if self._elastic_node is None else values | self._elastic_node.membership.history.scalars()
+
+    def node_communication(self) -> dict[str, float]:
+        """Return :meth:`communication` with counters summed over this node's ranks. Collective over the node."""
+        topology = self._topology
+        return traffic.summed_over(topology.intra, topology.meter, self.communication(), self.root_device)
+
+    def total_communication(self) -> dict[str, float]:
+        """Return :meth:`communication` with counters summed over all ranks. Collective."""
+        topology = self._topology
+        return traffic.summed_over(topology.world, topology.meter, self.communication(), self.root_device)
+
+    def history(self) -> list[str]:
+        """Return lines about the nodes that joined and left, and the time lost; empty without ``elastic``."""
+        return [] if self._elastic_node is None else self._elastic_node.membership.history.lines()
+
+    def ddp_inter_bytes(self, steps: float) -> float:
+        """Return the bytes that ring DDP would have sent between nodes, with ``elastic`` those of this node."""
+        return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)
+
+
+def announce(settings: Settings, topology: Topology, schemes: Sequence[RunningScheme[Scheme]]) -> None:
+    """Log the nodes, the scheme and what it synchronizes, on rank 0."""
+    megabytes = sum(scheme.replica.nbytes for scheme in schemes) / 1e6
+    if topology.is_one_node and settings.scheme.gradients != "none":
+        log = pl.utilities.rank_zero_info if topology.world_size == 1 else pl.utilities.rank_zero_warn
+        log(
+            f"there is one node, so {settings.scheme!r} is plain data-parallel training. If there are more, the cluster"
+            " environment does not report them: set ranks_per_node."
+        )
+        return
+    changed = {name: value for name, value in settings.changed().items() if name != "ranks_per_node"}
+    written = ", ".join([repr(settings.scheme), *(f"{name}={value!r}" for name, value in changed.items())])
+    nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
+    pl.utilities.rank_zero_info(
+        f"{topology.num_nodes} nodes {nodes} over {settings.transport.inter_node}; {written};"
+        f" {megabytes:.3g} MB of parameters and buffers"
+    )
 
 
 def required(value: T | None, what: str, set_by: str) -> T:

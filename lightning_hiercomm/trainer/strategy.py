@@ -6,7 +6,7 @@ import gc
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,35 +25,27 @@ from lightning_hiercomm._lightning.ddp import (
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm._lightning.tree import pl
+from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.base import Communicator
+from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.trainer.gradients import gradient_group, warn_of_unused
-from lightning_hiercomm.trainer.settings import DDPArguments
-from lightning_hiercomm.trainer.unequal_data import UnequalDataHooks
+from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
+from lightning_hiercomm.trainer.settings import (
+    Settings,
+    WireDtype,
+    check_ddp_arguments,
+    check_keywords,
+)
 
 
-class _PlainDDP(pl.strategies.DDPStrategy):
-    """Lightning's strategy without the arguments that ours sets, so that the command line's help leaves them out."""
-
-    def __init__(self, **ddp_kwargs: Any) -> None:
-        super().__init__(
-            ddp_comm_state=None,
-            ddp_comm_hook=None,
-            ddp_comm_wrapper=None,
-            model_averaging_period=None,
-            process_group=None,
-            device_mesh=None,
-            output_device=None,
-            dim=0,
-            **ddp_kwargs,
-        )
-
-
-class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
+class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
     """Train any LightningModule on nodes joined by a network much slower than the links inside them.
 
     Nodes of eight GPUs that average their parameters every 50 steps, and stop after 10 minutes without progress::
@@ -72,16 +64,101 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
     decides when and how the nodes synchronize. Between synchronizations the nodes hold different parameters. Validation
     runs on the *averaged* model, a checkpoint holds it (a plain Lightning checkpoint that any strategy loads), and
     ``fit`` ends with it.
-
-    The constructor's arguments are those of :class:`~lightning_hiercomm.trainer.settings.HierarchicalArguments` and
-    :class:`~lightning_hiercomm.trainer.settings.DDPArguments`, and all of Lightning's ``DDPStrategy``.
     """
 
     strategy_name = "hierarchical"
 
-    @override
-    def _configure(self) -> None:
-        super()._configure()
+    def __init__(
+        self,
+        scheme: Scheme | SchemeName = "all_reduce",
+        ranks_per_node: int | list[int] | None = None,
+        wire_dtype: WireDtype | None = None,
+        batches: HeterogeneousBatches | None = None,
+        average_buffers: bool | list[str] = True,
+        average_optimizer_state: bool = False,
+        evaluate: Literal["averaged", "replica"] = "averaged",
+        checkpoint_replicas: bool = False,
+        health: Health = Health(),
+        transport: Transport = Transport(),
+        elastic: Elastic | str | None = None,
+        unequal_data: bool | UnequalData = False,
+        gradient_as_bucket_view: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Check the arguments, and pass all others to Lightning's strategy.
+
+        Args:
+            scheme: When and how nodes synchronize: a ``Scheme``, or the name of one with its default arguments.
+                Default: gradients are averaged over all nodes at every step, as DDP does; add ``wire_dtype="int8"`` to
+                send a quarter of the bytes.
+            ranks_per_node: The size of every node, or a list of sizes for unequal nodes, in rank order. Default: as the
+                cluster environment reports it on every rank, or by host names if these contradict it, after a warning.
+            wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
+                quantized in blocks, whose rounding errors are sent later; or ``"sparse2"``, a sixteenth of the bytes,
+                which sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters
+                then travel as differences from the last averaged ones.
+            batches: Gives ranks of unequal speed batches of unequal size. None: every
+                rank uses the dataloader's batch size.
+            average_buffers: Average float buffers (BatchNorm statistics) together with the parameters; or the names of
+                those that are averaged, in which ``*`` is a wildcard, as in ``["*running_mean", "*running_var"]``. Each
+                rank keeps its own of the others, such as queues of samples, which may differ in shape between ranks,
+                and of buffers with ``persistent=False``.
+            average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) in the
+                synchronizations of ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``;
+                once in full. Not for sharded modules.
+            evaluate: What in-fit validation uses: the averaged parameters (``"averaged"``), or each rank's own
+                (``"replica"``), which needs no communication. Only with a Trainer.
+            checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state with each
+                checkpoint, for a bit-exact resume. Without it a run resumes from the averaged parameters. Only with a
+                Trainer.
+            health: How the run reacts to non-finite parameters and to ranks that are frozen; see
+                ``lightning_hiercomm.Health``.
+            transport: How parameters travel between nodes; see ``lightning_hiercomm.Transport``.
+            elastic: Nodes may leave and join; see ``lightning_hiercomm.Elastic``. A
+                string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
+            unequal_data: Nodes may have unequal numbers of batches: a node without
+                batches waits in the synchronizations with weight 0, and the others are weighted by their samples. See
+                ``lightning_hiercomm.UnequalData``.
+            gradient_as_bucket_view: Let gradients be views of DDP's buckets instead of copies. True saves one copy of
+                the gradients on every rank, and two copies per step, about 5 % of a small model's step. The next
+                backward pass then overwrites ``.grad`` tensors that a program keeps, as in gradient surgery.
+            **kwargs: Arguments of Lightning's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
+                ``find_unused_parameters``.
+
+        Raises:
+            ValueError: If an argument has no possible value, or contradicts another one.
+            TypeError: If an argument has a wrong type or is unknown.
+        """
+        check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__))
+        self._settings = Settings.of(
+            SCHEMES,
+            scheme=scheme,
+            ranks_per_node=ranks_per_node,
+            wire_dtype=wire_dtype,
+            batches=batches,
+            average_buffers=average_buffers,
+            average_optimizer_state=average_optimizer_state,
+            evaluate=evaluate,
+            checkpoint_replicas=checkpoint_replicas,
+            health=health,
+            transport=transport,
+            elastic=elastic,
+            unequal_data=unequal_data,
+        )
+        super().__init__(
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            # these are set here so that the command line's help leaves them out
+            ddp_comm_state=None,
+            ddp_comm_hook=None,
+            ddp_comm_wrapper=None,
+            model_averaging_period=None,
+            process_group=None,
+            device_mesh=None,
+            output_device=None,
+            dim=0,
+            **kwargs,
+        )
+        self._configure()
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
         self._seen: list[Replica] = []
@@ -213,7 +290,16 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
         model: pl.LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        step, run, nodes = super().optimizer_step, self._run, self._unequal
+        if nodes is None:
+            result = step(optimizer, closure, model, **kwargs)
+        else:
+            last = self._module.trainer.is_last_batch
+            result = nodes.optimizer_step(
+                run,
+                lambda: step(optimizer, closure, model, **kwargs),
+                lambda: run.step(raw_optimizer(optimizer), closure, last=last),
+            )
         if self._expects_all_used and not self.is_idle:
             self._expects_all_used = False
             warn_of_unused(self._module, type(self))
@@ -223,11 +309,23 @@ class HierarchicalStrategy(UnequalDataHooks, DDPArguments, _PlainDDP):
         return self._topology.meter.waiting(self._run.gradients.level, self.root_device)
 
     @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        trainer, nodes = self._module.trainer, self._unequal
+        if nodes is not None and nodes.replaces_backward(trainer, self._run, self.model, self._end_backward):
+            return closure_loss
+        return super().backward(closure_loss, *args, **kwargs)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self._unequal is not None:
+            self._unequal.check_outside_step("self.all_gather", group)
+        return super().all_gather(tensor, group, sync_grads)
+
+    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         self._end_backward()
 
-    @override
     def _end_backward(self) -> None:
         self._run.gradients.end_backward(self._topology.meter, self.root_device)
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 from typing_extensions import override
 
@@ -24,7 +23,6 @@ from lightning_hiercomm._lightning.trainer import (
     batches_begun,
     parts_of_loader,
     put_callback_first,
-    raw_optimizer,
     remove_callback,
     share_logged_names,
     takes_dataloader_iter,
@@ -38,7 +36,6 @@ from lightning_hiercomm.schemes import ParameterSync, Scheme
 from lightning_hiercomm.schemes.health.preflight import launch
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.schemes.samples import SampleWeights
-from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.options import UnequalData
 
 log = logging.getLogger(__name__)
@@ -342,57 +339,21 @@ class UnequalNodes(pl.Callback):
         run.weigh_gradients(preflight.round)
         return max(preflight.counts[1]) / self.batches if self.batches else 1.0
 
+    # ---- what the strategy calls ---------------------------------------------------------------------------------
 
-class UnequalDataHooks(HierarchicalHooks):
-    """The hooks of a strategy whose nodes may have unequal numbers of batches."""
+    def check_loader(self, dataloader: object) -> None:
+        """Raise a ``ValueError`` if only some ranks' train dataloaders have a length. Collective."""
+        has_length = self._topology.world.all_gather_object(fabric.utilities.data.sized_len(dataloader) is not None)
+        if len(set(has_length)) > 1:
+            ranks = [rank for rank, has in enumerate(has_length) if not has]
+            raise ValueError(
+                f"unequal_data: the train dataloaders of ranks {ranks} have no length, and those of the other ranks"
+                " have one: give all ranks an IterableDataset, or all a dataset with a length"
+            )
 
-    _ddp_kwargs: dict[str, Any]
-
-    @override
-    def _configure(self) -> None:
-        super()._configure()
-        self._unequal: UnequalNodes | None = None
-
-    @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_unequal": None}
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this node has no batch of its own at present: hooks of batches then get its last one again."""
-        return self._unequal is not None and self._unequal.is_idle
-
-    @override
-    def setup(self, trainer: pl.Trainer) -> None:
-        options = self._settings.unequal_data
-        if options is None or not self._is_fitting:
-            super().setup(trainer)
-            return
-        self._unequal = UnequalNodes(options, self.scheme, self._topology, self.root_device)
-        self._unequal.attach(trainer)
-        super().setup(trainer)
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)
-        if self._unequal is not None and self._module.trainer.training:
-            has_length = self._topology.world.all_gather_object(fabric.utilities.data.sized_len(dataloader) is not None)
-            if len(set(has_length)) > 1:
-                ranks = [rank for rank, has in enumerate(has_length) if not has]
-                raise ValueError(
-                    f"unequal_data: the train dataloaders of ranks {ranks} have no length, and those of the other ranks"
-                    " have one: give all ranks an IterableDataset, or all a dataset with a length"
-                )
-        return dataloader
-
-    @override
-    def on_train_start(self) -> None:
-        if self._unequal is not None:
-            self._check_program(self._module.trainer)
-        super().on_train_start()
-
-    def _check_program(self, trainer: pl.Trainer) -> None:
-        module, optimizers = self._module, self._run.optimizers
+    def check_program(self, trainer: pl.Trainer, run: TrainingRun, ddp_arguments: Mapping[str, Any]) -> None:
+        """Raise a ``ValueError`` for a program that an idle node cannot follow."""
+        module = trainer.lightning_module
         if not module.automatic_optimization:
             raise ValueError(
                 "unequal_data: manual optimization steps in training_step, which an idle node skips: use"
@@ -400,100 +361,67 @@ class UnequalDataHooks(HierarchicalHooks):
             )
         if takes_dataloader_iter(module):
             raise ValueError("unequal_data: training_step(dataloader_iter) loads batches itself: let it take a batch")
-        for optimizer in optimizers:
+        for optimizer in run.optimizers:
             if evaluates_loss(optimizer):
                 raise ValueError(
                     f"unequal_data: {type(optimizer).__name__} evaluates the loss several times a step, which an idle"
                     " node does not: use another optimizer"
                 )
-        arguments = [name for name in ("find_unused_parameters", "static_graph") if self._ddp_kwargs.get(name)]
-        if arguments and (self.scheme.gradients == "world" or trainer.accumulate_grad_batches > 1):
+        arguments = [name for name in ("find_unused_parameters", "static_graph") if ddp_arguments.get(name)]
+        if arguments and (self._scheme.gradients == "world" or trainer.accumulate_grad_batches > 1):
             raise ValueError(
                 f"unequal_data: {arguments[0]}=True needs a backward pass on every rank, which an idle node does not"
                 " do: leave it out, or use PeriodicAveraging or DiLoCo without accumulate_grad_batches"
             )
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        nodes = self._unequal
-        if nodes is None:
-            return super().training_step(*args, **kwargs)
-        if nodes.is_idle:
-            forward_nothing(self.model)
-            return nodes.last_output()
-        nodes.is_in_step = True
+    def training_step(
+        self, trainer: pl.Trainer, run: TrainingRun, model: torch.nn.Module | None, step: Callable[[], Any]
+    ) -> Any:
+        """Take a training step, and count its samples; on an idle node none."""
+        if self.is_idle:
+            forward_nothing(model)
+            return self.last_output()
+        self.is_in_step = True
         try:
-            output = super().training_step(*args, **kwargs)
+            output = step()
         finally:
-            nodes.is_in_step = False
-        nodes.count(output, self._module.trainer, self._sample_weights)
+            self.is_in_step = False
+        self.count(output, trainer, _samples_of(run))
         return output
 
-    @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        nodes = self._unequal
-        if nodes is None:
-            return super().backward(closure_loss, *args, **kwargs)
-        ends_step, factor = not accumulates(self._module.trainer), 1.0
-        if ends_step and self._run.gradients_over == "world":
-            factor = nodes.weigh_gradients(self._run)
-        if not nodes.is_idle:
-            return super().backward(closure_loss, *args, **kwargs)
-        if ends_step and (nodes.batches or self._run.gradients_over == "world"):
-            average_present_gradients(self.model, factor)
-            self._end_backward()
-        return closure_loss
+    def replaces_backward(
+        self, trainer: pl.Trainer, run: TrainingRun, model: torch.nn.Module | None, end_backward: Callable[[], None]
+    ) -> bool:
+        """Weigh the gradients, and take part in averaging them on an idle node; return False if this is none."""
+        ends_step, factor = not accumulates(trainer), 1.0
+        if ends_step and run.gradients_over == "world":
+            factor = self.weigh_gradients(run)
+        if self.is_idle and ends_step and (self.batches or run.gradients_over == "world"):
+            average_present_gradients(model, factor)
+            end_backward()
+        return self.is_idle
 
-    def _end_backward(self) -> None:
-        """Record the wait for gradients that were averaged without a backward pass."""
-
-    @override
     def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: pl.LightningModule | torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, run: TrainingRun, step: Callable[[], Any], step_without_gradients: Callable[[], Any]
     ) -> Any:
-        nodes = self._unequal
-        if nodes is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        """Take an optimizer step; one without gradients if this node had no batch since the last one."""
         try:
-            if nodes.batches or self._run.gradients_over == "world":
-                self._sample_weights.count_step()
-                return super().optimizer_step(optimizer, closure, model, **kwargs)
-            # there is no gradient; weight decay and momentum would change the parameters nevertheless
-            return self._run.step(raw_optimizer(optimizer), closure, last=self._module.trainer.is_last_batch)
+            if self.batches or run.gradients_over == "world":
+                _samples_of(run).count_step()
+                return step()
+            return step_without_gradients()  # weight decay and momentum would change the parameters
         finally:
-            nodes.end_step()
+            self.end_step()
 
-    @property
-    def _sample_weights(self) -> SampleWeights:
-        samples = self._run.samples
-        assert samples is not None, "the run is made with the same settings"
-        return samples
-
-    @override
-    def reduce(self, tensor: Tensor, group: Any | None = None, reduce_op: Any | None = "mean") -> Tensor:
-        self._check_outside_step("self.log(..., sync_dist=True) at a step", group)
-        return super().reduce(tensor, group, reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        self._check_outside_step("self.all_gather", group)
-        return super().all_gather(tensor, group, sync_grads)
-
-    def _check_outside_step(self, what: str, group: Any | None) -> None:
-        if self._unequal is not None and self._unequal.is_in_step and group is None and self._topology.num_nodes > 1:
+    def check_outside_step(self, what: str, group: Any | None) -> None:
+        """Raise a ``ValueError`` for a collective over all ranks in ``training_step``, which an idle node skips."""
+        if self.is_in_step and group is None and self._topology.num_nodes > 1:
             raise ValueError(
                 f"unequal_data: {what} in training_step waits for all ranks, but an idle node skips training_step: log"
                 " with on_step=False, on_epoch=True, or communicate with group=self.trainer.strategy.node_process_group"
             )
 
-    @override
-    def teardown(self) -> None:
-        trainer = self._trainer_or_none
-        if self._unequal is not None and trainer is not None:
-            self._unequal.detach(trainer)
-        self._unequal = None
-        super().teardown()
+
+def _samples_of(run: TrainingRun) -> SampleWeights:
+    assert run.samples is not None, "the run is made with the same settings"
+    return run.samples

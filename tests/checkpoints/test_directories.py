@@ -13,7 +13,7 @@ from lightning_hiercomm._lightning.saves import METADATA_FILENAME
 from lightning_hiercomm.checkpoints import directories
 from lightning_hiercomm.checkpoints.directories import save_directory
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
-from lightning_hiercomm.trainer.model_parallel import NodeModelParallelStrategy
+from lightning_hiercomm.trainer.model_parallel import HierarchicalModelParallelStrategy
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_an_interrupt_between_two_renames_keeps_the_directory(path, monkeypatch,
 
 
 def test_a_file_takes_the_place_of_a_directory_when_it_is_whole(path):
-    strategy = NodeModelParallelStrategy(1, 1, save_distributed_checkpoint=False)
+    strategy = HierarchicalModelParallelStrategy(save_distributed_checkpoint=False)
     strategy.checkpoint_io = DurableCheckpointIO()
     with pytest.raises(AttributeError, match="pickle"):
         strategy.save_checkpoint({"cannot_be_saved": lambda: None}, path)

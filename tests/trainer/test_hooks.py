@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 import os
 import pickle
+import re
 import warnings
+from types import FunctionType
 
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_utilities.core import rank_zero
 from problems import Oracle, warnings_with
 
-from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import (
+    DiLoCo,
+    HeterogeneousBatches,
+    HierarchicalFabricStrategy,
+    HierarchicalModelParallelStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
 from lightning_hiercomm.control import open_files
 from lightning_hiercomm.trainer import hooks
-from lightning_hiercomm.trainer.hooks import HierarchicalHooks
+from lightning_hiercomm.trainer.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -100,14 +111,33 @@ def test_a_trainer_prints_its_strategy_as_one_would_write_it(arguments, devices,
     assert repr(trainer.strategy) == f"HierarchicalStrategy({shown})"
 
 
-def test_the_hooks_stand_before_any_of_lightnings_parallel_strategies():
-    class Sharded(HierarchicalHooks, ModelParallelStrategy):
-        pass
+STRATEGIES = [HierarchicalStrategy, HierarchicalModelParallelStrategy, HierarchicalFabricStrategy]
 
-    strategy = Sharded()
-    assert strategy.communication() == {"synchronizations": 0.0, "steps": 0.0}
-    order = [cls.__name__ for cls in Sharded.__mro__]
-    assert order.index("HierarchicalArguments") + 1 == order.index("ModelParallelStrategy")
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_has_few_classes_and_they_precede_lightnings(strategy):
+    own = [cls for cls in strategy.__mro__ if cls.__module__.startswith("lightning_hiercomm")]
+    assert len(own) <= 4
+    assert [*strategy.__mro__[: len(own)]] == own
+    for cls in own:
+        assert sum(isinstance(value, FunctionType | property | classmethod) for value in vars(cls).values()) <= 25
+    assert strategy().communication() == {"synchronizations": 0.0, "steps": 0.0}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])
+def test_shared_arguments_have_equal_types_defaults_and_descriptions(strategy):
+    first, whole = inspect.signature(HierarchicalStrategy).parameters, inspect.getdoc(HierarchicalStrategy.__init__)
+    for name, parameter in inspect.signature(strategy).parameters.items():
+        if name in first and name != "kwargs":
+            assert (parameter.annotation, parameter.default) == (first[name].annotation, first[name].default)
+            entry = re.search(rf"    {name}: .*?(?=\n    (?! )|\n\n)", whole, re.DOTALL)
+            assert entry.group() in inspect.getdoc(strategy.__init__)
+
+
+def test_settings_have_the_defaults_of_the_constructor():
+    signature = inspect.signature(HierarchicalStrategy).parameters
+    for field in dataclasses.fields(Settings)[1:]:
+        assert field.default == (signature[field.name].default or field.default)
 
 
 @pytest.mark.parametrize(("sync_every", "warned"), [(4, False), (5, True)])
