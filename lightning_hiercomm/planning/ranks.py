@@ -66,7 +66,7 @@ def connected(
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", environment.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=meeting.store("process group"), rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=timeout)
     try:
         place = place_of(environment, environment.node_rank(), environment.local_rank(), starts_ranks=False)
         yield Ranks(connect_world(rank, size, place, ranks_per_node, timeout=timeout), device, backend)

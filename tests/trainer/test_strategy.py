@@ -316,6 +316,8 @@ def test_bad_arguments_are_named_before_anything_starts(arguments, message):
     ("options", "arguments", "message"),
     [
         (Health, {"on_nonfinite": "stop"}, "on_nonfinite='stop' must be 'raise' or 'ignore'"),
+        (Health, {"control_port": -1}, "control_port=-1 must be a port number, from 1 to 65535"),
+        (Health, {"control_port": 65536}, "control_port=65536 must be a port number"),
         (Health, {"hang_timeout": 0}, "hang_timeout=0 must be a number of seconds from 1 on, or None for never"),
         (Transport, {"bucket_mb": 0}, "bucket_mb=0 must be positive"),
         (Transport, {"inter_node": "pigeon"}, "inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"),
