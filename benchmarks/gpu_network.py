@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 
 from benchmarks.bounds import transfer_seconds
@@ -58,23 +57,22 @@ def _table(cells: list[Cell]) -> Iterator[str]:
     yield "|---|--:|--:|--:|--:|--:|--:|--:|"
     computing = next((c.step_ms for c in cells if c.row in ("node_shared", "local") and c.step_ms), None)
     ddp = next((cell.step_ms for cell in cells if cell.row == "ddp"), None)
-    for is_failed, group in groupby(cells, lambda cell: cell.step_ms is None):
-        for cell in group:
-            if cell.row in BOUNDS:
-                continue
-            if is_failed:
-                yield f"| {cell.title} | {' '.join((cell.error or 'not measured').split())} | | | | | | |"
-                continue
-            entries = [
-                _seconds(cell.step_ms),
-                "" if not ddp or not cell.step_ms else f"{ddp / cell.step_ms:.2f}x",
-                _seconds(1e3 * transfer_seconds(cell.bytes_needed or 0.0, cell.mbit)),
-                _seconds(computing),
-                "" if cell.messages is None else f"{cell.messages:.0f}",
-                "" if cell.last_loss is None else f"{cell.last_loss:.4f}",
-                "" if cell.peak_models is None else f"{cell.peak_models:.1f}",
-            ]
-            yield f"| {cell.title} | {' | '.join(entries)} |"
+    for cell in cells:
+        if cell.row in BOUNDS:
+            continue
+        if cell.step_ms is None:
+            yield f"| {cell.title} | {' '.join((cell.error or 'not measured').split())} | | | | | | |"
+            continue
+        entries = [
+            _seconds(cell.step_ms),
+            f"{ddp / cell.step_ms:.2f}x" if ddp else "",
+            _seconds(1e3 * transfer_seconds(cell.bytes_needed or 0.0, cell.mbit)),
+            _seconds(computing),
+            "" if cell.messages is None else f"{cell.messages:.0f}",
+            "" if cell.last_loss is None else f"{cell.last_loss:.4f}",
+            "" if cell.peak_models is None else f"{cell.peak_models:.1f}",
+        ]
+        yield f"| {cell.title} | {' | '.join(entries)} |"
 
 
 def _seconds(milliseconds: float | None) -> str:

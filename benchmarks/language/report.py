@@ -28,7 +28,7 @@ def apart(known: Known, method: str) -> Difference:
     return difference(judged(known, method), judged(known, BASELINE))
 
 
-def played(known: Known) -> list[str]:
+def with_results(known: Known) -> list[str]:
     """Return the methods with results."""
     return [method for method in METHODS if any(key.method == method for key in known)]
 
@@ -58,7 +58,7 @@ def losses(size: str, nodes: int = 8) -> str:
     """Return a row per method: its bytes, its rate, its loss, and the difference to float32 all-reduce."""
     known = load(size, nodes, STORED)
     rows = []
-    for method in played(known):
+    for method in with_results(known):
         best, values = peak(known, method), [value for value in judged(known, method).values() if value is not None]
         assert best is not None
         rate = f"{rate_of(best):g}" if is_bracketed(known, method) else f"{rate_of(best):g} (not bracketed)"
@@ -82,7 +82,7 @@ def ladder(size: str, nodes: int = 8) -> str:
     known = load(size, nodes, STORED)
     rungs = sorted({key.rung for key in known if key.seed == 0})
     rows = []
-    for method in played(known):
+    for method in with_results(known):
         found = {key.rung: run.tuning for key, run in known.items() if key.method == method and key.seed == 0}
         cells = ["" if rung not in found else _loss(found[rung], rung == peak(known, method)) for rung in rungs]
         rows.append([METHODS[method].title, *cells])
@@ -97,7 +97,7 @@ def _loss(value: float | None, is_best: bool) -> str:
 def until_loss(size: str, nodes: int = 8) -> str:
     """Return the megabytes that a node sends until a loss that all-reduce reaches before its end."""
     known = load(size, nodes, STORED)
-    curves = {method: _curve(known, method) for method in played(known)}
+    curves = {method: _curve(known, method) for method in with_results(known)}
     if len(curves.get(BASELINE, [])) < 2:
         return ""
     target, rows = curves[BASELINE][-3][1], []
@@ -124,7 +124,7 @@ def draw(size: str, path: Path, nodes: int = 8) -> None:
 
     known = load(size, nodes, STORED)
     figure, (by_bytes, at_end) = panels(2, 5.6)
-    for method in played(known):
+    for method in with_results(known):
         curve = _curve(known, method)
         sent = [run.sent for key, run in known.items() if key.method == method and run.points]
         if not curve or not fmean(sent):

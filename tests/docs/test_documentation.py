@@ -135,8 +135,10 @@ def test_slurm_job_of_an_elastic_node_is_requeued_before_its_time_is_up(tmp_path
 
 
 def test_every_public_name_is_documented():
-    documented = re.findall(r"generated: reference / lightning_hiercomm\.(\w+) ", "\n".join(map(Path.read_text, PAGES)))
-    assert sorted({*documented}) == sorted(lightning_hiercomm.__all__)
+    pages = "\n".join(map(Path.read_text, PAGES))
+    marks = re.findall(r"generated: reference / lightning_hiercomm\.(\w+) (.*)-->", pages)
+    assert sorted({*marks}) == sorted(marks)
+    assert sorted({name for name, _ in marks}) == sorted(lightning_hiercomm.__all__)
 
 
 def test_every_folder_of_examples_has_a_readme_and_small_pictures():

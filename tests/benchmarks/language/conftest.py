@@ -1,4 +1,4 @@
-"""A small corpus in place of the machine's sources."""
+"""A small corpus instead of the machine's sources."""
 
 import os
 
