@@ -219,6 +219,8 @@ class RunningBatches:
         """
         if self._first_batch is None:
             self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader begins again
+        if self.clock is not None:
+            self.clock.end_load()
         assert self.division is not None
         change = self.division.change
         if change is not None and change[0] == batch - self._first_batch:

@@ -68,6 +68,7 @@ class StepClock:
         self._device = device
         self._blocks: deque[float] = deque(maxlen=window)
         self._loading_since: float | None = None
+        self._load_seconds = 0.0  # of the step that comes next
         self._started: Mark | None = None
         self._forget_block()
 
@@ -75,13 +76,19 @@ class StepClock:
         """Begin to load a batch in this process; loading by workers does not count."""
         self._loading_since = time.perf_counter()
 
+    def end_load(self) -> None:
+        """End the loading of a batch, before ranks compare."""
+        if self._loading_since is not None:
+            self._load_seconds += time.perf_counter() - self._loading_since
+            self._loading_since = None
+
     def start(self) -> None:
         """Begin a step, after its batch is loaded."""
+        self.end_load()
         if not self._steps:
             self._waited_before = self._waited()
-        if self._loading_since is not None:
-            self._loaded += time.perf_counter() - self._loading_since
-            self._loading_since = None
+        self._loaded += self._load_seconds
+        self._load_seconds = 0.0
         self._started = self._meter.mark(self._device)
 
     def stop(self) -> None:

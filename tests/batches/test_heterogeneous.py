@@ -344,6 +344,26 @@ def test_a_rank_that_loads_slowly_in_its_own_process_gets_less(clock):
         assert sizes[1] in (6, 7)  # four times the seconds for a sample
 
 
+def test_waiting_for_slower_ranks_to_compare_is_no_loading(clock, monkeypatch):
+    def work(rank, topology):
+        def slowly(value, gather=topology.world.all_gather_object):
+            clock.advance(5.0 if rank == 0 else 0.0)  # rank 0 arrives early
+            return gather(value)
+
+        batches = bound(topology, 32)
+        loader = batches.process_dataloader(DataLoader(range(32 * 400), 32))
+        batches.begin()
+        batches.begin_epoch(0)
+        monkeypatch.setattr(topology.world, "all_gather_object", slowly)
+        for step, samples in enumerate(loader):
+            batches.begin_step(step)
+            clock.advance((0.001 if rank == 0 else 0.003) * len(samples))
+            batches.end_step()
+        return list(batches.division.sizes)
+
+    assert on_ranks([[0], [1]], work) == [[24, 8]] * 2
+
+
 def test_a_change_that_is_not_worth_it_is_not_made(clock):
     def work(rank, topology):
         run = Trained(clock, topology)
