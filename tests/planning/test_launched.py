@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def run_ranks(folder: Path, environments: list[dict[str, str]], *arguments: str)
     said = []
     for process in processes:
         text, _ = process.communicate(timeout=SECONDS)
-        said.append(text)
+        said.append(re.sub(r"^\[W.*\n", "", text, flags=re.MULTILINE))  # torch warns where the host's name is not known
         assert process.returncode == 0, said
     return said
 
