@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FORMAT = 3
+FORMAT = 4
 """Increase it whenever an entry changes its name or meaning."""
 
 

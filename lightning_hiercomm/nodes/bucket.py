@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -98,6 +98,16 @@ class Bucket:
         """Cut the bucket into buckets of at most ``nbytes``."""
         return filled_buckets(self.slices, nbytes, self.held_by, self.keeps_equal)
 
+    def between(self, begin: int, end: int) -> Bucket:
+        """Return the elements from ``begin`` to ``end`` (exclusive), fewer if the bucket ends before."""
+        found, offset = [], 0
+        for part in self.slices:
+            first, last = max(begin - offset, 0), min(end - offset, part.length)
+            if first < last:
+                found.append(TensorSlice(part.tensor, part.start + first, last - first))
+            offset += part.length
+        return replace(self, slices=tuple(found), numel=max(0, min(end, offset) - begin))
+
     def view(self, gradients: bool = False) -> Tensor | None:
         """Return all values, or gradients, as a 1-D view; None if they are not contiguous."""
         if len(self.slices) != 1:
@@ -123,14 +133,14 @@ class Bucket:
             torch.cat(list(self.elements()), out=flat[: self.numel])
         return flat
 
-    def pack_gradients(self, flat: Tensor) -> Tensor:
-        """Copy the gradients into ``flat`` and return it; a missing gradient is zero."""
+    def pack_gradients(self, flat: Tensor, weight: float = 1.0) -> Tensor:
+        """Write the gradients, times ``weight``, to ``flat`` and return it; a missing gradient is zero."""
         for part, values in self.split(flat):
             gradient = part.tensor.grad
             if gradient is None:
                 values.zero_()
             else:
-                values.copy_(gradient.detach().reshape(-1)[part.start : part.start + part.length])
+                torch.mul(gradient.detach().reshape(-1)[part.start :][: part.length], weight, out=values)
         return flat
 
     def unpack(self, flat: Tensor) -> None:

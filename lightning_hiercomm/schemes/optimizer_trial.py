@@ -41,6 +41,7 @@ def why_not_in_parts(make: MakeOptimizer, device: torch.device, *, numbers_only:
         make: Makes a new optimizer of the given parameters.
         device: The device on which the optimizer will step.
         numbers_only: Whether all that the optimizer changes, besides its state, has to be numbers in its param groups.
+            Otherwise it may change its attributes, and nothing in its param groups.
     """
     key = _key(make, device, numbers_only)
     if key is not None and key in _known:
@@ -163,13 +164,14 @@ def _difference(whole: _Tried, parts: Sequence[_Tried], numbers_only: bool) -> s
         for key in tried.optimizer.state:
             if not isinstance(key, Tensor):
                 return f"its state {key!r} belongs to no parameter"
-    if numbers_only:
-        if names := sorted(changed(whole.attributes_before, whole.attributes)):
-            return f"it changes its attribute {names[0]!r}, which no checkpoint holds"
-        of_groups = zip(whole.groups_before, whole.groups, strict=True)
-        for name, value in (item for before, after in of_groups for item in changed(before, after).items()):
-            if not (isinstance(value, int | float) or _is_scalar(value)):
-                return f"it changes {name!r} in param_groups, which is no number"
+    if numbers_only and (names := sorted(changed(whole.attributes_before, whole.attributes))):
+        return f"it changes its attribute {names[0]!r}, which no checkpoint holds"
+    of_groups = zip(whole.groups_before, whole.groups, strict=True)
+    for name, value in (item for before, after in of_groups for item in changed(before, after).items()):
+        if not numbers_only:
+            return f"it changes {name!r} in param_groups, which only the program may change"
+        if not (isinstance(value, int | float) or _is_scalar(value)):
+            return f"it changes {name!r} in param_groups, which is no number"
     for tried in (*parts, whole):
         for state, parameter in zip(tried.states(), tried.parameters, strict=True):
             for name, value in state.items():

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_format_is_refused(number, found):
     with pytest.raises(ValueError, match="format") as raised:
         Checkpoints().take(checkpoint, "saved.ckpt", None)
     assert str(raised.value) == (
-        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 3. Load only its weights,"
+        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 4. Load only its weights,"
         " with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
     )
 
@@ -174,7 +174,7 @@ def _foreign(folder: Path) -> list[str]:
 def test_only_a_resume_refuses_another_format_and_reads_lightnings_own(borrow):
     for resumed, refused, validated in borrow(_foreign, ranks=2):
         assert (resumed, validated) == ("fit: step 4", "validate: step 0")
-        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 3" in refused
+        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 4" in refused
 
 
 def test_a_scheme_finds_its_own_schedule_again():

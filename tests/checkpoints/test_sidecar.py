@@ -873,7 +873,7 @@ def test_a_sidecar_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
         is_refused(load, file, "is not a sidecar of a checkpoint")
 
 
-@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (4, "format 4")])
+@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (5, "format 5")])
 def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
     file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
     state = torch.load(file, weights_only=True)
@@ -882,7 +882,7 @@ def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
     with pytest.raises(ValueError, match=r"^.* has .*\.$") as raised:
         load(1)
     assert str(raised.value) == (
-        f"{file} has {found}, but this version of lightning-hiercomm reads only format 3. Set checkpoint_replicas=False"
+        f"{file} has {found}, but this version of lightning-hiercomm reads only format 4. Set checkpoint_replicas=False"
         " to resume from the averaged parameters instead."
     )
 

@@ -136,17 +136,17 @@ def test_a_trial_leaves_the_optimizer_and_random_numbers_alone():
         def __init__(self, parameters, lr):
             super().__init__(parameters, lr)
             self.calls = []
-            self.param_groups[0]["cache"] = [0, [torch.zeros(1)]]
+            self.cache = [0, [torch.zeros(1)]]
 
         def step(self, closure=None):
             self.calls.append(1)
-            self.param_groups[0]["cache"][1][0].add_(1)
+            self.cache[1][0].add_(1)
             torch.rand(3)
             super().step(closure)
 
     def work(rank: Rank) -> None:
         assert rank.optimizer.calls == []
-        assert rank.optimizer.param_groups[0]["cache"] == [0, [torch.zeros(1)]]
+        assert rank.optimizer.cache == [0, [torch.zeros(1)]]
         assert rank.optimizer.param_groups[0]["lr"] == 0.5
 
     torch.manual_seed(7)

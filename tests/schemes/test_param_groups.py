@@ -1,4 +1,4 @@
-"""What an optimizer keeps in its param groups is its own, and what anyone else changes there reaches all its parts."""
+"""What a program changes in param groups reaches all parts of an optimizer; an outer one may keep numbers there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Rank, on_nodes, reloaded, run_to_end
+from harness import Rank, on_nodes, reloaded, run_to_end, steps
 
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import DiLoCo, StepsDelay
@@ -16,7 +16,8 @@ from lightning_hiercomm.schemes import DiLoCo, StepsDelay
 TWO = ((0,), (1,))
 TWO_OF_TWO = ((0, 1), (2, 3))
 SHAPES = {"a": (3, 2), "b": (5,), "c": (1,)}
-WARM_UP = StepsDelay(2, warmup_steps=20, local_update="sgd")
+WARM_UP = StepsDelay(2, warmup_steps=20)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class CountsInGroup(torch.optim.Optimizer):
@@ -45,10 +46,10 @@ class CountsInGroup(torch.optim.Optimizer):
         return loss
 
 
-def alone(train: Callable[[torch.optim.Optimizer, Callable[[], None]], None], **arguments: Any) -> list[float]:
+def alone(train: Callable[[torch.optim.Optimizer, Callable[[], None]], None]) -> list[float]:
     """The values of one process whose optimizer steps with the gradients of all ranks."""
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
-    optimizer = CountsInGroup(parameters, **arguments)
+    optimizer = MOMENTUM(parameters)
 
     def step() -> None:
         for parameter in parameters:
@@ -57,11 +58,6 @@ def alone(train: Callable[[torch.optim.Optimizer, Callable[[], None]], None], **
 
     train(optimizer, step)
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).tolist()
-
-
-def steps(optimizer: Any, step: Callable[[], object]) -> None:
-    for _ in range(6):
-        step()
 
 
 def schedules(optimizer: Any, step: Callable[[], object]) -> None:
@@ -83,48 +79,28 @@ def schedules_in_hooks(optimizer: Any, step: Callable[[], object]) -> None:
 
     optimizer.register_step_pre_hook(shrink)
     optimizer.register_step_post_hook(grow)
-    steps(optimizer, step)
-
-
-def restarts(optimizer: Any, step: Callable[[], object]) -> None:
-    for at in range(6):
-        if at == 4:
-            optimizer.param_groups[0].update(step=0, scale=1.0)
+    for _ in range(6):
         step()
 
 
-@pytest.mark.parametrize("program", [steps, schedules, schedules_in_hooks, restarts])
-def test_warm_up_equals_one_process_for_an_optimizer_that_counts_in_its_group(program):
+@pytest.mark.parametrize("program", [schedules, schedules_in_hooks])
+def test_a_server_steps_with_what_a_program_sets_in_param_groups(program):
     runs = run_to_end(
         lambda rank: (program(rank.optimizer, rank.train), rank)[1],
         WARM_UP,
         TWO_OF_TWO,
         shapes=SHAPES,
-        inner=CountsInGroup,
+        inner=MOMENTUM,
         bucket_bytes=16,
     )
     expected = alone(program)
     for run in runs:
         assert run.values.tolist() == pytest.approx(expected, abs=1e-6)
-        assert run.optimizer.param_groups[0]["step"] == (2 if program is restarts else 6)
-
-
-def test_a_skipped_step_counts_on_the_server_only(on_nodes):
-    """Rank 0's gradient scaler skips a step, in which the server still steps with the other node's gradient."""
-
-    def work(rank: Rank) -> tuple[dict[str, Any], int]:
-        for at in range(4):
-            rank.train(skip=(rank.rank, at) == (0, 1))
-        return rank.scheme.optimizer_state()["param_groups"][0], rank.optimizer.param_groups[0]["step"]
-
-    (first, own), (second, other) = on_nodes(work, WARM_UP, TWO, shapes=SHAPES, inner=CountsInGroup)
-    assert first == second
-    assert (first["step"], own, other) == (4, 3, 4)
 
 
 @pytest.mark.parametrize("nodes", [TWO, ((0, 1), (2,))], ids=str)
 @pytest.mark.parametrize("exact", [True, False])
-def test_steps_delay_resumes_what_its_optimizer_keeps_in_its_group(nodes, exact):
+def test_steps_delay_resumes_together_with_a_scheduler(nodes, exact):
     targets = (4.0, 4.0, 4.0)
     saved: dict[int, Any] = {}
 
@@ -162,23 +138,35 @@ def test_steps_delay_resumes_what_its_optimizer_keeps_in_its_group(nodes, exact)
             scheduler.step()
         return rank.trace
 
-    arguments: dict[str, Any] = {"shapes": SHAPES, "inner": CountsInGroup, "targets": targets}
+    arguments: dict[str, Any] = {"shapes": SHAPES, "inner": MOMENTUM, "targets": targets}
     whole = on_nodes(first, WARM_UP, nodes, **arguments)
     for expected, trace in zip(whole, on_nodes(resumed, WARM_UP, nodes, **arguments), strict=True):
         assert trace == expected
 
 
-def test_parameters_that_join_later_keep_the_counts_of_their_group():
-    def work(rank: Rank) -> dict[str, Any]:
-        for _ in range(3):
-            rank.train()
-        rank.scheme.synchronize()
-        rank.scheme.follow(Replica(rank.parameters))
-        rank.train()
-        return rank.scheme.optimizer_state()["param_groups"][0]
+class CountsLate(torch.optim.SGD):
+    """Counts in its param group from the tenth step on, which no trial finds."""
 
-    for group in on_nodes(work, WARM_UP, TWO, shapes=SHAPES, inner=CountsInGroup):
-        assert group["step"] == 4
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        if self.taken >= 10:
+            self.param_groups[0]["count"] = self.taken
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("nodes", [((0,),), TWO], ids=str)
+def test_steps_delay_refuses_an_optimizer_that_counts_in_its_param_group(nodes):
+    message = "cannot serve CountsInGroup.*it changes 'scale' in param_groups.*Use AllReduce"
+    with pytest.raises(ValueError, match=message):
+        on_nodes(steps(1), StepsDelay(2, 2, local_update="sgd"), nodes, shapes=SHAPES, inner=CountsInGroup)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 20])
+def test_an_optimizer_that_begins_to_count_in_its_param_group_is_found(warmup_steps):
+    with pytest.raises(RuntimeError, match=r"CountsLate\.step\(\) changed 'count' in param_groups.*Use AllReduce"):
+        run_to_end(steps(12), StepsDelay(2, warmup_steps), TWO, inner=partial(CountsLate, lr=0.1))
 
 
 # ---- outer optimizers ------------------------------------------------------------------------------------------------

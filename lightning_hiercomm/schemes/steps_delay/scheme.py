@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, Literal
@@ -15,21 +15,17 @@ from torch import Tensor
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.optimizer_state import is_placeholder
+from lightning_hiercomm.schemes.optimizer_state import is_placeholder, values_of
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
-from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket
+from lightning_hiercomm.schemes.steps_delay.bucket import ServedBucket
 from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
-from lightning_hiercomm.schemes.steps_delay.groups import UserGroups
-from lightning_hiercomm.schemes.steps_delay.pulled import PulledWeights
-from lightning_hiercomm.schemes.steps_delay.rules import (
-    LOCAL_RULES,
-    LocalUpdate,
-    hold_global_gradient,
-)
+from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate, hold_global_gradient
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
-from lightning_hiercomm.schemes.steps_delay.shards import Hyperparameters
+
+GroupValues = list[dict[str, Any]]
+"""Per param group, values such as learning rate, momentum or weight decay; never the parameters."""
 
 
 class StepsDelay(Scheme):
@@ -51,13 +47,13 @@ class StepsDelay(Scheme):
     A node sends ``(M - 1) / M * (1 + 1 / k)`` of the model per step; an all-reduce sends ``2 (M - 1) / M``. A rank
     holds its shard of the optimizer's state, the weights pulled last, and its messages.
 
-    **Learning rates.** The server has optimizers of the user's class. What a scheduler, a callback or a hook changes in
-    the user's param groups reaches them in the next step. What the optimizer itself changes there, such as a number of
-    steps, each of them keeps for itself. Its update must be elementwise, which a trial on other tensors checks. The
-    local rule uses ``local_lr_scale`` times the learning rate. With momentum m the server moves by ``lr / (1 - m)`` per
-    unit of gradient, and GLU by ``(alpha + beta) * local_lr_scale * lr``; by default they are equal. torch keeps the
-    learning rate out of the momentum buffer (unlike MXNet, which the paper uses), so after a change of the learning
-    rate old gradients count with the new one.
+    **Learning rates.** The server has optimizers of the user's class, which step with the values that a scheduler, a
+    callback or a hook has set in the user's param groups. Their update must be elementwise and leave values of the
+    param groups alone, which a trial on other tensors checks. The local rule uses ``local_lr_scale`` times the learning
+    rate. With momentum m the server moves by ``lr / (1 - m)`` per unit of gradient, and GLU by
+    ``(alpha + beta) * local_lr_scale * lr``; by default they are equal. torch keeps the learning rate out of the
+    momentum buffer (unlike MXNet, which the paper uses), so after a change of the learning rate old gradients count
+    with the new one.
 
     **Clipping and fp16** act on the node's mean gradient before it is sent. A node whose gradient scaler skips a step
     sends zeros and keeps its weights. A parameter without gradient has gradient zero.
@@ -153,16 +149,20 @@ class StepsDelayState(SchemeState):
     """The state of StepsDelay.
 
     Attributes:
-        exchange: The server, and what was pulled from it; None on one node.
+        delayed_steps: Steps since the end of warm-up, u.
+        has_pulled: Whether the next iteration uses weights that were pulled.
+        server: The server, and what this rank pulled from it; None on one node.
         holds_final_weights: Whether the replica holds the server's weights, from the end of a run until the next step.
     """
 
-    exchange: PulledWeights | None = field(default=None, metadata=LOCAL)
+    delayed_steps: int = field(default=0, metadata=LOCAL)
+    has_pulled: bool = field(default=False, metadata=LOCAL)
+    server: ShardedServer | None = field(default=None, metadata=LOCAL)
     holds_final_weights: bool = field(default=False, metadata=TRANSIENT)
 
     def settle(self) -> None:
-        if self.exchange is not None:
-            self.exchange.server.settle()
+        if self.server is not None:
+            self.server.settle()
 
 
 class RunningStepsDelay(RunningScheme[StepsDelay]):
@@ -192,7 +192,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         The staleness is the number of the server's steps that the node's weights lack. The disagreement is their
         relative distance from the server's weights at the last pull, estimated on a few elements.
         """
-        delayed_steps = 0 if self.state.exchange is None else self.state.exchange.delayed_steps
+        delayed_steps = self.state.delayed_steps
         return {
             "phase": float(self.phase == "delay"),
             "sync_every": 1.0 if self.phase == "warm-up" else float(self.config.delay),
@@ -209,34 +209,24 @@ class ServedStepsDelay(RunningStepsDelay):
         self._background = self._new_background()
         self._disagreement = Disagreement()
         self._has_warned_of_sparse = False
-        self._serve({}, {}, UserGroups(self._required_optimizer))
-
-    @property
-    def exchange(self) -> PulledWeights:
-        """The server, and what was pulled from it."""
-        assert self.state.exchange is not None
-        return self.state.exchange
+        self._serve({})
 
     @property
     def server(self) -> ShardedServer:
         """The server."""
-        return self.exchange.server
+        assert self.state.server is not None
+        return self.state.server
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
-        state, groups = self._whole_optimizer_state(), self.server.groups()
+        state = self._whole_optimizer_state()
         super().follow(replica)
-        self._serve(state, groups, self.exchange.groups)
+        self._serve(state)
 
-    def _serve(
-        self,
-        state: Mapping[Tensor, Mapping[str, Any]],
-        groups: Mapping[int, Mapping[str, Any]],
-        of_user: UserGroups,
-    ) -> None:
-        """Make a server of the replica's parameters, with the state and param groups of the last one's optimizers."""
-        server = ShardedServer(
+    def _serve(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Make a server of the replica's parameters, with the state of the last one's optimizers."""
+        self.state.server = ShardedServer(
             self.replica.parameters,
             self._required_optimizer,
             self.topology,
@@ -245,15 +235,18 @@ class ServedStepsDelay(RunningStepsDelay):
             self.wire,
             self.replica.bucket_bytes,
         )
-        server.take_optimizer_state(state)
-        server.set_groups(groups)
-        self.state.exchange = PulledWeights(server, of_user)
+        self._take_optimizer_state(state)
+        self.state.delayed_steps, self.state.has_pulled = 0, False
+
+    def _take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        for bucket in self.server.buckets:
+            bucket.take_state(state)
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
         optimizer = self._required_optimizer
         if optimizer.state:
-            self.server.take_optimizer_state(optimizer.state)
+            self._take_optimizer_state(optimizer.state)
             optimizer.state.clear()
 
     def before_step(self, last: bool) -> Update:
@@ -261,25 +254,50 @@ class ServedStepsDelay(RunningStepsDelay):
 
     def _run_iteration(self, optimizer_step: Callable[[], object] | None) -> None:
         self.state.holds_final_weights = False
-        if optimizer_step is not None:
+        if optimizer_step is None:
+            values = self._group_values()
+        else:
             if hasattr(self.optimizer, "found_inf"):
                 raise ValueError(
                     "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
                     " scaled ones: use fused=False together with a gradient scaler"
                 )
             self._make_dense()
-            with _without_gradients(self.replica.parameters):
-                # moves nothing: for hooks, and for schedulers, which check that it is called
-                changes = self.exchange.groups.step(optimizer_step)
+            values = self._step_without_gradients(optimizer_step)
             self.guard.check_gradients()
-        else:
-            changes = self.exchange.groups.changes()
-        has_gradient = optimizer_step is not None
+        run = self._step_synchronously if self.phase == "warm-up" else self._step_delayed
         with torch.no_grad():
-            if self.phase == "warm-up":
-                self._step_synchronously(has_gradient, changes)
-            else:
-                self._step_delayed(has_gradient, changes)
+            run(optimizer_step is not None, values)
+
+    def _group_values(self) -> GroupValues:
+        return list(map(values_of, self._required_optimizer.param_groups))
+
+    def _step_without_gradients(self, optimizer_step: Callable[[], object]) -> GroupValues:
+        """Call the user's step, which moves nothing, for hooks, and for schedulers, which check that it is called.
+
+        Returns:
+            The values with which the server steps: those of the param groups between hooks before and after the step.
+        """
+        seen: GroupValues = []
+
+        def before(*_: object) -> None:
+            if not seen:  # later ones are steps of base classes
+                seen.extend(self._group_values())
+
+        try:
+            hook: Any = self._required_optimizer.register_step_pre_hook(before)
+        except AttributeError:  # of an optimizer that has not called the constructor of torch's
+            hook = nullcontext()
+        gradients = [parameter.grad for parameter in self.replica.parameters]
+        for parameter in self.replica.parameters:
+            parameter.grad = None
+        try:
+            with hook:
+                optimizer_step()
+        finally:
+            for parameter, gradient in zip(self.replica.parameters, gradients, strict=True):
+                parameter.grad = gradient
+        return seen or self._group_values()
 
     def _make_dense(self) -> None:
         """Make sparse gradients dense: their rows do not divide into the server's shards."""
@@ -302,65 +320,68 @@ class ServedStepsDelay(RunningStepsDelay):
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
-        state, groups = self._whole_optimizer_state(only_on=0), self.server.groups()
+        state = self._whole_optimizer_state(only_on=0)
         super().finish()
         self._required_optimizer.state.update(state)
-        self.exchange.groups.take(groups)
         self.state.holds_final_weights = True
 
     # ---- the method: one iteration of Algorithm 1, from the gradient on ------------------------------------------
 
-    def _step_synchronously(self, has_gradient: bool, changes: Hyperparameters) -> None:
+    def _step_synchronously(self, has_gradient: bool, values: GroupValues) -> None:
         """Step in the warm-up; without a gradient if it overflowed."""
-        exchange, server = self.exchange, self.server
+        server = self.server
         self._take_writes()
-        for index in range(len(server.buckets)):
-            server.push(index, changes, has_gradient, pull=True)
+        for bucket in server.buckets:
+            server.push(bucket, values[bucket.group], has_gradient, pull=True)
         server.wait_for_pulls()
-        for index, weights in enumerate(server.pulled(exchange.pulled)):
-            server.buckets[index].bucket.unpack(weights)
-            exchange.replace(index, weights)
-        exchange.has_pulled = False
+        for bucket, weights in zip(server.buckets, server.pulled(), strict=True):
+            bucket.bucket.unpack(weights)
+            server.spares.give_back(bucket.pulled)
+            bucket.pulled = weights
+        self.state.has_pulled = False
         self.state.synchronizations += 1
 
-    def _step_delayed(self, has_gradient: bool, changes: Hyperparameters) -> None:
-        exchange, server = self.exchange, self.server
-        pulls = exchange.delayed_steps % self.config.delay == self.config.delay - 1
+    def _step_delayed(self, has_gradient: bool, values: GroupValues) -> None:
+        state, server = self.state, self.server
+        pulls = state.delayed_steps % self.config.delay == self.config.delay - 1
         self._take_writes()
-        has_arrived = exchange.has_pulled
-        pulled: Iterator[Tensor | None] = server.pulled(exchange.pulled) if has_arrived else repeat(None)
+        has_arrived = state.has_pulled
+        arrivals: Iterator[Tensor | None] = server.pulled() if has_arrived else repeat(None)
         for index, bucket in enumerate(server.buckets):
-            arrived = next(pulled)
-            server.push(index, changes, has_gradient, pulls)
-            self._update_locally(index, bucket, has_gradient, arrived)
+            before, arrived = bucket.pulled, next(arrivals)
             if arrived is not None:
-                exchange.replace(index, arrived)
+                bucket.pulled = arrived
+            server.push(bucket, values[bucket.group], has_gradient, pulls)
+            self._update_locally(index, bucket, has_gradient, before, arrived)
+            if arrived is not None:
+                server.spares.give_back(before)
         if pulls:
             server.wait_for_pulls()
-        exchange.has_pulled = pulls
-        exchange.delayed_steps += 1
+        state.has_pulled = pulls
+        state.delayed_steps += 1
         if has_arrived:
-            self.state.unsynchronized_steps = 0
-            self.state.synchronizations += 1
+            state.unsynchronized_steps = 0
+            state.synchronizations += 1
 
     def _take_writes(self) -> None:
         """Let the server take what a program wrote to the weights in the warm-up; later these are not the server's."""
-        exchange = self.exchange
-        if not exchange.delayed_steps and not exchange.has_pulled:
-            self.server.take_writes(exchange.pulled)
+        if not self.state.delayed_steps and not self.state.has_pulled:
+            for bucket in self.server.buckets:
+                bucket.take_writes()
 
-    def _update_locally(self, index: int, bucket: ShardedBucket, has_gradient: bool, arrived: Tensor | None) -> None:
-        """Move a bucket's weights by the local rule, starting from the pulled ones if a pull has arrived."""
+    def _update_locally(
+        self, index: int, bucket: ServedBucket, has_gradient: bool, before: Tensor, arrived: Tensor | None
+    ) -> None:
+        """Move a bucket's weights by the local rule, from the pulled ones if a pull has arrived after ``before``."""
         if not has_gradient and arrived is None:
             return
-        exchange, spares = self.exchange, self.server.spares
-        settings = self._rule_settings(bucket)
-        is_ascent = self._required_optimizer.param_groups[bucket.group].get("maximize")
+        config, group = self.config, self._required_optimizer.param_groups[bucket.group]
+        learning_rate = float(group["lr"])
         samples: list[Tensor] = []
         offset = 0
-        for part, state in zip(exchange.parts[index], exchange.rule_state[index], strict=True):
+        for part, state in zip(bucket.parts, bucket.rule_state, strict=True):
             here = slice(offset, offset + part.numel)
-            with spares.lend(part.numel, part.dtype, part.device) as new:
+            with self.server.spares.lend(part.numel, part.dtype, part.device) as new:
                 in_place = part.view()
                 held = part.pack(new()) if in_place is None else in_place
                 weights = held if arrived is None else new().copy_(arrived[here])
@@ -371,39 +392,30 @@ class ServedStepsDelay(RunningStepsDelay):
                     gradient = part.pack_gradients(new())
                 update = LocalUpdate(
                     weights=weights,
-                    gradient=-gradient if is_ascent else gradient,
+                    gradient=-gradient if group.get("maximize") else gradient,
                     taken_at=held,
-                    pulled=exchange.pulled[index][here],
+                    pulled=before[here],
                     has_arrived=arrived is not None,
+                    learning_rate=learning_rate,
+                    local_learning_rate=config.local_scale(group) * learning_rate,
+                    momentum=float(group.get("momentum", 0.0)),
+                    dampening=_dampening_of(group),
+                    weight_decay=float(group.get("weight_decay", 0.0)),
+                    delay=config.delay,
+                    alpha=config.alpha,
+                    beta=config.beta,
+                    hold=config.hold,
                     state=state,
-                    **settings,
                 )
                 if has_gradient:
-                    LOCAL_RULES[self.config.local_update](update)
-                elif (
-                    self.config.local_update == "glu" and self.config.hold
-                ):  # the other nodes' steps do not depend on it
+                    LOCAL_RULES[config.local_update](update)
+                elif config.local_update == "glu" and config.hold:  # the other nodes' steps do not depend on it
                     hold_global_gradient(update)
                 if weights is not in_place:
                     part.unpack(weights)
             offset += part.numel
-        if samples and arrived is not None:
+        if arrived is not None:
             self._disagreement.compare(index, torch.cat(samples), sample(arrived[:offset]), offset)
-
-    def _rule_settings(self, bucket: ShardedBucket) -> dict[str, Any]:
-        group = self._required_optimizer.param_groups[bucket.group]
-        learning_rate = float(group["lr"])
-        return {
-            "learning_rate": learning_rate,
-            "local_learning_rate": self.config.local_scale(group) * learning_rate,
-            "momentum": float(group.get("momentum", 0.0)),
-            "dampening": _dampening_of(group),
-            "weight_decay": float(group.get("weight_decay", 0.0)),
-            "delay": self.config.delay,
-            "alpha": self.config.alpha,
-            "beta": self.config.beta,
-            "hold": self.config.hold,
-        }
 
     # ---- the averaged model ---------------------------------------------------------------------------------------
 
@@ -425,35 +437,21 @@ class ServedStepsDelay(RunningStepsDelay):
         return super().scalars() if relative is None else {**super().scalars(), "disagreement": relative}
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
+        state = super().optimizer_state(only_on)
         if self.state.holds_final_weights or is_placeholder(self._required_optimizer):
-            return super().optimizer_state(only_on)
-        whole, groups = self._whole_optimizer_state(only_on), self.server.groups()
-        state = self._required_optimizer.state_dict()
-        for saved, values in zip(state["param_groups"], self.exchange.groups.merged(groups), strict=True):
-            saved.update(values)
+            return state
+        whole = self._whole_optimizer_state(only_on)
         parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
-        state["state"] = {index: whole[p] for index, p in enumerate(parameters) if p in whole}
-        return state
+        return {**state, "state": {index: whole[p] for index, p in enumerate(parameters) if p in whole}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.exchange.restart()
+        for bucket in self.server.buckets:
+            bucket.restart()
         super().load_state_dict(state)
 
     def _whole_optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
         self.state.settle()
         return self.server.optimizer_state(only_on)
-
-
-@contextmanager
-def _without_gradients(parameters: list[Tensor]) -> Iterator[None]:
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
 
 
 def _dampening_of(group: Mapping[str, Any]) -> float:

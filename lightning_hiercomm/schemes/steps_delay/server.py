@@ -15,11 +15,9 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.bucket import BUCKET_BYTES
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.optimizer_state import copied, optimizer_like
-from lightning_hiercomm.schemes.steps_delay.buckets import ShardedBucket, sharded_buckets
-from lightning_hiercomm.schemes.steps_delay.shards import Hyperparameters, Shard, State, dtypes_of, like_present
+from lightning_hiercomm.schemes.optimizer_state import copied
+from lightning_hiercomm.schemes.steps_delay.bucket import ServedBucket, served_buckets
 
 T = TypeVar("T")
 
@@ -35,7 +33,7 @@ class ShardedServer:
 
     With N parameters of b bytes on M nodes, a push sends ``(M - 1) / M * N * b`` bytes per node, and so does a pull,
     spread over the node's links. Every rank with an inter-node process group owns a shard. A rank also has its shard of
-    mean gradients, its messages and, on a narrow wire, a copy of its shard.
+    mean gradients, its messages and the weights pulled last.
 
     A push starts in the training thread, on the topology's communicators. Step and pull follow in the background, with
     a process group of their own. Call other methods only while nothing is in flight.
@@ -63,122 +61,93 @@ class ShardedServer:
         pull_group: Communicator | None,
         background: Background,
         wire: Wire,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int,
     ) -> None:
-        self.wire = wire
         self.spares = Spares()
+        self._parameters = parameters
         self._topology = topology
         self._pull_group = pull_group
         self._background = background
-        self._owners = [
-            topology.nodes[node][local] for local in range(topology.num_shards) for node in range(topology.num_nodes)
-        ]
-        self.buckets = list(sharded_buckets(parameters, optimizer, len(self._owners), bucket_bytes))
-        self._shards = [self._new_shard(bucket, optimizer) for bucket in self.buckets]
-
-    def _new_shard(self, bucket: ShardedBucket, optimizer: Optimizer) -> Shard:
-        flat = bucket.pack()
-        values = self._own(flat).clone()
-        payload_dtype = self.wire.codec.payload_dtype(values.dtype)
-        mean = torch.empty_like(values, dtype=payload_dtype)
-        payload = torch.zeros_like(self._topology.own_shard(flat), dtype=payload_dtype)
-        last_pulled = values.clone() if self.wire.compresses(values.dtype) and not self.wire.raw else None
-        for tensor in (values, mean, payload, last_pulled):
-            if tensor is not None:
-                self._background.uses(tensor)
-        shard = Shard(bucket, values, mean, payload, optimizer_like(optimizer, bucket.group), last_pulled)
-        shard.own(list(bucket.slices(*self._range(bucket))))
-        return shard
-
-    def _range(self, bucket: ShardedBucket) -> tuple[int, int]:
-        """The elements of a bucket that this rank owns."""
-        inter = self._topology.inter
-        if inter is None:
-            return 0, 0
-        begin = (self._topology.local_rank * inter.size + inter.rank) * bucket.shard_numel
-        return begin, begin + bucket.shard_numel
-
-    def _own(self, flat: Tensor) -> Tensor:
-        """Return this rank's shard of a flat tensor: a view, empty for a rank that owns none."""
-        part, inter = self._topology.own_shard(flat), self._topology.inter
-        return part if inter is None else part.chunk(inter.size)[inter.rank]
+        self.buckets = list(served_buckets(parameters, optimizer, topology, wire, bucket_bytes))
+        for bucket in self.buckets:
+            for tensor in (bucket.values, bucket.mean, bucket.payload, bucket.pulled):
+                background.uses(tensor)
 
     # ---- push, step and pull -------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def push(self, index: int, changes: Hyperparameters, has_gradients: bool, pull: bool) -> None:
+    def push(self, bucket: ServedBucket, values: Mapping[str, Any], has_gradients: bool, pull: bool) -> None:
         """Start to send a bucket's gradients to their owners, who then step; waits for the bucket's previous push only.
 
         The gradients are copied before this returns.
 
         Args:
-            index: The bucket's number. All buckets are pushed in each iteration, in their order. One that was pulled is
-                pushed after its weights were taken from :meth:`pulled`.
-            changes: Values in the user's param groups that the server does not have yet.
+            bucket: All buckets are pushed in each iteration, in their order. One that was pulled is pushed after its
+                weights were taken from :meth:`pulled`.
+            values: The present values of the user's param group.
             has_gradients: Whether the parameters hold the node's mean gradients; otherwise these overflowed.
             pull: Whether :meth:`pulled` will return the weights after this step.
         """
-        shard, inter, pull_group = self._shards[index], self._topology.inter, self._pull_group
+        inter, pull_group = self._topology.inter, self._pull_group
         if inter is None or pull_group is None:
             return
-        shard.stepped.wait()  # the previous push used the same memory
+        bucket.stepped.wait()  # the previous push used the same memory
         if has_gradients:
-            begin = self._topology.local_rank * shard.payload.numel()
-            shard.bucket.pack_gradients(shard.payload, begin, self._topology.node_weight)
+            bucket.pack_gradients(self._topology.node_weight)
         else:
-            shard.payload.zero_()
-        summed = inter.reduce_scatter(shard.mean, shard.payload)
+            bucket.payload.zero_()
+        summed = inter.reduce_scatter(bucket.mean, bucket.payload)
 
+        @torch.no_grad()
         def step() -> None:
             summed.wait()
-            shard.step(changes)
+            bucket.step(values)
             if pull:
-                shard.start_pull(pull_group)
+                bucket.start_pull(pull_group)
 
-        for value in changes[shard.bucket.group].values():
+        for value in values.values():
             if isinstance(value, Tensor):  # a tensor learning rate was cloned on the stream of training
                 self._background.uses(value)
-        shard.stepped = self._background.submit(step)
+        bucket.stepped = self._background.submit(step)
 
     def wait_for_pulls(self) -> None:
         """Let the background wait for the pulls, after all pushes, which an earlier wait would delay."""
         if self._pull_group is None:
             return
-        for shard in self._shards:
+        for bucket in self.buckets:
 
-            def end_pull(shard: Shard = shard, stepped: Handle = shard.stepped) -> None:
+            def end_pull(bucket: ServedBucket = bucket, stepped: Handle = bucket.stepped) -> None:
                 stepped.wait()  # it has ended, but may have failed
-                shard.pull.wait()
+                bucket.pull.wait()
 
-            shard.pulled = self._background.submit(end_pull)
+            bucket.pull_ended = self._background.submit(end_pull)
 
     @torch.no_grad()
-    def pulled(self, last: Sequence[Tensor]) -> Iterator[Tensor]:
+    def pulled(self) -> Iterator[Tensor]:
         """Wait for the weights that were pulled, and gather them inside the node.
-
-        Args:
-            last: The weights that this, or :meth:`restart`, had last; one flat tensor per bucket.
 
         Yields:
             One flat tensor per bucket, in their order, to be returned to :attr:`spares` after its use.
         """
 
-        def gather(shard: Shard) -> tuple[Tensor, Handle]:
-            shard.pulled.wait()
-            flat = shard.bucket.empty(shard.payload.dtype, self.spares)
-            self._topology.own_shard(flat).copy_(shard.payload)
-            return flat, self._topology.gather_shards(flat)
+        def gather(bucket: ServedBucket) -> tuple[ServedBucket, Tensor, Handle]:
+            bucket.pull_ended.wait()
+            flat = bucket.bucket.empty(bucket.shards, bucket.payload.dtype, self.spares)
+            flat[bucket.sent].copy_(bucket.payload)
+            return bucket, flat, self._topology.gather_shards(flat)
 
-        for (payload, handle), before in zip(_ahead(map(gather, self._shards)), last, strict=True):
+        for bucket, payload, handle in _ahead(map(gather, self.buckets)):
             handle.wait()
+            before = bucket.pulled
             if payload.dtype == before.dtype:
                 yield payload
                 continue
             weights = self.spares.take(before.numel(), before.dtype, before.device)
-            if self.wire.raw:
-                weights.copy_(payload)
-            else:
+            if bucket.sends_differences:
                 torch.add(before, payload, out=weights)
+                self._background.uses(weights)  # the next pull sends the difference from them
+            else:
+                weights.copy_(payload)
             self.spares.give_back(payload)
             yield weights
 
@@ -186,70 +155,24 @@ class ShardedServer:
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
-        for shard in self._shards:
-            shard.stepped.wait()
-            shard.pulled.wait()
+        for bucket in self.buckets:
+            bucket.stepped.wait()
+            bucket.pull_ended.wait()
 
     def weights(self) -> Iterator[Tensor]:
         """Yield the present weights, exact: one new flat tensor per bucket. Collective."""
-        return self._gathered((shard.bucket.shard_numel, shard.values) for shard in self._shards)
-
-    @torch.no_grad()
-    def restart(self, weights: Sequence[Tensor]) -> None:
-        """Continue from other weights, equal on all ranks, one flat tensor per bucket; the optimizer state stays."""
-        for shard, flat in zip(self._shards, weights, strict=True):
-            shard.stepped = shard.pull = shard.pulled = finished
-            shard.values.copy_(self._own(flat))
-            if shard.last_pulled is not None:
-                shard.last_pulled.copy_(shard.values)
-
-    @torch.no_grad()
-    def take_writes(self, last: Sequence[Tensor]) -> None:
-        """Copy to this rank's shards what a program wrote to the parameters; not collective.
-
-        Args:
-            last: What the parameters held before, as for :meth:`pulled`. A narrow wire rounds it, so that elements that
-                were not written keep the shard's values.
-        """
-        for shard, before in zip(self._shards, last, strict=True):
-            was = self._own(before)
-            for part in shard.bucket.slices(*self._range(shard.bucket)):
-                here = slice(part.offset, part.offset + part.numel)
-                held = part.tensor.detach().reshape(-1)[part.start : part.end]
-                shard.values[here] = torch.where(held == was[here], shard.values[here], held)
+        return self._gathered((bucket, bucket.values) for bucket in self.buckets)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return this rank's shards of weights and optimizer state."""
-        return [shard.state_dict() for shard in self._shards]
+        """Return this rank's shards of weights and optimizer state, what it pulled, and its rule's state."""
+        return [bucket.state_dict() for bucket in self.buckets]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Restore :meth:`state_dict`, of a run with the same topology, buckets and wire."""
-        for shard, saved in zip(self._shards, state, strict=True):
-            shard.load_state_dict(saved)
-
-    # ---- param groups --------------------------------------------------------------------------------------------
-
-    def groups(self) -> dict[int, dict[str, Any]]:
-        """Return the values in the optimizers' param groups by the index of the user's group. Collective."""
-        own = {shard.bucket.group: shard.group for shard in self._shards if shard.owns_elements}
-        on_cpu = {
-            index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}
-            for index, values in own.items()
-        }
-        everyone = self._topology.world.all_gather_object(on_cpu)
-        return {index: own.get(index, values) for theirs in reversed(everyone) for index, values in theirs.items()}
-
-    def set_groups(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
-        """Set values in the optimizers' param groups, as :meth:`groups` returns them."""
-        for shard in self._shards:
-            shard.set_group(like_present(groups.get(shard.bucket.group, {}), shard.group))
+        for bucket, saved in zip(self.buckets, state, strict=True):
+            bucket.load_state_dict(saved)
 
     # ---- optimizer state of whole parameters ---------------------------------------------------------------------
-
-    def take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Take this rank's shards of a state for whole parameters, as :meth:`optimizer_state` returns it."""
-        for shard in self._shards:
-            shard.take_state(state)
 
     @torch.no_grad()
     def optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
@@ -263,49 +186,48 @@ class ShardedServer:
             receive it.
         """
         known = self._known_state()
-        entries = [
-            (shard, pieces, name, dtype)
-            for shard, pieces in zip(self._shards, known, strict=True)
-            for name, dtype in dtypes_of(pieces)
-        ]
-        flats = self._gathered(
-            (shard.bucket.shard_numel, shard.state_by_element(name, dtype)) for shard, _, name, dtype in entries
-        )
+        entries = []
+        for bucket in self.buckets:
+            items = (item for part in bucket.bucket.slices for item in known[part.tensor].items())
+            kinds = {name: dtype for name, dtype in items if isinstance(dtype, torch.dtype)}
+            entries += [(bucket, name, dtype) for name, dtype in sorted(kinds.items())]
+        flats = self._gathered((bucket, bucket.state_by_element(name, dtype)) for bucket, name, dtype in entries)
         receives = only_on is None or only_on == self._topology.rank
         state: dict[Tensor, dict[str, Any]] = {}
-        for (shard, pieces, name, dtype), flat in zip(entries, flats, strict=True):
-            for piece, (part, values) in enumerate(shard.bucket.bucket.split(flat)) if receives else ():
-                if isinstance(pieces[piece].get(name), torch.dtype):
-                    held = state.setdefault(part.tensor, {})
-                    if name not in held:
-                        held[name] = torch.empty(part.tensor.shape, dtype=dtype, device=part.tensor.device)
-                    held[name].view(-1)[part.start : part.start + part.length] = values
-        for shard, pieces in zip(self._shards, known, strict=True) if receives else ():
-            for piece, values_by_name in pieces.items():
-                for name, value in values_by_name.items():
-                    if not isinstance(value, torch.dtype):
-                        tensor = shard.bucket.bucket.slices[piece].tensor
-                        state.setdefault(tensor, {}).setdefault(name, copied(value))
-        return state
+        for tensor, values in known.items() if receives else ():
+            state[tensor] = {
+                name: torch.empty(tensor.shape, dtype=value, device=tensor.device)
+                if isinstance(value, torch.dtype)
+                else copied(value)
+                for name, value in values.items()
+            }
+        for (bucket, name, _), flat in zip(entries, flats, strict=True):
+            for part, elements in bucket.bucket.split(flat) if receives else ():
+                if isinstance(known[part.tensor].get(name), torch.dtype):
+                    state[part.tensor][name].view(-1)[part.start :][: part.length] = elements
+        return {tensor: values for tensor, values in state.items() if values}
 
-    def _known_state(self) -> list[State]:
-        """Return all ranks' :meth:`Shard.state` of each bucket. Collective."""
-        everyone = self._topology.world.all_gather_object([shard.state() for shard in self._shards])
-        known: list[State] = [defaultdict(dict) for _ in self._shards]
-        for theirs in everyone:
-            for pieces, merged in zip(theirs, known, strict=True):
-                for piece, values in pieces.items():
-                    merged[piece].update(values)
+    def _known_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Return all ranks' :meth:`ServedBucket.state`, by tensor. Collective."""
+        places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        own = [(places[id(tensor)], *rest) for bucket in self.buckets for tensor, *rest in bucket.state()]
+        known: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for theirs in self._topology.world.all_gather_object(own):
+            for place, name, value in theirs:
+                values = known[self._parameters[place]]
+                # a number of shape (1,) looks like one per element where a rank owns one element of the tensor
+                if name not in values or not isinstance(value, torch.dtype):
+                    values[name] = value
         return known
 
     @torch.no_grad()
-    def _gathered(self, shards: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
-        """Yield the shards of all ranks as one flat tensor, for pairs of their size and this rank's own."""
+    def _gathered(self, shards: Iterable[tuple[ServedBucket, Tensor]]) -> Iterator[Tensor]:
+        """Yield the shards of all ranks as one flat tensor, for pairs of a bucket and this rank's shard."""
 
-        def gather(numel: int, own: Tensor) -> tuple[Tensor, Handle]:
-            flat, inter = own.new_empty(len(self._owners) * numel), self._topology.inter
-            part = self._own(flat).copy_(own)
-            return flat, finished if inter is None else inter.all_gather(self._topology.own_shard(flat), part)
+        def gather(bucket: ServedBucket, own: Tensor) -> tuple[Tensor, Handle]:
+            flat, inter = own.new_empty(bucket.pulled.numel()), self._topology.inter
+            part = flat[bucket.own].copy_(own)
+            return flat, finished if inter is None else inter.all_gather(flat[bucket.sent], part)
 
         for flat, handle in _ahead(starmap(gather, shards)):
             handle.wait()

@@ -29,7 +29,7 @@ def test_optimizer_state_is_shared_out_among_the_ranks(nodes):
     def work(run: Rank) -> None:
         steps(3)(run)
         run.scheme.state.settle()
-        shards = run.scheme.state_dict()["exchange"]["server"]
+        shards = run.scheme.state_dict()["server"]
         momenta = [owned["momentum_buffer"] for shard in shards for owned in shard["optimizer"]]
         held.append((run.rank, sum(momentum.numel() for momentum in momenta)))
         assert not run.optimizer.state
