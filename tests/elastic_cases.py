@@ -139,11 +139,11 @@ def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
         return call
 
     if moment == "before the quorum":
-        membership.form_quorum = wrapped(membership.form_quorum, before=True)
+        membership.rendezvous.form = wrapped(membership.rendezvous.form, before=True)
     elif moment == "in the exchange":
         for group in own.rank.topology.all_groups if own.local == 0 else ():
             group._launch = wrapped(group._launch, before=False)  # noqa: SLF001
     elif moment == "before the vote":
-        membership.vote = wrapped(membership.vote, before=True)
+        membership.votes.decide = wrapped(membership.votes.decide, before=True)
     else:
         membership.commit = wrapped(membership.commit, before=False)

@@ -19,23 +19,12 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.membership import Membership
 from lightning_hiercomm.elastic.quorum import Quorum, Request
-from lightning_hiercomm.elastic.rendezvous import Surroundings
 from lightning_hiercomm.elastic.signature import Signer
+from lightning_hiercomm.elastic.surroundings import Surroundings
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-
-
-def undo_point(scheme: RunningScheme[Scheme]) -> Callable[[], None]:
-    """Return a callback that restores all that a synchronization changes."""
-    undo_state, undo_values = scheme.state.undo_point(), scheme.replica.undo_point()
-
-    def undo() -> None:
-        undo_state()
-        undo_values()
-
-    return undo
 
 
 class Died(BaseException):
@@ -142,16 +131,41 @@ class ElasticRank:
         node: The node's name.
         local: The local rank.
         membership: Of the node.
-        transaction: Runs its synchronizations.
         cluster: All nodes.
+        leaves_by: Returns the exception that ends training if this rank has to leave.
     """
 
     rank: Rank
     node: str
     local: int
     membership: Membership
-    transaction: Transaction
     cluster: Threads
+    leaves_by: Callable[[], BaseException | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.transaction = Transaction(self.membership, self)
+
+    def position(self) -> str:
+        return f"after {self.scheme.state.steps} steps"
+
+    def batches(self) -> int:
+        return self.scheme.state.steps
+
+    def settle(self) -> None:
+        self.scheme.state.settle()
+
+    def before_change(self) -> Callable[[], None]:
+        return self.scheme.before_nodes_change()
+
+    def undo_point(self) -> Callable[[], None]:
+        """Return a callback that restores all that a synchronization changes."""
+        undo_state, undo_values = self.scheme.state.undo_point(), self.scheme.replica.undo_point()
+
+        def undo() -> None:
+            undo_state()
+            undo_values()
+
+        return undo
 
     @property
     def scheme(self) -> RunningScheme[Scheme]:
@@ -192,27 +206,20 @@ class ElasticRank:
 
     def join(self) -> bool:
         """Begin with the others, or recover from one of them; return whether it recovered."""
-        while True:
-            quorum = self.transaction.begin(self._begin_equal, admits=True)
-            topology = self.rank.topology
-            assert isinstance(topology, ElasticTopology)
-            if quorum is None:
-                topology.synchronize_by(self.transaction)
-                self.scheme.follow(self.rank.replica())
-                return False
-            source = quorum.source_of(self.membership.me.replica_id)
-            assert source is not None
-            state = self.membership.heal(source)
-            if state is None:
-                continue
-            with torch.no_grad():
-                for parameter, values in zip(self.rank.parameters, state["values"], strict=True):
-                    parameter.copy_(values)
-            self.rank.optimizer.load_state_dict(state["optimizer"])
+        state = self.transaction.begin(self._begin_equal, admits=True)
+        topology = self.rank.topology
+        assert isinstance(topology, ElasticTopology)
+        topology.synchronize_by(self.transaction)
+        if state is None:
             self.scheme.follow(self.rank.replica())
-            self.scheme.load_state_dict(state["schedule"])
-            topology.synchronize_by(self.transaction)
-            return True
+            return False
+        with torch.no_grad():
+            for parameter, values in zip(self.rank.parameters, state["values"], strict=True):
+                parameter.copy_(values)
+        self.rank.optimizer.load_state_dict(state["optimizer"])
+        self.scheme.follow(self.rank.replica())
+        self.scheme.load_state_dict(state["schedule"])
+        return True
 
     def _begin_equal(self) -> None:
         for parameter in self.rank.parameters:
@@ -307,21 +314,11 @@ class Threads:
             topology,
             self.lights if is_first else None,
             self.wires,
-            lambda: rank.scheme.before_nodes_change(),
             self.wires.stores[address] if is_first else None,
-            signer=Signer(self.tokens.get(name, "")),
+            Signer(self.tokens.get(name, "")),
         )
         membership = Membership(me, around)
-        transaction = Transaction(
-            membership,
-            topology,
-            lambda: undo_point(rank.scheme),
-            lambda: f"after {rank.scheme.state.steps} steps",
-            lambda: rank.scheme.state.steps,
-            lambda: rank.scheme.state.settle(),
-        )
-        elastic = ElasticRank(rank, name, local, membership, transaction, self)
-        yield elastic
+        yield ElasticRank(rank, name, local, membership, self)
         membership.leave()
         if is_first:
             self.lights.lose(name)

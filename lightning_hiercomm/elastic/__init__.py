@@ -28,7 +28,8 @@ what                   where                                              class
 =====================  =================================================  =====================================
 who is alive, asks     :mod:`~lightning_hiercomm.elastic.lighthouse`      ``TorchftLighthouse``
 who takes part         :mod:`~lightning_hiercomm.elastic.quorum`          ``compute_quorum``
-connections            :mod:`~lightning_hiercomm.elastic.rendezvous`      ``Rendezvous``
+asks, ends if stale    :mod:`~lightning_hiercomm.elastic.rendezvous`      ``Rendezvous``
+connections            :mod:`~lightning_hiercomm.elastic.topology`        ``ElasticTopology``
 all or none            :mod:`~lightning_hiercomm.elastic.transaction`     ``Transaction``, ``Vote``
 recovery               :mod:`~lightning_hiercomm.elastic.healing`         ``Healing``
 =====================  =================================================  =====================================

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from lightning_hiercomm.elastic.quorum import NodeRefused, Request
-from lightning_hiercomm.elastic.rendezvous import Surroundings
+from lightning_hiercomm.elastic.surroundings import Surroundings
 from lightning_hiercomm.elastic.transport import packed, unpacked
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,6 @@ class Healing:
 
     def __init__(self, around: Surroundings, device: torch.device | None = None) -> None:
         self._around = around
-        self._intra = around.topology.intra
         self._device = device or torch.device("cpu")
         self._waiting: list[Request] = []
         self._sent: dict[str, int] = {}
@@ -45,8 +44,9 @@ class Healing:
         """Whether nodes wait for this node's state."""
         return bool(self._waiting)
 
-    def note_request(self, me: Request) -> None:
-        """Publish the number of this node's request: it sends nothing more for earlier ones."""
+    def begin_request(self, me: Request) -> None:
+        """Let nodes that still wait for this node's state ask again, and publish the number of its new request."""
+        self._reject_waiting()
         if self._around.store is not None:
             self._around.store.set(self._around.signer.key("requests"), str(me.number))
 
@@ -67,13 +67,11 @@ class Healing:
         """Send ``state()`` to the nodes that wait, if any; None rejects them. Collective over the node."""
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
         whole = state()
-        if self._around.store is None:
+        if whole is None or self._around.store is None:
+            self._reject_waiting()
             return
-        if whole is None:
-            self.reject(waiting)
-            return
+        waiting, self._waiting = self._waiting, []
         data = packed({**whole, "node": about})
         for node in waiting:
             key, chunks = self._key(node), data.split(_CHUNK_BYTES)
@@ -84,17 +82,6 @@ class Healing:
             self._threads.append(thread)
             thread.start()
 
-    def reject_waiting(self) -> None:
-        """Let nodes that still wait for this node's state ask again."""
-        waiting, self._waiting = self._waiting, []
-        self.reject(waiting)
-
-    def reject(self, recovering: Sequence[Request]) -> None:
-        """Let nodes ask again, because this node cannot send them its state."""
-        if self._around.store is not None:
-            for node in recovering:
-                self._around.store.set(f"{self._key(node)}/ready", _REJECTED)
-
     def _put(self, key: str, chunks: Sequence[Any], ready: str) -> None:
         store = self._around.store
         assert store is not None
@@ -103,11 +90,21 @@ class Healing:
                 store.set(f"{key}/{index}", chunk.numpy().tobytes())
             store.set(f"{key}/ready", ready)
 
+    def reject(self, recovering: Sequence[Request]) -> None:
+        """Let nodes ask again, because this node cannot send them its state."""
+        if self._around.store is not None:
+            for node in recovering:
+                self._around.store.set(f"{self._key(node)}/ready", _REJECTED)
+
+    def _reject_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self.reject(waiting)
+
     def finish(self) -> None:
         """Wait until nodes have fetched the states, as long as they make progress."""
         if self._around.store is None:
             return
-        self.reject_waiting()
+        self._reject_waiting()
         for thread in self._threads:
             thread.join()
         deadline = time.monotonic() + self._around.elastic.dead_after
@@ -125,45 +122,33 @@ class Healing:
 
     def fetch(self, source: Request, me: Request) -> dict[str, Any] | None:
         """Wait for the state of a member; None if it sends none. Collective over the node."""
-        data, size = torch.empty(0, dtype=torch.uint8), None
+        around = self._around
+        data: Tensor | None = None
+        size: int | None = None
         while size is None:
-            if self._intra.rank == 0:
-                data, size = self._poll(source, self._key(me))
-                if size is None and self._has_gone_on(source, self._key(me)):
-                    size = 0
-            size = self._intra.all_gather_object(size)[0]
+            if around.is_first:
+                data = self._poll(source, self._key(me))
+                size = None if data is None else data.numel()
+            size = around.shared(size)
         if size == 0:
             return None
-        on_device = (data if self._intra.rank == 0 else data.new_empty(size)).to(self._device)
-        self._intra.broadcast(on_device, 0).wait()
+        on_device = (torch.empty(size, dtype=torch.uint8) if data is None else data).to(self._device)
+        around.topology.intra.broadcast(on_device, 0).wait()
         try:
             state: dict[str, Any] = unpacked(on_device.cpu())
         except pickle.UnpicklingError as error:
             raise NodeRefused(f"`weights_only` loading refuses the state of node {source.node!r}: {error}") from error
         return state
 
-    def _has_gone_on(self, source: Request, key: str) -> bool:
-        """Return whether the member has asked for a later quorum without sending its state."""
-        requests = self._around.signer.key("requests")
-
-        def query(store: Store) -> bool:
-            asked_again = store.check([requests]) and int(store.get(requests)) > source.number
-            return asked_again and not (store.check([f"{key}/coming"]) or store.check([f"{key}/ready"]))
-
-        try:
-            return self._around.transport.ask(source.store, query)
-        except RuntimeError:
-            return True
-
-    def _poll(self, source: Request, key: str) -> tuple[Tensor, int | None]:
-        """Return the state and its size in bytes: 0 if there will be none, None if it is not ready yet."""
+    def _poll(self, source: Request, key: str) -> Tensor | None:
+        """Return a state: an empty tensor if there will be none, None if it is not ready within a second."""
         nothing = torch.empty(0, dtype=torch.uint8)
         deadline = time.monotonic() + 1.0
         ask = partial(self._around.transport.ask, source.store)
         try:
             while not ask(lambda store: store.check([f"{key}/ready"])):
                 if time.monotonic() > deadline:
-                    return nothing, None
+                    return nothing if ask(partial(self._has_gone_on, source, key)) else None
                 time.sleep(0.02)
             ready = ask(lambda store: store.get(f"{key}/ready")).decode()
             chunks = []
@@ -173,17 +158,21 @@ class Healing:
                     chunk = ask(partial(_taken, key=f"{key}/{index}"), self._around.elastic.dead_after)
                     chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
             ask(lambda store: store.delete_key(f"{key}/ready"))
-            if not chunks:
-                return nothing, 0
-            data = torch.cat(chunks)
-            if signature != self._around.signer.sign(data.numpy().tobytes()):
-                log.warning("state from node %s failed HMAC verification (check HIERCOMM_TOKEN)", source.node)
-                return nothing, 0
-            return data, data.numel()
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:80]
             log.info("node %s, the source of this node's recovery, is lost: %s", source.node, reason)
-            return nothing, 0
+            return nothing
+        data = torch.cat([nothing, *chunks])
+        if chunks and signature != self._around.signer.sign(data.numpy().tobytes()):
+            log.warning("state from node %s failed HMAC verification (check HIERCOMM_TOKEN)", source.node)
+            return nothing
+        return data
+
+    def _has_gone_on(self, source: Request, key: str, store: Store) -> bool:
+        """Return whether the member has asked for a later quorum without sending its state."""
+        requests = self._around.signer.key("requests")
+        asked_again = store.check([requests]) and int(store.get(requests)) > source.number
+        return asked_again and not (store.check([f"{key}/coming"]) or store.check([f"{key}/ready"]))
 
 
 def _taken(store: Store, key: str) -> bytes:

@@ -135,16 +135,14 @@ class Quorum:
         joining: Those that get the state from a member afterwards: node ``i`` from member ``i`` modulo their number.
         begins: Whether the fit begins with it.
         waits: Why this node has to ask again; empty if it takes part.
-        is_hopeless: Whether it has to wait until a lost node returns.
-        is_finished: Whether that is because the run has finished.
+        ends_by: By what this node ends if it waits for long, because lost nodes would have to return.
     """
 
     members: tuple[Request, ...] = ()
     joining: tuple[Request, ...] = ()
     begins: bool = False
     waits: str = ""
-    is_hopeless: bool = False
-    is_finished: bool = False
+    ends_by: BaseException | None = None
 
     @property
     def token(self) -> str:
@@ -174,10 +172,9 @@ class Quorum:
         """Return the index of a replica among the members, or None."""
         return next((index for index, member in enumerate(self.members) if member.replica_id == replica_id), None)
 
-    def source_of(self, replica_id: str) -> Request | None:
-        """Return the member from which a joining replica gets its state, or None."""
-        ids = [each.replica_id for each in self.joining]
-        return self.members[ids.index(replica_id) % len(self.members)] if replica_id in ids else None
+    def source_of(self, replica_id: str) -> Request:
+        """Return the member from which a joining replica gets its state."""
+        return self.members[[each.replica_id for each in self.joining].index(replica_id) % len(self.members)]
 
     def recovering_from(self, replica_id: str) -> list[Request]:
         """Return the joining nodes that get their state from this member."""
@@ -244,7 +241,7 @@ def compute_quorum(
     if len(members) + len(joining) < min_nodes:
         few = f"{len(members) + len(joining)} of at least {min_nodes} nodes are there"
         is_over = _ended_at(latest.values(), members[0].fit) >= syncs
-        return Quorum(waits=few, is_hopeless=is_over, is_finished=is_over)
+        return Quorum(waits=few, ends_by=RunFinished() if is_over else None)
     room = len(joining) if max_nodes is None else max(0, max_nodes - len(members))
     admitted = joining[:room] if all(member.admits for member in members) else []
     if not me.has_state and me not in admitted:
@@ -280,12 +277,12 @@ def _begin(joining: Sequence[Request], me: Request, min_nodes: int, max_nodes: i
     if len(joining) < min_nodes:
         return Quorum(waits=f"{len(joining)} of at least {min_nodes} nodes are there")
     if is_expected and not has_checkpoint:
-        return Quorum(
-            is_hopeless=True,
-            waits="this run has trained or finished, and no node is left that has its state: it would begin at step 0"
+        reason = (
+            "this run has trained or finished, and no node is left that has its state: it would begin at step 0"
             " again. Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new"
-            " run, instead of restarting a node",
+            " run, instead of restarting a node"
         )
+        return Quorum(waits=reason, ends_by=NodeRefused(reason))
     step = max(request.checkpoint_step for request in joining)
     members = [request for request in joining if request.checkpoint_step == step][:max_nodes]
     others = [request for request in joining if request not in members]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic.groups import CircuitBreaker, InterNodeGroup, NodesWorld
+from lightning_hiercomm.elastic.quorum import Quorum
+from lightning_hiercomm.elastic.transport import GlooTransport
 from lightning_hiercomm.nodes.topology import Holders, Topology
 
 Synchronize = Callable[[Callable[[], object], bool, bool], None]
@@ -19,6 +21,9 @@ class ElasticTopology(Topology):
     Args:
         own: This node, as a run of one node.
         original: The topology that this one duplicates, for overlapped collectives.
+
+    Attributes:
+        connected_in: The quorum whose members this node is connected to; empty if it is not connected.
     """
 
     may_grow = True
@@ -27,7 +32,8 @@ class ElasticTopology(Topology):
         self.breaker: CircuitBreaker = CircuitBreaker() if original is None else original.breaker
         self.inter_group = InterNodeGroup(own.meter, self.breaker, is_overlapped=original is not None)
         if original is None:
-            self.breaker.on_trip = self.disconnect
+            self.breaker.on_trip = self._close_groups
+        self.connected_in = ""
         self._own_duplicates: list[ElasticTopology] = []
         self._nodes_world = NodesWorld(own.intra, self.inter_group if own.local_rank == 0 else None)
         made = {"world": self._nodes_world, "intra": own.intra, "inter": self.inter_group}
@@ -64,7 +70,46 @@ class ElasticTopology(Topology):
         """This rank's inter-node groups, with those of the duplicates."""
         return [self.inter_group, *(each.inter_group for each in self._own_duplicates)]
 
+    def connect_members(
+        self, quorum: Quorum, index: int, transport: GlooTransport, before_change: Callable[[], Callable[[], None]]
+    ) -> str | None:
+        """Connect to all members, unless they are connected; return the error of a rank. Collective over the node.
+
+        ``index`` is this node's among the members.
+        """
+        if quorum.is_connected:
+            return None
+        self.disconnect()
+        after_change = before_change()  # pending collectives must not reach the new groups
+        self.breaker.reset()
+        sizes, local, error = [member.ranks for member in quorum.members], self.local_rank, None
+        has_group = len(sizes) > 1 and local < min(sizes)
+        try:
+            for number, group in enumerate(self.all_groups):
+                name = f"{local}.{number}"
+                group.connect(transport.connect_group(quorum, index, name, self.meter) if has_group else None)
+        except RuntimeError as raised:
+            error = str(raised).splitlines()[0]
+        errors: list[str] = [each for each in self.intra.all_gather_object(error) if each is not None]
+        if errors:
+            self.disconnect()
+            return errors[0]
+        self.reform(sizes, index)
+        after_change()
+        self.connected_in = quorum.group
+        return None
+
     def disconnect(self) -> None:
+        """Close all connections to other nodes, whose pending collectives fail at once. Not collective."""
+        self._close_groups()
+        self.connected_in = ""
+
+    def disconnect_if_broken(self) -> None:
+        """Close all connections if an overlapped collective has failed on a rank of this node. Collective over it."""
+        if self._own_duplicates and any(self.intra.all_gather_object(self.breaker.error is not None)):
+            self.disconnect()
+
+    def _close_groups(self) -> None:
         for group in self.all_groups:
             group.disconnect()
 

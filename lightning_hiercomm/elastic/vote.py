@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store
 
 from lightning_hiercomm.elastic.quorum import Quorum
-from lightning_hiercomm.elastic.rendezvous import Surroundings
+from lightning_hiercomm.elastic.surroundings import Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _REFUSAL_TIMEOUT = 0.1  # seconds: a node that refuses knows the result
 
 
 class Vote:
-    """Votes in the store of the quorum's first member; for the first rank of a node."""
+    """Votes in the store of the quorum's first member."""
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
@@ -28,8 +28,11 @@ class Vote:
     def decide(self, quorum: Quorum, replica_id: str, succeeded: bool) -> bool:
         """Return whether all members have succeeded: the same on all members that can read the result.
 
-        A member that cannot read it rolls back, and is stale if the others committed.
+        A member that cannot read it rolls back, and is stale if the others committed. Collective over the node.
         """
+        return self._around.shared(self._around.is_first and self._decide(quorum, replica_id, succeeded))
+
+    def _decide(self, quorum: Quorum, replica_id: str, succeeded: bool) -> bool:
         members = quorum.members
         if len(members) == 1:
             return succeeded

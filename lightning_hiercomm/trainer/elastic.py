@@ -31,8 +31,9 @@ from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.membership import Membership
 from lightning_hiercomm.elastic.quorum import SIGTERM_EXIT_CODE, Request
-from lightning_hiercomm.elastic.rendezvous import Surroundings, has_ended_here
+from lightning_hiercomm.elastic.rendezvous import has_ended_here
 from lightning_hiercomm.elastic.signature import Signer
+from lightning_hiercomm.elastic.surroundings import Surroundings
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
 from lightning_hiercomm.elastic.transport import GlooTransport
@@ -42,10 +43,21 @@ from lightning_hiercomm.trainer.elastic_refusals import check_monitors
 
 
 class ElasticNode(pl.Callback):
-    """This node in an elastic run, from the setup of a ``fit`` to its teardown; the user's callbacks come later."""
+    """This node in an elastic run, from the setup of a ``fit`` to its teardown; the user's callbacks come later.
 
-    def __init__(self, trainer: pl.Trainer, run: TrainingRun, membership: Membership, checkpoints: Checkpoints) -> None:
+    It is the :class:`~lightning_hiercomm.elastic.surroundings.Participant` of the node's transaction.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        run: TrainingRun,
+        membership: Membership,
+        checkpoints: Checkpoints,
+        leaves_by: Callable[[], BaseException | None],
+    ) -> None:
         self.membership = membership
+        self.leaves_by = leaves_by
         self._trainer = trainer
         self._run = run
         self._checkpoints = checkpoints
@@ -60,24 +72,17 @@ class ElasticNode(pl.Callback):
 
     def join(self, topology: ElasticTopology) -> None:
         """Begin training with the other nodes, or recover from one of them; collective over the node."""
-        trainer, run = self._trainer, self._run
-        transaction = Transaction(
-            self.membership, topology, self._undo_point, self._position, self._batches, self._settle
-        )
+        trainer, run, transaction = self._trainer, self._run, Transaction(self.membership, self)
         progress = trainer.fit_loop.epoch_loop.batch_progress
         note_stage_of_dataloaders(trainer, self._stage, lambda: progress.current.ready if self._is_in_epoch else 0)
         number_names_by_own_files(trainer)
         reload_train_data_when_due(trainer, self._begin_epoch)
-        while (quorum := transaction.begin(self._begin_equal, admits=True)) is not None:
-            source = quorum.source_of(self.membership.me.replica_id)
-            assert source is not None
-            state = self.membership.heal(source)
-            if state is not None:
-                self._checkpoints.take(take_state(trainer, state), None, None)
-                run.replicas.slots = state["slots"]
-                self._recovered = state
-                self._is_in_epoch = state["moment"] == "batch"
-                break
+        state = transaction.begin(self._begin_equal, admits=True)
+        if state is not None:
+            self._checkpoints.take(take_state(trainer, state), None, None)
+            run.replicas.slots = state["slots"]
+            self._recovered = state
+            self._is_in_epoch = state["moment"] == "batch"
         run.begin_from_module()
         run.remember_values()
         topology.synchronize_by(transaction)
@@ -87,28 +92,32 @@ class ElasticNode(pl.Callback):
         is_first, self._has_data = not self._has_data, True
         if self._is_in_epoch or self._has_left:
             return is_first  # there are dataloaders already if `estimated_stepping_batches` was used
-        return self.membership.begin_epoch(self._batches()) or is_first
-
-    def _batches(self) -> int:
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        return self.membership.begin_epoch(self.batches()) or is_first
 
     def _begin_equal(self) -> None:
         replicas, world = self._run.replicas, self._run.topology.world
         broadcast_values(tensors_without(replicas.module, replicas.own_tensors(world)), world)
 
-    def _undo_point(self) -> Callable[[], None]:
-        run = self._run
-        of_schemes = [undo for each in run.schemes for undo in (each.state.undo_point(), each.replica.undo_point())]
-        return _in_turn([*of_schemes, run.replicas.have_written])
+    # ---- taking part ---------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def position(self) -> str:  # nodes that train other parameters would exchange tensors of other sizes
+        counts = [(s.state.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._run.schemes]
+        return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in counts)
+
+    def batches(self) -> int:
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+    def settle(self) -> None:
         for scheme in self._run.schemes:
             scheme.state.settle()
 
-    def _position(self) -> str:
-        """Describe where training is; nodes that train other parameters would exchange tensors of other sizes."""
-        counts = [(s.state.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._run.schemes]
-        return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in counts)
+    def before_change(self) -> Callable[[], None]:
+        return _in_turn([scheme.before_nodes_change() for scheme in self._run.schemes])
+
+    def undo_point(self) -> Callable[[], None]:
+        run = self._run
+        of_schemes = [undo for each in run.schemes for undo in (each.state.undo_point(), each.replica.undo_point())]
+        return _in_turn([*of_schemes, run.replicas.have_written])
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -227,17 +236,13 @@ def elastic_node(
     checkpoints: Checkpoints,
     leaves_by: Callable[[], BaseException | None],
 ) -> ElasticNode:
-    """Connect to the lighthouse, and return an :class:`ElasticNode`; for ``leaves_by`` see ``Surroundings``."""
+    """Connect to the lighthouse, and return an :class:`ElasticNode`; for ``leaves_by`` see ``Participant``."""
     address = elastic.address()
     host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
     signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
     is_first = topology.local_rank == 0
     store = _own_store(host) if is_first else None
     lighthouse = TorchftLighthouse(address, elastic.dead_after) if is_first else None
-
-    def before_change() -> Callable[[], None]:
-        return _in_turn([scheme.before_nodes_change() for scheme in run.schemes])
-
     me = Request(
         node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
         replica_id="",
@@ -248,8 +253,8 @@ def elastic_node(
         expects_state=was_restarted(),
     )
     transport = GlooTransport(host, elastic.dead_after, signer)
-    around = Surroundings(elastic, topology, lighthouse, transport, before_change, store, leaves_by, signer)
-    return ElasticNode(trainer, run, Membership(me, around, run.replicas.device), checkpoints)
+    around = Surroundings(elastic, topology, lighthouse, transport, store, signer)
+    return ElasticNode(trainer, run, Membership(me, around, run.replicas.device), checkpoints, leaves_by)
 
 
 def _in_turn(functions: Sequence[Callable[[], object]]) -> Callable[[], None]:

@@ -49,7 +49,7 @@ def test_a_waiting_node_that_is_asked_to_leave_leaves(ranks, waits_for):
 
     def work(own: ElasticRank):
         if own.local == ranks - 1:
-            own.membership.rendezvous._around.leaves_by = lambda: AskedToLeave() if own.membership.me.number else None  # noqa: SLF001
+            own.leaves_by = lambda: AskedToLeave() if own.membership.me.number else None
         with pytest.raises(AskedToLeave):
             own.join()
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 from elastic_cases import (
     ALL,
     COPIED,
@@ -192,7 +193,7 @@ def test_joining_node_asks_again_when_the_members_cannot_connect(who, rejects):
         own.join()
 
         def disconnect() -> None:
-            own.membership.rendezvous.disconnect()
+            own.rank.topology.disconnect()
             if not rejects:
                 own.membership.healing.reject = lambda recovering: None
             if own.node == "0":
@@ -210,7 +211,7 @@ def test_joining_node_asks_again_when_the_members_cannot_connect(who, rejects):
 def test_joining_node_that_gets_no_state_ends_and_the_others_train(monkeypatch):
     nodes = threads("periodic")
     monkeypatch.setattr(rendezvous, "_GIVE_UP_AFTER", 3)
-    monkeypatch.setattr(Healing, "_poll", lambda own, *args: (None, 0))
+    monkeypatch.setattr(Healing, "_poll", lambda own, *args: torch.empty(0))
 
     def joining(own: ElasticRank):
         with pytest.raises(NodeRefused, match=r"with nodes 0, 1 has failed 3 times \(no state from node 0\)"):
@@ -234,7 +235,7 @@ def test_joining_node_that_has_to_ask_again_is_counted_once(monkeypatch):
         if failed:
             return poll(own, *args)
         failed.append(own)
-        return None, 0
+        return torch.empty(0)
 
     def joining(own: ElasticRank):
         monkeypatch.setattr(Healing, "_poll", nothing_once)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from lightning_hiercomm import PeriodicAveraging
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.quorum import Request
-from lightning_hiercomm.elastic.rendezvous import Surroundings
 from lightning_hiercomm.elastic.signature import Signer
+from lightning_hiercomm.elastic.surroundings import Surroundings
 
 MESSAGE = {"node": "a", "stores": ["b", "c"], "admits": None}
 
@@ -82,7 +81,7 @@ def test_node_with_another_token_does_not_begin_a_run_of_its_own():
     threads.lights.min_nodes = 3
 
     def stranger(own: ElasticRank):
-        waits = own.membership.rendezvous._ask(time.monotonic()).waits  # noqa: SLF001
+        waits = own.membership.rendezvous._answer(own).waits  # noqa: SLF001
         threads.results["2", 0] = waits
         own.die()
 
@@ -110,9 +109,7 @@ def test_changed_state_is_rejected(is_changed, caplog):
             return work(store)
 
     def around(topology, own_store):
-        return Surroundings(
-            Elastic(dead_after=1.0), topology, None, Transport(), None, own_store, signer=Signer("token")
-        )
+        return Surroundings(Elastic(dead_after=1.0), topology, None, Transport(), own_store, Signer("token"))
 
     source, recovering_node = (Request(name, name, "run", 1, "address") for name in "ab")
 

@@ -23,7 +23,7 @@ from elastic_cases import (
     train_stay,
     undisturbed,
 )
-from elastic_threads import ElasticRank, Failing, Threads, play, undo_point, wait_until
+from elastic_threads import ElasticRank, Failing, Threads, play, wait_until
 from harness import on_nodes
 
 from lightning_hiercomm import PeriodicAveraging
@@ -114,7 +114,7 @@ def test_rollback_restores_all_that_a_synchronization_changes(name, sizes, wire)
         own.join()
         for _ in range(4):
             own.step()
-        undo = undo_point(own.scheme)
+        undo = own.undo_point()
         before = state(own)
         own.transaction(lambda: own.scheme.exchanger.run(own.scheme.exchanger.all_fragments))
         between = state(own)
@@ -351,7 +351,7 @@ def test_store_does_not_grow_with_every_synchronization():
         keys = []
         for _ in range(6):
             own.step()
-            keys.append(own.membership._around.store.num_keys())
+            keys.append(own.membership.around.store.num_keys())
         own.scheme.finish()
         return own.node, keys
 
@@ -405,23 +405,25 @@ def test_node_that_alone_reads_the_vote_in_its_store_is_stale(name):
     has_voted, others_went_on = threading.Event(), threading.Event()
 
     def stop(own: ElasticRank) -> None:
-        vote = own.membership.vote
+        votes = own.membership.votes
+        decide = votes.decide
 
-        def stopped(quorum, succeeded):
+        def stopped(quorum, replica_id, succeeded):
             nodes.wires.dead.add(nodes.address(own.node))  # it does not answer
-            is_kept = succeeded or vote(quorum, succeeded)
+            is_kept = succeeded or decide(quorum, replica_id, succeeded)
             nodes.lights.lose(own.node)
             has_voted.set()
             assert others_went_on.wait(10.0)
             nodes.wires.dead.clear()
-            own.membership.vote = vote
+            votes.decide = decide
             return is_kept
 
-        own.membership.vote = stopped
+        votes.decide = stopped
 
     def wait_for_vote(own: ElasticRank) -> None:
-        vote = own.membership.vote
-        own.membership.vote = lambda *args: has_voted.wait(10.0) and vote(*args)
+        votes = own.membership.votes
+        decide = votes.decide
+        votes.decide = lambda *args: has_voted.wait(10.0) and decide(*args)
 
     def go_on(own: ElasticRank) -> None:
         if own.node == "1":
@@ -497,7 +499,7 @@ def test_nodes_that_always_fail_together_part_and_the_first_goes_on(fails, monke
     def work(own: ElasticRank):
         own.join()
         if fails == "a later connection":
-            own.membership.rendezvous.disconnect()
+            own.rank.topology.disconnect()
         if fails == "the exchange":
             threading.current_thread().name = "fails"
         return own.train(4), own.membership.history.nodes

@@ -40,7 +40,7 @@ from lightning_hiercomm import (
 from lightning_hiercomm._lightning.healing import state_of
 from lightning_hiercomm.checkpoints.sidecar import random_state
 from lightning_hiercomm.comm.base import finished
-from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous
+from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous, topology, vote
 from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Scheme
 
 SCHEMES: dict[str, Callable[[int], Scheme]] = {
@@ -220,24 +220,24 @@ class Fault:
         return True
 
     def install(self) -> None:
-        meet, vote, launch = (
-            membership.Membership.form_quorum,
-            membership.Membership.vote,
-            groups.InterNodeGroup._launch,
-        )
+        form, connect = rendezvous.Rendezvous.form, topology.ElasticTopology.connect_members
+        decide, launch = vote.Vote.decide, groups.InterNodeGroup._launch
         fetch, put = healing.Healing.fetch, healing.Healing._put
 
-        def forms(own: Any, place: str, admits: bool = False) -> Any:
+        def forms(own: Any, *args: Any) -> Any:
             self("before the quorum")
-            quorum = meet(own, place, admits)
-            self("after the quorum")
-            return quorum
+            return form(own, *args)
 
-        def votes(own: Any, quorum: Any, well: bool) -> bool:
+        def connects(own: Any, *args: Any) -> Any:
+            error = connect(own, *args)
+            self("after the quorum")
+            return error
+
+        def decides(own: Any, *args: Any) -> Any:
             self("before the vote")
-            voted = vote(own, quorum, well)
+            is_kept = decide(own, *args)
             self("after the vote")
-            return voted
+            return is_kept
 
         def launches(own: Any, start: Any) -> Any:
             if self.what == "mute" and self("in the exchange"):
@@ -256,11 +256,8 @@ class Fault:
             self("while it heals")
             put(own, *args)
 
-        membership.Membership.form_quorum, membership.Membership.vote, groups.InterNodeGroup._launch = (
-            forms,
-            votes,
-            launches,
-        )
+        rendezvous.Rendezvous.form, topology.ElasticTopology.connect_members = forms, connects
+        vote.Vote.decide, groups.InterNodeGroup._launch = decides, launches
         healing.Healing.fetch, healing.Healing._put = fetches, puts
 
 
@@ -271,7 +268,7 @@ def incarnation() -> str:
 
 def note_asking(path: Path) -> None:
     """Leave a file when this life of the node looks for the others, and one when the lighthouse has heard it."""
-    ask, ask_lighthouse = rendezvous.Rendezvous._ask, lighthouse.TorchftLighthouse.ask
+    ask, ask_lighthouse = rendezvous.Rendezvous._answer, lighthouse.TorchftLighthouse.ask
 
     def tells(own: Any, *args: Any) -> Any:
         answer = ask_lighthouse(own, *args)  # or has waited for one, for a second
@@ -280,12 +277,12 @@ def note_asking(path: Path) -> None:
 
     lighthouse.TorchftLighthouse.ask = tells
 
-    def asks(own: Any, began: float) -> Any:
+    def asks(own: Any, *args: Any) -> Any:
         if not path.exists():
             path.touch()
-        return ask(own, began)
+        return ask(own, *args)
 
-    rendezvous.Rendezvous._ask = asks
+    rendezvous.Rendezvous._answer = asks
 
 
 def note_given(path: Path) -> None:
@@ -295,7 +292,7 @@ def note_given(path: Path) -> None:
     def gives(own: Any, state: Any) -> None:
         def noted() -> Any:
             whole = state()
-            if whole is not None and own.is_first:
+            if whole is not None and own.around.is_first:
                 step = whole["checkpoint"]["global_step"]
                 path.with_name(f"{path.name}.{step}.gave").write_text(written(whole))
             return whole

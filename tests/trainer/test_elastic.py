@@ -66,7 +66,7 @@ def node(trainer=None, leads: bool = True, nodes: int = 1, kind=ElasticNode, **m
     history = SimpleNamespace(nodes=nodes)
     rendezvous = SimpleNamespace(end_if_behind=lambda: None)
     given = {"leads": leads, "history": history, "rendezvous": rendezvous, **membership}
-    return kind(trainer, run, SimpleNamespace(**given), Checkpoints())
+    return kind(trainer, run, SimpleNamespace(**given), Checkpoints(), lambda: None)
 
 
 class Checks(ElasticNode):
@@ -181,7 +181,7 @@ def test_node_that_trains_other_parameters_is_at_another_position():
     positions = []
     for sizes in ((3, 4), (3,)):
         scheme.replica = Replica([torch.zeros(size) for size in sizes])
-        positions.append(own._position())  # noqa: SLF001
+        positions.append(own.position())
     assert positions == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
 
 
@@ -262,7 +262,7 @@ def test_state_kept_for_joining_nodes_is_freed_after_fit(tmp_path, address):
 
     class Looks(pl.Callback):
         def on_train_start(self, trainer, pl_module):
-            ports.append(trainer.strategy._elastic_node.membership._around.store.port)  # noqa: SLF001
+            ports.append(trainer.strategy._elastic_node.membership.around.store.port)  # noqa: SLF001
             socket.create_connection(("127.0.0.1", ports[0]), 5.0).close()
 
     run = fit_alone(tmp_path, Quadratic(), Looks())
