@@ -129,10 +129,10 @@ def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
 
     def wrapped(function: Any, before: bool) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if before and membership.me.syncs + 1 == sync:
+            if before and membership.me.progress.syncs + 1 == sync:
                 own.die()
             result = function(*args, **kwargs)
-            if not before and membership.me.syncs + 1 >= sync:
+            if not before and membership.me.progress.syncs + 1 >= sync:
                 own.die()
             return result
 

@@ -18,7 +18,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.membership import Membership
-from lightning_hiercomm.elastic.quorum import Quorum, Request
+from lightning_hiercomm.elastic.quorum import MUST_NOT_BEGIN, Quorum, Request
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.surroundings import Surroundings
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -308,7 +308,8 @@ class Threads:
         self, rank: Rank, topology: ElasticTopology, name: str, address: str, local: int, restarts: int
     ) -> Iterator[ElasticRank]:
         is_first = local == 0
-        me = Request(name, "", "run", topology.ranks_on_node, address, expects_state=restarts > 0)
+        begins_at = MUST_NOT_BEGIN if restarts > 0 else 0
+        me = Request(name, "", "run", topology.ranks_on_node, address, begins_at)
         around = Surroundings(
             self.elastic,
             topology,

@@ -12,7 +12,7 @@ import torch
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.history import ElasticHistory
 from lightning_hiercomm.elastic.partition import DataShards
-from lightning_hiercomm.elastic.quorum import Quorum, Request
+from lightning_hiercomm.elastic.quorum import Progress, Quorum, Request
 from lightning_hiercomm.elastic.rendezvous import Rendezvous
 from lightning_hiercomm.elastic.surroundings import Surroundings
 from lightning_hiercomm.elastic.vote import Vote
@@ -55,7 +55,7 @@ class Membership:
         if self._nodes and (left or joined):
             count = len(quorum.members)
             continues = "1 node continues" if count == 1 else f"{count} nodes continue"
-            event = f"{', '.join(left + joined)}; {continues}, after sync {self.me.syncs}"
+            event = f"{', '.join(left + joined)}; {continues}, after sync {self.me.progress.syncs}"
             self.history.note(event)
             if self.around.is_first:
                 log.warning("%s", event)
@@ -81,7 +81,7 @@ class Membership:
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
         """Send ``state()`` to nodes that wait for this one; None rejects them. Collective over the node."""
-        progress = {name: getattr(self.me, name) for name in ("fit", "syncs", "last_quorum")}
+        progress = tuple(self.me.progress)  # `weights_only` loading refuses the class
         about = {"progress": progress, "shards": self.shards.state(), "history": self.history.common()}
         self.healing.send(state, about)
 
@@ -92,7 +92,7 @@ class Membership:
         about = state["node"]
         self.shards.load(*about["shards"])
         vars(self.history).update(about["history"])
-        self.rendezvous.me = replace(self.me, **about["progress"])
+        self.rendezvous.me = replace(self.me, progress=Progress(*about["progress"]))
 
     def leave(self, at_once: bool = False, is_over: bool = True) -> None:
         """Leave the run, unless ``at_once`` after others have read this node's votes and states."""

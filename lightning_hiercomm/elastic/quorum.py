@@ -6,8 +6,8 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 RESTART_EXIT_CODE = 75
 """Exit code of a node without which the others synchronized: its supervisor restarts it, and it recovers."""
@@ -17,6 +17,9 @@ FINISHED_EXIT_CODE = 69
 
 SIGTERM_EXIT_CODE = 143
 """Exit code of a node that left on SIGTERM; 0 means that the run has finished."""
+
+FINISHED = "at the end"
+MUST_NOT_BEGIN = -1
 
 
 class NodeRefused(RuntimeError):
@@ -58,9 +61,26 @@ class CutOff(StaleReplica):
         )
 
 
+class Progress(NamedTuple):
+    """What a node has synchronized.
+
+    Attributes:
+        fit: The id of the fit whose state it has; empty without state.
+        syncs: How many synchronizations its state includes.
+        last_quorum: The token of the last of them.
+    """
+
+    fit: str = ""
+    syncs: int = 0
+    last_quorum: str = ""
+
+
+_WITHOUT_STATE = Progress()
+
+
 @dataclass(frozen=True)
-class Member:
-    """The identity of a node, and its progress in training.
+class Request:
+    """A node's request for a quorum, sent as JSON.
 
     Attributes:
         node: Its name. A node that starts with the name of another replaces it.
@@ -68,11 +88,14 @@ class Member:
         run: The run's name and fingerprint.
         ranks: Its number of ranks.
         store: ``"host:port"`` of its store, which other nodes read.
-        fit: The id of the fit whose state it has; empty without state.
-        syncs: How many synchronizations its state includes.
-        last_quorum: The token of the last of them.
-        position: Its steps, and how many elements it trains.
-        checkpoint_step: Optimizer steps of the checkpoint that it has loaded.
+        begins_at: Optimizer steps of the checkpoint that it has loaded; ``MUST_NOT_BEGIN`` if it has loaded none, and
+            the run has begun before: it was restarted, or has seen members with state.
+        progress: What it has synchronized.
+        position: Its steps, and how many elements it trains; ``FINISHED`` if the fit has ended on this node.
+        number: Counts the requests of this replica.
+        admits: Whether nodes can join after this synchronization.
+        group: The quorum whose members it is connected to; empty if it is not connected.
+        finished_at: After how many synchronizations the fit has ended on a known node; -1 if on none.
     """
 
     node: str
@@ -80,50 +103,34 @@ class Member:
     run: str
     ranks: int
     store: str
-    fit: str = ""
-    syncs: int = 0
-    last_quorum: str = ""
+    begins_at: int = 0
+    progress: Progress = _WITHOUT_STATE
     position: str = ""
-    checkpoint_step: int = 0
+    number: int = 0
+    admits: bool = False
+    group: str = ""
+    finished_at: int = -1
 
     @property
     def has_state(self) -> bool:
         """Whether it has the run's state; otherwise it is joining."""
-        return bool(self.fit)
-
-
-@dataclass(frozen=True)
-class Request(Member):
-    """A node's request for a quorum, sent as JSON.
-
-    Attributes:
-        number: Counts the requests of this replica.
-        admits: Whether nodes can join after this synchronization.
-        group: The quorum whose members it is connected to; empty if it is not connected.
-        expects_state: Whether the run has begun before: it was restarted, or has seen members with state.
-        finished_at: After how many synchronizations the fit has ended on a known node; -1 if on none.
-        is_finished: Whether it has ended on this node.
-    """
-
-    number: int = 0
-    admits: bool = False
-    group: str = ""
-    expects_state: bool = False
-    finished_at: int = -1
-    is_finished: bool = False
+        return bool(self.progress.fit)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "progress": [*self.progress]}
 
     @classmethod
     def from_json(cls, value: Any) -> Request | None:
         """Undo :meth:`to_json`; None if another program sent the value."""
         try:
             request = cls(**{each.name: value[each.name] for each in fields(cls) if each.name in value})
+            request = replace(request, progress=Progress(*request.progress))
         except TypeError:
             return None
-        types = {each.name: str(each.type) for each in fields(cls)}
-        return request if all(type(getattr(request, name)).__name__ == kind for name, kind in types.items()) else None
+        return request if request._types() == cls("", "", "", 0, "")._types() else None
+
+    def _types(self) -> list[type]:
+        return [type(value) for value in (*vars(self).values(), *self.progress)]
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ class Quorum:
 
     @property
     def fit(self) -> str:
-        return self.members[0].replica_id if self.begins else self.members[0].fit
+        return self.members[0].replica_id if self.begins else self.members[0].progress.fit
 
     @property
     def group(self) -> str:
@@ -218,15 +225,15 @@ def compute_quorum(
             f"node {me.node!r} was started again, which replaces this incarnation. If two nodes share a machine, give"
             " each its own HIERCOMM_NODE."
         )
-    present = sorted((each for each in latest.values() if not each.is_finished or each is me), key=in_order)
+    present = sorted((each for each in latest.values() if each.position != FINISHED), key=in_order)
     joining = [request for request in present if not request.has_state]
     with_state = [request for request in present if request.has_state]
     if not with_state:
         return _begin(joining, me, min_nodes, max_nodes)
-    if me.has_state and _ended_at(latest.values(), me.fit) > me.syncs:
+    if me.has_state and _ended_at(latest.values(), me.progress.fit) > me.progress.syncs:
         raise RunFinished
-    syncs = max(member.syncs for member in with_state)
-    members = _with_one_history([member for member in with_state if member.syncs == syncs])
+    syncs = max(member.progress.syncs for member in with_state)
+    members = _with_one_history([member for member in with_state if member.progress.syncs == syncs])
     if me.has_state and me not in members:
         raise StaleReplica
     position = _majority_position(members)
@@ -240,7 +247,7 @@ def compute_quorum(
     members = [member for member in members if member.position == position]
     if len(members) + len(joining) < min_nodes:
         few = f"{len(members) + len(joining)} of at least {min_nodes} nodes are there"
-        is_over = _ended_at(latest.values(), members[0].fit) >= syncs
+        is_over = _ended_at(latest.values(), members[0].progress.fit) >= syncs
         return Quorum(waits=few, ends_by=RunFinished() if is_over else None)
     room = len(joining) if max_nodes is None else max(0, max_nodes - len(members))
     admitted = joining[:room] if all(member.admits for member in members) else []
@@ -255,9 +262,9 @@ def _with_one_history(members: Sequence[Request]) -> list[Request]:
 
     A node that was stopped while the others could not read the vote in its store may have counted one on its own.
     """
-    counts = Counter(member.last_quorum for member in members)
+    counts = Counter(member.progress.last_quorum for member in members)
     kept = max(counts, key=lambda last: (counts[last], last))
-    return [member for member in members if member.last_quorum == kept]
+    return [member for member in members if member.progress.last_quorum == kept]
 
 
 def _majority_position(members: Sequence[Request]) -> str:
@@ -267,24 +274,22 @@ def _majority_position(members: Sequence[Request]) -> str:
 
 def _ended_at(requests: Iterable[Request], fit: str) -> int:
     """Return after how many synchronizations a fit has ended on a node that these know; -1 if on none."""
-    return max((request.finished_at for request in requests if request.fit == fit), default=-1)
+    return max((request.finished_at for request in requests if request.progress.fit == fit), default=-1)
 
 
 def _begin(joining: Sequence[Request], me: Request, min_nodes: int, max_nodes: int | None) -> Quorum:
     """Begin a fit from the newest checkpoint that a node has loaded, because no node has the run's state."""
-    has_checkpoint = any(request.checkpoint_step for request in joining)
-    is_expected = all(request.expects_state for request in joining)
     if len(joining) < min_nodes:
         return Quorum(waits=f"{len(joining)} of at least {min_nodes} nodes are there")
-    if is_expected and not has_checkpoint:
+    step = max(request.begins_at for request in joining)
+    if step < 0:
         reason = (
             "this run has trained or finished, and no node is left that has its state: it would begin at step 0"
             " again. Give fit(ckpt_path='last') and a ModelCheckpoint whose folder outlives the nodes; or start a new"
             " run, instead of restarting a node"
         )
         return Quorum(waits=reason, ends_by=NodeRefused(reason))
-    step = max(request.checkpoint_step for request in joining)
-    members = [request for request in joining if request.checkpoint_step == step][:max_nodes]
+    members = [request for request in joining if max(0, request.begins_at) == step][:max_nodes]
     others = [request for request in joining if request not in members]
     recovering = others if max_nodes is None else others[: max_nodes - len(members)]
     if me not in members and me not in recovering:
@@ -292,7 +297,7 @@ def _begin(joining: Sequence[Request], me: Request, min_nodes: int, max_nodes: i
     return Quorum(tuple(members), tuple(recovering), begins=True)
 
 
-def in_order(member: Member) -> tuple[list[tuple[int, int, str]], str]:
+def in_order(member: Request) -> tuple[list[tuple[int, int, str]], str]:
     """Return a sort key by name, with numbers in names compared by value."""
     parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", member.node) if part]
     return parts, member.replica_id

@@ -13,8 +13,11 @@ from typing import Any, NoReturn
 from torch.distributed import Store
 
 from lightning_hiercomm.elastic.quorum import (
+    FINISHED,
+    MUST_NOT_BEGIN,
     CutOff,
     NodeRefused,
+    Progress,
     Quorum,
     Request,
     RunFinished,
@@ -123,8 +126,9 @@ class Rendezvous:
         if around.lighthouse.was_silent and me.has_state:
             self._check_others_live(with_state, around.lighthouse.address)
         if not me.has_state and with_state:
-            self.me = replace(me, expects_state=True)
-            self._has_seen_end = max(each.finished_at for each in with_state) >= max(each.syncs for each in with_state)
+            self.me = replace(me, begins_at=me.begins_at or MUST_NOT_BEGIN)
+            syncs = max(each.progress.syncs for each in with_state)
+            self._has_seen_end = max(each.finished_at for each in with_state) >= syncs
         if len(requests) < len(sent) and not any(each.has_state for each in requests):
             strangers = [request.node for _, request in sent if request not in requests]
             return Quorum(waits=f"nodes {strangers} have another HIERCOMM_TOKEN, or none")
@@ -135,10 +139,10 @@ class Rendezvous:
 
     def commit(self, quorum: Quorum) -> None:
         """Count a synchronization, and publish this node's number of them. Not collective."""
-        around, me = self._around, self.me
+        around = self._around
         self._failures = frozenset(), 0
-        syncs = 0 if quorum.begins else me.syncs + 1
-        self.me = replace(me, fit=quorum.fit, syncs=syncs, last_quorum=quorum.token)
+        syncs = 0 if quorum.begins else self.me.progress.syncs + 1
+        self.me = replace(self.me, progress=Progress(quorum.fit, syncs, quorum.token))
         if around.lighthouse is not None and self._others():
             around.lighthouse.was_silent = False  # it is not behind: the others have voted
         if around.store is not None:
@@ -174,10 +178,11 @@ class Rendezvous:
         around = self._around
         if around.lighthouse is None or self.last is None or not self.me.has_state:
             return
-        _ended_here.add(self.me.fit)
+        progress = self.me.progress
+        _ended_here.add(progress.fit)
         others = [member.store for member in self._others()]
         around.transport.ask_all(others, partial(self._publish, "finished"))
-        self.me = replace(self.me, number=self.me.number + 1, finished_at=self.me.syncs, is_finished=True)
+        self.me = replace(self.me, number=self.me.number + 1, position=FINISHED, finished_at=progress.syncs)
         data = around.signer.signed(self.me.to_json())
         around.lighthouse.ask(self.me.replica_id, data, around.elastic.dead_after + 1.0)  # lost nodes may delay it
 
@@ -191,7 +196,7 @@ class Rendezvous:
     @property
     def is_behind(self) -> bool:
         """Whether the others are known to have synchronized without this node. Not collective."""
-        return self.me.has_state and self._others_at > self.me.syncs
+        return self.me.has_state and self._others_at > self.me.progress.syncs
 
     def end_if_behind(self) -> None:
         """End between two synchronizations, because further training would be lost. Not collective."""
@@ -223,10 +228,10 @@ class Rendezvous:
         return self.is_behind if syncs else None
 
     def _publish(self, name: str, store: Store) -> None:
-        store.set(self._around.signer.key(name), f"{self.me.fit} {self.me.syncs}")
+        store.set(self._around.signer.key(name), f"{self.me.progress.fit} {self.me.progress.syncs}")
 
     def _value(self, name: str, store: Store) -> int:
         """Return a number of synchronizations that :meth:`_publish` has stored for this fit; -1 if there is none."""
         key = self._around.signer.key(name)
         fit, _, syncs = store.get(key).decode().partition(" ") if store.check([key]) else ("", "", "")
-        return int(syncs) if fit and fit == self.me.fit else -1
+        return int(syncs) if fit and fit == self.me.progress.fit else -1

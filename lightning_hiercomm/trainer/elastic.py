@@ -30,7 +30,7 @@ from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_stat
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.membership import Membership
-from lightning_hiercomm.elastic.quorum import SIGTERM_EXIT_CODE, Request
+from lightning_hiercomm.elastic.quorum import MUST_NOT_BEGIN, SIGTERM_EXIT_CODE, Request
 from lightning_hiercomm.elastic.rendezvous import has_ended_here
 from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.surroundings import Surroundings
@@ -243,14 +243,14 @@ def elastic_node(
     is_first = topology.local_rank == 0
     store = _own_store(host) if is_first else None
     lighthouse = TorchftLighthouse(address, elastic.dead_after) if is_first else None
+    step = int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0))
     me = Request(
         node=os.environ.get("HIERCOMM_NODE") or socket.gethostname(),
         replica_id="",
         run=f"{os.environ.get('HIERCOMM_RUN', '')}:{_fingerprint(run)}",
         ranks=topology.ranks_on_node,
         store=f"{host}:{store.port if store is not None else 0}",
-        checkpoint_step=int(trainer._checkpoint_connector._loaded_checkpoint.get("global_step", 0)),
-        expects_state=was_restarted(),
+        begins_at=step or (MUST_NOT_BEGIN if was_restarted() else 0),
     )
     transport = GlooTransport(host, elastic.dead_after, signer)
     around = Surroundings(elastic, topology, lighthouse, transport, store, signer)

@@ -152,7 +152,7 @@ def test_node_restarted_in_the_first_period_of_a_later_fit_waits(origin):
         return own.train(6)
 
     def work(own: ElasticRank):
-        own.membership.rendezvous.me = replace(own.membership.me, checkpoint_step=origin)
+        own.membership.rendezvous.me = replace(own.membership.me, begins_at=origin)
         own.join()
         own.step()
         if own.node == "1":

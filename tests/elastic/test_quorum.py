@@ -11,7 +11,10 @@ import pytest
 
 from lightning_hiercomm.elastic.partition import DataPartition, partition_for_epoch, partition_within_epoch
 from lightning_hiercomm.elastic.quorum import (
+    FINISHED,
+    MUST_NOT_BEGIN,
     NodeRefused,
+    Progress,
     Quorum,
     Request,
     RunFinished,
@@ -23,8 +26,8 @@ from lightning_hiercomm.elastic.quorum import (
 def node(name: str, syncs: int = -1, **request) -> Request:
     """A request of a node with state after so many synchronizations; of a joining node if that is negative."""
     defaults = {"replica_id": f"life-{name}", "position": f"after {syncs}", "ranks": 1, "admits": True, "run": "run"}
-    state = {"fit": "fit", "syncs": syncs} if syncs >= 0 else {}
-    return Request(name, store=f"{name}:1", **{**defaults, **state, **request})
+    progress = Progress("fit", syncs, request.pop("last_quorum", "")) if syncs >= 0 else Progress()
+    return Request(name, store=f"{name}:1", **{**defaults, "progress": progress, **request})
 
 
 def meet(*present: Request, who: Request | None = None, **limits) -> Quorum:
@@ -43,8 +46,10 @@ def test_request_survives_json_and_ignores_unknown_fields():
         {"node": "a"},
         None,
         "text",
-        {**request.to_json(), "fit": 5},
-        {**request.to_json(), "is_finished": 5},
+        {**request.to_json(), "progress": [5, 3, ""]},
+        {**request.to_json(), "progress": 5},
+        {**request.to_json(), "progress": ["fit", 3, "", 1]},
+        {**request.to_json(), "admits": 5},
     ):
         assert Request.from_json(other) is None
 
@@ -58,7 +63,7 @@ def test_run_begins_with_all_nodes_in_the_order_of_their_names():
 
 
 def test_run_begins_from_the_newest_checkpoint_and_other_nodes_recover():
-    old, new, none = node("a", checkpoint_step=100), node("b", checkpoint_step=300), node("c")
+    old, new, none = node("a", begins_at=100), node("b", begins_at=300), node("c")
     quorum = meet(old, new, none)
     assert quorum.members == (new,)
     assert quorum.joining == (old, none)
@@ -66,29 +71,31 @@ def test_run_begins_from_the_newest_checkpoint_and_other_nodes_recover():
 
 
 def test_restarted_nodes_do_not_begin_at_step_0():
-    restarted = [node("a", expects_state=True), node("b", expects_state=True)]
+    restarted = [node("a", begins_at=MUST_NOT_BEGIN), node("b", begins_at=MUST_NOT_BEGIN)]
     assert isinstance(meet(*restarted).ends_by, NodeRefused)
     assert "step 0 again. Give fit" in meet(*restarted).waits
-    assert meet(restarted[0], node("c")).begins
-    assert meet(restarted[0], node("b", expects_state=True, checkpoint_step=50)).begins
+    begun = meet(restarted[0], node("c"))
+    assert begun.begins
+    assert len(begun.members) == 2
+    assert meet(restarted[0], node("b", begins_at=50)).joining == (restarted[0],)
 
 
 def test_finished_members_take_no_part():
-    members, finished = [node("a", 7), node("b", 7)], node("c", 7, is_finished=True, finished_at=7)
+    members, finished = [node("a", 7), node("b", 7)], node("c", 7, position=FINISHED, finished_at=7)
     assert meet(*members, finished, who=members[0]).members == tuple(members)
     few = meet(members[0], finished, who=members[0], min_nodes=2)
     assert isinstance(few.ends_by, RunFinished)
 
 
 def test_node_that_others_have_outrun_to_the_end_ends():
-    behind, ended = node("a", 3), node("b", 4, is_finished=True, finished_at=4)
+    behind, ended = node("a", 3), node("b", 4, position=FINISHED, finished_at=4)
     with pytest.raises(RunFinished):
         meet(behind, ended, who=behind)
     with pytest.raises(RunFinished):
         meet(replace(behind, finished_at=4))
     equal = node("a", 4)
     assert meet(equal, ended, who=equal).members == (equal,)
-    assert meet(behind, replace(ended, fit="another"), who=behind).members == (behind,)
+    assert meet(behind, replace(ended, progress=Progress("another", 4)), who=behind).members == (behind,)
 
 
 def test_member_with_another_last_quorum_than_most_is_stale():
@@ -177,7 +184,7 @@ def test_node_of_another_run_is_refused():
 def test_process_groups_are_reused_by_the_same_members_only():
     begun = meet(node("a"), node("b"), node("c"))
     assert not begun.is_connected
-    known = [replace(member, fit="fit", group=begun.group, number=1) for member in begun.members]
+    known = [replace(member, progress=Progress("fit"), group=begun.group, number=1) for member in begun.members]
     assert meet(*known).is_connected
     assert meet(*known, node("x")).is_connected
     assert not meet(*known[:2]).is_connected
@@ -195,7 +202,7 @@ def begun_with(*members: Request) -> tuple[tuple[Request, ...], DataPartition]:
     """The members of a run that has begun with these, and their partition of the data."""
     quorum = meet(*members)
     partition = partition_within_epoch(quorum, DataPartition())
-    return tuple(replace(each, fit="fit", syncs=3, position="") for each in quorum.members), partition
+    return tuple(replace(each, progress=Progress("fit", 3), position="") for each in quorum.members), partition
 
 
 def test_joining_node_takes_lost_shards_within_an_epoch():

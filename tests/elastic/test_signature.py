@@ -46,7 +46,7 @@ def test_keys_of_stores_need_the_token():
         {"replica_id": "x", "signature": "\ud800"},
         {"replica_id": "x", "signature": 5},
         {"replica_id": "x"},
-        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "is_finished": 5},
+        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "admits": 5},
     ],
     ids=str,
 )
@@ -59,7 +59,7 @@ def test_data_of_other_programs_is_ignored(said, token):
 
     def ask_among_strangers(replica_id, says, patience):
         present = ask(replica_id, says, patience)
-        has_begun = says["fit"]  # which strangers may hold up
+        has_begun = says["progress"][0]  # which strangers may hold up
         return [said, *present] if present is not None and has_begun else present
 
     threads.lights.ask = ask_among_strangers
