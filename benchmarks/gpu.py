@@ -36,7 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 SCHEMES = ["all_reduce", "periodic", "daso", "diloco", "gossip", "steps_delay"]
 OVERLAPPED = {  # short runs without warm-up, so that exchanges are in flight
     "periodic": {"sync_every": 8},
-    "daso": {"sync_every": 8, "staleness": 4, "warmup_epochs": 0, "cooldown_epochs": 0},
+    "daso": {"sync_every": 8, "staleness": 4, "warmup": 0, "cooldown": 0},
     "diloco": {"sync_every": 8, "staleness": 3, "fragments": 2},
     "steps_delay": {"warmup_steps": 0},
 }

@@ -31,7 +31,7 @@ MODEL_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
 STEPS = 21
 ASYNCHRONOUS: dict[str, dict[str, Any]] = {  # short runs without warm-up, so that exchanges are in flight
     "periodic": {"sync_every": 4},
-    "daso": {"warmup_epochs": 0, "cooldown_epochs": 0},
+    "daso": {"warmup": 0, "cooldown": 0},
     "steps_delay": {"warmup_steps": 0},
     "diloco": {"sync_every": 4},
 }

@@ -138,7 +138,7 @@ def digits(folder: Path) -> Any:
 
 
 def resnet(folder: Path) -> Any:
-    daso = {"sync_every": 4, "staleness": 1, "warmup_epochs": 2, "cooldown_epochs": 2}
+    daso = {"sync_every": 4, "staleness": 1, "warmup": {"epochs": 2}, "cooldown": {"epochs": 2}}
     lines = [
         Line("AllReduce", "all_reduce", arguments=[f"{SCHEME}=all_reduce"]),
         Line("PeriodicAveraging(8)", "periodic"),

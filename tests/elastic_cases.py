@@ -46,7 +46,7 @@ LATE = {
     "eq1": ParameterSync(schedule=4, staleness=3, merge="eq1"),
     "late peers": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation()),
     "late noloco": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": DASO(sync_every=3, warmup_steps=2, reducer="sharded", adapt=False),
+    "daso": DASO(sync_every=3, warmup=2, reducer="sharded", plateau=None),
 }
 """Collectives overlap with training."""
 ALL: dict[str, Scheme] = {**SCHEMES, **COPIED, **PEERS, **GOSSIP, **LATE}

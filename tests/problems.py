@@ -34,7 +34,7 @@ BATCH = 8
 SHORT_SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, warmup_steps=1, cooldown_steps=0),
+    "daso": DASO(2, 1, warmup=1, cooldown=0),
     "diloco": DiLoCo(2),
     "gossip": Gossip(),
     "steps_delay": StepsDelay(delay=2, warmup_steps=2),

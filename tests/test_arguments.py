@@ -42,6 +42,8 @@ CLASSES = [
     hiercomm.HierarchicalModelParallelStrategy,
     hiercomm.Health,
     hiercomm.Transport,
+    hiercomm.Plateau,
+    hiercomm.Epochs,
     Every,
     Staggered,
     OuterOptimizer,

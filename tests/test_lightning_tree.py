@@ -194,7 +194,7 @@ def main(tree, epochs, saved, loaded=None):
             torch.save(pl_module.state_dict(), f"{saved}.{trainer.global_rank}.pt")
 
     strategy = hiercomm.HierarchicalStrategy(
-        hiercomm.DASO(2, 1, warmup_epochs=1, cooldown_epochs=0), ranks_per_node=1, start_method="fork",
+        hiercomm.DASO(2, 1, warmup=hiercomm.Epochs(1), cooldown=0), ranks_per_node=1, start_method="fork",
         checkpoint_replicas=True,
     )
     save = pl.callbacks.ModelCheckpoint(dirpath=saved, filename="last", save_on_train_epoch_end=True)

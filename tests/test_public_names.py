@@ -25,7 +25,7 @@ COMPATIBILITY = Path(__file__).parents[1] / "docs" / "reference" / "compatibilit
 
 
 def arguments_of(name: str) -> list[str]:
-    """The arguments of a class that users construct, without those of Lightning."""
+    """The arguments of a class that users construct, without those of Lightning and those that it does not take."""
     if name in ("Graph", "Scheme", "Topology"):
         return []
     found: list[str] = []
@@ -35,6 +35,8 @@ def arguments_of(name: str) -> list[str]:
             found += [
                 p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and p.name[0] != "_"
             ]
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break  # it passes nothing on to its bases
     return sorted(set(found))
 
 

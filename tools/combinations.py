@@ -38,6 +38,7 @@ from lightning_hiercomm.schemes import (
     AllReduce,
     DiLoCo,
     DirectedExponential,
+    Epochs,
     Every,
     Full,
     Gossip,
@@ -45,6 +46,7 @@ from lightning_hiercomm.schemes import (
     OuterOptimizer,
     ParameterSync,
     PeriodicAveraging,
+    Plateau,
     RandomPermutation,
     Replace,
     Ring,
@@ -289,7 +291,7 @@ def drawn(number: int) -> Combination:
         steps=steps,
         knows_last=chance(0.8),
     )
-    if combination.argument("adapt"):
+    if combination.argument("plateau") is not None:
         losses = tuple(draw.choice([1.0, 0.99, 0.9, 0.5]) for _ in range(6))
         combination = replace(combination, losses=losses, epochs=6, steps=min(steps, 5))
         total = combination.total
@@ -340,18 +342,18 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
     if kind == "daso":
         period = draw.randint(1, 4)
         adapts = draw.random() < 0.3
-        return {
+        arguments = {
             "sync_every": period,
             "staleness": draw.randint(0, period),
-            "warmup_epochs": draw.choice([0, 0, 1]),
-            "cooldown_epochs": draw.choice([0, 0, 1]),
+            "warmup": Epochs(draw.choice([0, 0, 1])),
+            "cooldown": Epochs(draw.choice([0, 0, 1])),
             "merge": draw.choice(["eq1", "delta"]),
             "reducer": draw.choice(["leader", "sharded"]),
-            "adapt": adapts,
-            "threshold": draw.choice([0.0, 0.05]),
-            "patience": draw.randint(0, 1),
-            "compressed_phases": draw.choice(["all", "all", "blocking"]),
         }
+        plateau = Plateau(threshold=draw.choice([0.0, 0.05]), patience=draw.randint(0, 1))
+        arguments["plateau"] = plateau if adapts else None
+        arguments["compressed_phases"] = draw.choice(["all", "all", "blocking"])
+        return arguments
     if kind == "steps_delay":
         delay = draw.randint(1, 4)
         return {
@@ -411,7 +413,7 @@ def goes_together(c: Combination) -> bool:
         return False  # may be refused: parts are of one type, so there may be more, and each is due earlier
     if c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments):
         return False  # refused: one half has no such parameters
-    if c.argument("adapt") and len(c.losses) != c.epochs:
+    if c.argument("plateau") is not None and len(c.losses) != c.epochs:
         return False
     if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
         return False  # pulls overwrite it after the warm-up
@@ -972,8 +974,8 @@ class Averaging(Reference):
 
     def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
         args = dict(self.c.arguments)
-        waits = epoch < args["warmup_epochs"]
-        waits |= bool(args["cooldown_epochs"]) and epoch >= self.c.epochs - args["cooldown_epochs"]
+        cooldown = args["cooldown"].epochs
+        waits = epoch < args["warmup"].epochs or (bool(cooldown) and epoch >= self.c.epochs - cooldown)
         leaves = (in_epoch - 1) % self.period == 0
         if waits or (not self.staleness and leaves and not (last and self.knows_last)):
             self.flying.clear()
@@ -983,18 +985,19 @@ class Averaging(Reference):
         if last and not waits and (self.knows_last or not leaves or self.staleness):
             self.flying.clear()
             self.synchronize_now([0])
-        if in_epoch == self.c.steps and not waits and args["adapt"]:
+        if in_epoch == self.c.steps and not waits and args["plateau"] is not None:
             self.judge(epoch)
 
     def judge(self, epoch: int) -> None:
         """Halve the period and the staleness when the loss no longer falls."""
         args = dict(self.c.arguments)
+        plateau = args["plateau"]
         loss = sum(weight * (self.c.loss(rank, epoch) or 0.0) for rank, weight in enumerate(self.weights))
-        if loss < self.best * (1 - args["threshold"]):
+        if loss < self.best * (1 - plateau.threshold):
             self.best, self.bad = loss, 0
             return
         self.bad += 1
-        if self.bad > args["patience"]:
+        if self.bad > plateau.patience:
             self.bad = 0
             least = min(1, args["staleness"])
             if (self.period, self.staleness) == (1, least):

@@ -61,7 +61,7 @@ SCHEMES: dict[str, Callable[[], Scheme]] = {
     "periodic, epochs": lambda: PeriodicAveraging(None),
     "gossip": Gossip,
     "diloco": lambda: DiLoCo(2),
-    "daso": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
+    "daso": lambda: DASO(2, 1, warmup=0, cooldown=0),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
 }
 KEEP_THE_MEAN = ("all_reduce", "periodic", "periodic, epochs", "gossip")

@@ -146,7 +146,7 @@ def _ours(period: int) -> dict[str, Row]:
         return Row(title, "ours", {"scheme": scheme, "arguments": arguments, "strategy": {}}, bound, **fields)
 
     def daso(staleness: int) -> Row:
-        arguments = {"sync_every": 4, "staleness": staleness, "warmup_epochs": 0, "cooldown_epochs": 0}
+        arguments = {"sync_every": 4, "staleness": staleness, "warmup": 0, "cooldown": 0}
         later = "a step" if staleness == 1 else f"{staleness} steps"
         return row("DASO", f"DASO(4), merged {later} later", arguments, period=4, overlap=staleness)
 

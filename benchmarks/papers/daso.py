@@ -18,7 +18,7 @@ from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
 from benchmarks.predict.cluster import Link
 from benchmarks.simulate.simulation import Experiment, Site
-from lightning_hiercomm.schemes import DASO, AllReduce, Context, Scheme
+from lightning_hiercomm.schemes import DASO, AllReduce, Context, Plateau, Scheme
 from lightning_hiercomm.schemes.daso import RunningDASO
 
 EPOCHS = 24
@@ -92,7 +92,7 @@ class _Recording(RunningDASO):
 
 
 def _whole(merge: Literal["eq1", "delta"]) -> Scheme:
-    return Recorded(4, 1, merge=merge, patience=0, compressed_phases="blocking")
+    return Recorded(4, 1, merge=merge, plateau=Plateau(patience=0), compressed_phases="blocking")
 
 
 RUNS: dict[str, tuple[str, Callable[[], Scheme], str | None]] = {
@@ -118,7 +118,7 @@ def _make(seed: int, name: str, make: Callable[[], Scheme], nodes: int, wire: st
 
 
 def _fixed(every: int, staleness: int, merge: str = "eq1") -> Scheme:
-    return DASO(every, staleness, 0, 0, merge=merge, adapt=False)  # type: ignore[arg-type]
+    return DASO(every, staleness, 0, 0, merge=merge, plateau=None)  # type: ignore[arg-type]
 
 
 def _settings() -> list[Setting]:

@@ -199,7 +199,7 @@ def _daso(every: int, staleness: int, merge: str, wire: str) -> Way:
         per_epoch = arena.steps_per_epoch
         length = int(_daso_phases(arena) * per_epoch)
         is_blocking = not length <= step < arena.steps - length or step % per_epoch == per_epoch - 1
-        return _made(PeriodicAveraging, 1) if is_blocking else _made(DASO, every, staleness, merge=merge, adapt=False)
+        return _made(PeriodicAveraging, 1) if is_blocking else _made(DASO, every, staleness, merge=merge, plateau=None)
 
     return Way(
         _named(f"DASO({every}, {staleness}), {merge}", wire),

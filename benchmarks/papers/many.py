@@ -36,7 +36,7 @@ from benchmarks.simulate.simulation import schedule
 from benchmarks.simulate.tasks import Examples, Task, shuffled
 from benchmarks.zoo import TASKS
 from lightning_hiercomm.comm.codec import AsIs, Codec
-from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes.plateau import Plateau, PlateauDetector
 from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Graph, RandomPermutation, Ring
 
 MOMENTUM = 0.9
@@ -341,7 +341,7 @@ class Stale(Method):
     def begin(self, state: State) -> None:
         runs = len(state.weights)
         self._cycles = [self._first] * runs
-        self._plateaus = [Plateau(0.05, self._patience) for _ in range(runs)]
+        self._plateaus = [PlateauDetector(Plateau(self._patience)) for _ in range(runs)]
         self._due = torch.full((runs,), -1)
         self._mean = ParameterMean(self._codec, state.weights)
         state.extra["sent"] = torch.zeros_like(state.weights)

@@ -20,6 +20,8 @@ from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.gossip import Gossip
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
+from lightning_hiercomm.schemes.phases import Epochs
+from lightning_hiercomm.schemes.plateau import Plateau
 from lightning_hiercomm.schemes.reducers.graphs import DirectedExponential, Full, Graph, RandomPermutation, Ring
 from lightning_hiercomm.schemes.steps_delay.scheme import StepsDelay
 
@@ -43,6 +45,7 @@ __all__ = [
     "Delta",
     "DiLoCo",
     "DirectedExponential",
+    "Epochs",
     "Every",
     "Full",
     "Gossip",
@@ -51,6 +54,7 @@ __all__ = [
     "OuterOptimizer",
     "ParameterSync",
     "PeriodicAveraging",
+    "Plateau",
     "RandomPermutation",
     "Replace",
     "Ring",

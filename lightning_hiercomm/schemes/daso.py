@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,15 +14,22 @@ from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule
 from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
-from lightning_hiercomm.schemes.phases import Moment
-from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes.phases import (
+    Epochs,
+    before_end,
+    check_length,
+    fraction_of_run,
+    has_come,
+    steps_of_phase,
+)
+from lightning_hiercomm.schemes.plateau import Plateau, PlateauDetector
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import TRANSIENT
 
 log = logging.getLogger(__name__)
 
 _PHASES = ("warm-up", "cycling", "cool-down")
-_DEFAULT_EPOCHS = 4  # of warm-up and of cool-down
+_DEFAULT_LENGTH = 4  # epochs of warm-up and of cool-down
 _LARGEST_FRACTION = 1 / 4  # of a short run, so that some steps remain for the cycling phase
 
 
@@ -62,23 +68,18 @@ class DASO(ParameterSync):
         sync_every: B, batches between the starts of two exchanges in the cycling phase.
         staleness: S, batches between the start of an exchange and its merge, up to ``sync_every``. 0: nodes average and
             wait every ``sync_every`` batches (6 of the 20 rows of the paper's Table 2).
-        warmup_epochs: Epochs of warm-up. None: 4, or in runs of fewer than 16 epochs a quarter of the epochs, rounded
-            down; if that is 0, a quarter of the run's optimizer steps.
-        cooldown_epochs: Epochs of cool-down; requires a known end of the run (``Trainer(max_epochs=...)``). None: as
-            for ``warmup_epochs``, or no cool-down if the end is unknown.
+        warmup: Length of the warm-up: ``Epochs(4)``, an integer number of optimizer steps, or a fraction of the run (a
+            float below 1). Default: 4 epochs, or in runs of fewer than 16 epochs a quarter of the epochs, rounded down;
+            if that is 0, a quarter of the run's optimizer steps.
+        cooldown: Length of the cool-down, given in the same ways; it needs a known end of the run
+            (``Trainer(max_epochs=...)`` for epochs; for steps ``max_steps``, or epochs of known length). Default: as
+            for ``warmup``, or no cool-down if the end is unknown.
         merge: ``"eq1"`` as in the paper, or ``"delta"``, see above.
-        threshold: Smallest decrease of an epoch's loss that counts as an improvement, relative to the best loss so far.
-        patience: Consecutive epochs without improvement before B and S change. Only epochs of the cycling phase count.
-        warmup_steps: Optimizer steps of warm-up, instead of ``warmup_epochs``.
-        cooldown_steps: Optimizer steps of cool-down, instead of ``cooldown_epochs``; also requires a known end of the
-            run (``Trainer(max_steps=...)``, or epochs of known length).
         reducer: How parameters are averaged between nodes. ``"leader"``: one rank per node sends all parameters, in
             turns (the paper). ``"sharded"``: every rank sends an equal shard, which is faster if every rank has its own
             network link. Both give the same result.
-        monitor: Name of the metric to watch instead of the training loss, such as ``"val_loss"``; lower is better. It
-            must be logged by the end of the first cycling epoch; epochs that do not log it are skipped. Default: the
-            loss that ``training_step`` returns. Either is averaged over all ranks.
-        adapt: Change B and S when the loss stops falling, as above. False: keep them constant.
+        plateau: When the loss counts as no longer falling, so that B and S change as above; only epochs of the cycling
+            phase count. None: B and S are constant.
         compressed_phases: Phases in which ``wire_dtype`` applies: ``"all"``, or ``"blocking"``, where asynchronous
             exchanges send full precision (the paper's section 3).
 
@@ -91,16 +92,11 @@ class DASO(ParameterSync):
         self,
         sync_every: int = 4,
         staleness: int = 1,
-        warmup_epochs: int | None = None,
-        cooldown_epochs: int | None = None,
+        warmup: int | float | Epochs | None = None,
+        cooldown: int | float | Epochs | None = None,
         merge: Literal["eq1", "delta"] = "eq1",
-        threshold: float = 0.05,
-        patience: int = 2,
-        warmup_steps: int | None = None,
-        cooldown_steps: int | None = None,
         reducer: Literal["leader", "sharded"] = "leader",
-        monitor: str | None = None,
-        adapt: bool = True,
+        plateau: Plateau | None = Plateau(),
         compressed_phases: Literal["all", "blocking"] = "all",
     ) -> None:
         if sync_every < 1:
@@ -109,15 +105,9 @@ class DASO(ParameterSync):
             raise ValueError(
                 f"staleness={staleness} must be from 0 to sync_every={sync_every}: one exchange is pending at a time"
             )
-        lengths = {
-            "warmup_epochs": warmup_epochs,
-            "cooldown_epochs": cooldown_epochs,
-            "warmup_steps": warmup_steps,
-            "cooldown_steps": cooldown_steps,
-        }
-        for name, length in lengths.items():
-            if length is not None and length < 0:
-                raise ValueError(f"{name}={length} must not be negative; 0 leaves the phase out")
+        for name, length in {"warmup": warmup, "cooldown": cooldown}.items():
+            if length is not None and not isinstance(length, Epochs):
+                check_length(name, length)
         super().__init__(
             schedule=Every(sync_every, of="epoch"),
             reducer=reducer,
@@ -125,15 +115,16 @@ class DASO(ParameterSync):
             staleness=staleness,
         )
         self.sync_every = sync_every
-        self.adapt = adapt
+        self.warmup, self.cooldown = warmup, cooldown
+        self.plateau = plateau
         self.compressed_phases: Literal["all", "blocking"] = compressed_phases
         self.is_exact_overlapped = compressed_phases == "blocking" and staleness > 0
-        self.warmup_epochs, self.warmup_steps = warmup_epochs, warmup_steps
-        self.cooldown_epochs, self.cooldown_steps = cooldown_epochs, cooldown_steps
-        self.monitor = monitor
-        self.make_plateau = partial(Plateau, threshold, patience)
-        self.make_plateau()  # reports bad arguments now instead of when a run begins
-        self.watches_loss = monitor is None and adapt
+        self.watches_loss = plateau is not None and plateau.monitor is None
+
+    @property
+    def monitor(self) -> str | None:
+        """The name of the metric that changes B and S; None if that is the training loss, or they are constant."""
+        return None if self.plateau is None else self.plateau.monitor
 
     def build(self, context: Context) -> RunningDASO:
         return RunningDASO(self, context)
@@ -143,10 +134,10 @@ class DASO(ParameterSync):
     @property
     def requirements(self) -> Requirements:
         fixed = super().requirements.needs_fixed_nodes
-        if self.adapt and self.monitor is not None:
+        if self.monitor is not None:
             fixed = (
                 f"monitor={self.monitor!r} is evaluated between a synchronization and the next epoch, when no node can"
-                " join: leave it out to watch the training loss, or set adapt=False"
+                " join: leave it out to watch the training loss, or set plateau=None"
             )
         return replace(
             super().requirements,
@@ -177,7 +168,7 @@ class DASOState(SyncState):
 
     given: list[Any] = field(default_factory=list)
     cycle: list[int] | None = None
-    plateau: Plateau = field(default_factory=Plateau)
+    plateau: PlateauDetector = field(default_factory=PlateauDetector)
     awaits_metric: bool = False
     recorded_metric: tuple[float, float] | None = None
     last_metric: Tensor | None = field(default=None, metadata=TRANSIENT)
@@ -196,14 +187,14 @@ class RunningDASO(RunningParameterSync[DASO]):
     def __init__(self, config: DASO, context: Context) -> None:
         super().__init__(config, context)
         self.phase = ""
-        self._warmup_ends = Moment(epoch=0)
-        self._cooldown_begins: Moment | None = None
+        self._warmup_ends: int | Epochs = 0
+        self._cooldown_begins: int | Epochs | None = None
         self._has_missed_a_loss = False
         self._logged: Callable[[], Mapping[str, Tensor]] = lambda: {}
 
     def _new_state(self) -> DASOState:
         given = [self.config.sync_every, self.config.staleness]
-        return DASOState(given=given, plateau=self.config.make_plateau())
+        return DASOState(given=given, plateau=PlateauDetector(self.config.plateau or Plateau()))
 
     @property
     def schedule(self) -> Schedule:
@@ -238,8 +229,8 @@ class RunningDASO(RunningParameterSync[DASO]):
             self._overlap(due, self.exchanger.all_fragments if starts else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
-        adapts, sums = self.phase == "cycling" and self.config.adapt, list[tuple[float, float]]()
-        watches_loss = adapts and self.config.monitor is None
+        adapts, sums = self.phase == "cycling" and self.config.plateau is not None, list[tuple[float, float]]()
+        watches_loss = adapts and self.config.watches_loss
 
         def synchronize() -> None:
             if self.state.unsynchronized_steps:
@@ -287,36 +278,27 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         super().begin_run(epochs, steps)
-        config = self.config
-        if config.cooldown_steps and steps is None:
-            raise ValueError(
-                f"cooldown_steps={config.cooldown_steps} needs to know when the run ends: set Trainer(max_steps=...),"
-                " use cooldown_epochs with max_epochs, or cooldown_steps=0 to leave the cool-down out"
-            )
-        if config.cooldown_epochs and config.cooldown_steps is None and epochs is None:
-            raise ValueError(
-                f"cooldown_epochs={config.cooldown_epochs} needs to know when the run ends: set"
-                " Trainer(max_epochs=...), use cooldown_steps with max_steps, or cooldown_epochs=0 to leave the"
-                " cool-down out"
-            )
-        self._warmup_ends = _length_of_phase(config.warmup_epochs, config.warmup_steps, epochs, steps)
-        cooldown = _length_of_phase(config.cooldown_epochs, config.cooldown_steps, epochs, steps)
-        self._cooldown_begins = cooldown.before(epochs, steps)
+        self._warmup_ends = _length_of_phase("warmup", self.config.warmup, epochs, steps)
+        self._cooldown_begins = self._begin_of_cooldown(epochs, steps)
         self._warn_if_nothing_cycles(epochs, steps)
 
+    def _begin_of_cooldown(self, epochs: int | None, steps: int | None) -> int | Epochs | None:
+        given = self.config.cooldown
+        end, limit = (epochs, "max_epochs") if isinstance(given, Epochs) else (steps, "max_steps")
+        if given not in (None, 0, Epochs(0)) and end is None:
+            raise ValueError(
+                f"cooldown={given!r} needs to know when the run ends: set Trainer({limit}=...), or cooldown=0 to leave"
+                " the cool-down out"
+            )
+        return before_end(_length_of_phase("cooldown", given, epochs, steps), epochs, steps)
+
     def _warn_if_nothing_cycles(self, epochs: int | None, steps: int | None) -> None:
-        first = self._warmup_ends.fraction(epochs, steps)
-        end = 1.0 if self._cooldown_begins is None else self._cooldown_begins.fraction(epochs, steps)
+        first, begins = fraction_of_run(self._warmup_ends, epochs, steps), self._cooldown_begins
+        end = 1.0 if begins is None else fraction_of_run(begins, epochs, steps)
         if first is None or end is None or first < end:
             return
-        config = self.config
-        lengths = {
-            "warmup_steps": config.warmup_steps,
-            "warmup_epochs": config.warmup_epochs if config.warmup_steps is None else None,
-            "cooldown_steps": config.cooldown_steps,
-            "cooldown_epochs": config.cooldown_epochs if config.cooldown_steps is None else None,
-        }
-        given = " and ".join(f"{name}={length}" for name, length in lengths.items() if length is not None)
+        lengths = {"warmup": self.config.warmup, "cooldown": self.config.cooldown}
+        given = " and ".join(f"{name}={length!r}" for name, length in lengths.items() if length is not None)
         run = f"{epochs} epochs" if epochs is not None else f"{steps} steps"
         self._log(
             logging.WARNING,
@@ -352,9 +334,9 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     def _enter_phase(self) -> None:
         epoch, step = self.state.epoch, self.state.steps
-        if not self._warmup_ends.has_come(epoch, step):
+        if not has_come(self._warmup_ends, epoch, step):
             phase = "warm-up"
-        elif self._cooldown_begins is not None and self._cooldown_begins.has_come(epoch, step):
+        elif self._cooldown_begins is not None and has_come(self._cooldown_begins, epoch, step):
             phase = "cool-down"
         else:
             phase = "cycling"
@@ -400,12 +382,12 @@ class RunningDASO(RunningParameterSync[DASO]):
         self.state.has_resumed = True
 
 
-def _length_of_phase(in_epochs: int | None, in_steps: int | None, epochs: int | None, steps: int | None) -> Moment:
-    """Return the length of the warm-up or cool-down, from the arguments or by default."""
-    if in_steps is not None:
-        return Moment(step=in_steps)
-    if in_epochs is not None:
-        return Moment(epoch=in_epochs)
+def _length_of_phase(
+    name: str, given: int | float | Epochs | None, epochs: int | None, steps: int | None
+) -> int | Epochs:
+    """Return the length of the warm-up or cool-down, as given or by default."""
+    if given is not None:
+        return given if isinstance(given, Epochs) else steps_of_phase(name, given, steps)
     if steps is not None and (epochs is None or epochs * _LARGEST_FRACTION < 1):
-        return Moment(step=int(steps * _LARGEST_FRACTION))
-    return Moment(epoch=_DEFAULT_EPOCHS if epochs is None else min(_DEFAULT_EPOCHS, int(epochs * _LARGEST_FRACTION)))
+        return int(steps * _LARGEST_FRACTION)
+    return Epochs(_DEFAULT_LENGTH if epochs is None else min(_DEFAULT_LENGTH, int(epochs * _LARGEST_FRACTION)))

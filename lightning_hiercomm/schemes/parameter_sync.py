@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, Literal, TypeVar
 
 from torch.optim import Optimizer
@@ -445,5 +446,5 @@ class RunningParameterSync(RunningScheme[A]):
 
 def _is_skipped(given: int | float, steps: int | None, steps_taken: int) -> bool:
     """Return whether a resumed run skips steps of its first phase."""
-    is_known = steps is not None or not isinstance(given, float)
+    is_known = steps is not None or isinstance(given, Integral)
     return is_known and steps_taken < steps_of_phase("warmup_steps", given, steps)

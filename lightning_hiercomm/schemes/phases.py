@@ -1,36 +1,58 @@
-"""Beginnings and ends of the phases of a run."""
+"""Lengths of the phases of a run: optimizer steps, epochs, or a fraction of the run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
+
+from lightning_hiercomm.arguments import as_call, checked_fields
 
 
+@checked_fields
 @dataclass(frozen=True)
-class Moment:
-    """A moment of a run at which a phase changes, before an epoch or a step; or the length of a phase.
+class Epochs:
+    """A length in epochs, for arguments whose plain numbers are optimizer steps or a fraction of the run.
 
-    Attributes:
-        epoch: The number of epochs before the moment.
-        step: The number of optimizer steps before the moment, instead of ``epoch``.
+    Lightning reads an ``int`` as steps and a ``float`` as a fraction (``val_check_interval``, ``limit_train_batches``),
+    so a plain number never means epochs here. In YAML: ``warmup: {epochs: 4}``.
+
+    Example::
+
+        DASO(warmup=Epochs(4), cooldown=Epochs(4))
+
+    Args:
+        epochs: The number of epochs.
+
+    Raises:
+        ValueError: If it is negative.
+        TypeError: If it is not an integer.
     """
 
-    epoch: int | None = None
-    step: int | None = None
+    epochs: int
 
-    def has_come(self, epoch: int, step: int) -> bool:
-        """Return whether it is at or before an epoch and step, counted from 0."""
-        return step >= self.step if self.step is not None else epoch >= (self.epoch or 0)
+    __repr__ = as_call
 
-    def before(self, epochs: int | None, steps: int | None) -> Moment | None:
-        """Return the moment this long before the end of the run; None if the end is unknown, or the length is zero."""
-        if self.step is not None:
-            return None if steps is None or not self.step else Moment(step=steps - self.step)
-        return None if epochs is None or not self.epoch else Moment(epoch=epochs - self.epoch)
+    def __post_init__(self) -> None:
+        if self.epochs < 0:
+            raise ValueError(f"epochs={self.epochs} must not be negative; 0 leaves the phase out")
 
-    def fraction(self, epochs: int | None, steps: int | None) -> float | None:
-        """Return the fraction of the run before the moment; None if the length of the run is unknown."""
-        moment, length = (self.epoch, epochs) if self.step is None else (self.step, steps)
-        return None if moment is None or not length else moment / length
+
+def has_come(moment: int | Epochs, epoch: int, step: int) -> bool:
+    """Return whether a moment, as steps or epochs from the start, is at or before an epoch and step, from 0."""
+    return epoch >= moment.epochs if isinstance(moment, Epochs) else step >= moment
+
+
+def before_end(length: int | Epochs, epochs: int | None, steps: int | None) -> int | Epochs | None:
+    """Return the moment this long before the end of the run; None if the end is unknown, or the length is zero."""
+    if isinstance(length, Epochs):
+        return None if epochs is None or not length.epochs else Epochs(max(0, epochs - length.epochs))
+    return None if steps is None or not length else steps - length
+
+
+def fraction_of_run(moment: int | Epochs, epochs: int | None, steps: int | None) -> float | None:
+    """Return the fraction of the run before a moment; None if the length of the run is unknown."""
+    count, total = (moment.epochs, epochs) if isinstance(moment, Epochs) else (moment, steps)
+    return count / total if total else None if count else 0.0
 
 
 def check_length(name: str, length: float) -> None:
@@ -39,7 +61,7 @@ def check_length(name: str, length: float) -> None:
     Raises:
         ValueError: If it is neither; the message names the argument.
     """
-    if length < 0 or (isinstance(length, float) and length >= 1):
+    if length < 0 or (not isinstance(length, Integral) and length >= 1):
         raise ValueError(
             f"{name}={length} must be a number of optimizer steps (an integer of at least 0) or a fraction of the run"
             " (between 0.0 and 1.0)"
@@ -52,8 +74,8 @@ def steps_of_phase(name: str, length: float, steps: int | None) -> int:
     Raises:
         ValueError: For a fraction of an unknown number.
     """
-    if not isinstance(length, float):
-        return length
+    if isinstance(length, Integral):
+        return int(length)
     if steps is None:
         raise ValueError(
             f"{name}={length} is a fraction of the run, whose number of optimizer steps is unknown: set"

@@ -4,48 +4,81 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
+from lightning_hiercomm.arguments import as_call, checked_fields, note_owner
 
+
+@checked_fields
+@dataclass(frozen=True)
 class Plateau:
-    """Detects when a sequence of losses stops falling.
+    """When a loss counts as no longer falling: after more than ``patience`` epochs in a row without an improvement.
 
-    A loss is an improvement if it is below the best one so far by more than ``threshold`` of it. The plateau is reached
-    when more than ``patience`` losses in a row are no improvement; then the count restarts with the same best loss.
-    A NaN is no improvement.
+    Example, which watches the validation loss instead of the training loss::
+
+        DASO(plateau=Plateau(monitor="val_loss"))
 
     Source: DASO, Section 3, changes B and S "when the training loss plateaus"; Section 4.2 defines a plateau of its
     learning-rate scheduler as a loss "not decreasing by more than a set percentage threshold". The default numbers are
     specific to this package. The rule is that of torch's ``ReduceLROnPlateau(threshold_mode="rel")``, except that a
     negative loss must fall to improve, too.
 
+    Args:
+        patience: Consecutive epochs without improvement that are accepted.
+        threshold: Smallest decrease of an epoch's loss that counts as an improvement, relative to the best loss so far.
+        monitor: Name of the metric to watch instead of the training loss, such as ``"val_loss"``; lower is better. It
+            must be logged by the end of the first epoch that counts; epochs that do not log it are skipped. Default:
+            the loss that ``training_step`` returns. Either is averaged over all ranks.
+
+    Raises:
+        ValueError: If a number is out of range.
+        TypeError: If an argument has a wrong type.
+    """
+
+    patience: int = 2
+    threshold: float = 0.05
+    monitor: str | None = None
+
+    __repr__ = as_call
+
+    def __post_init__(self) -> None:
+        if self.patience < 0:
+            raise ValueError(f"patience={self.patience} must not be negative")
+        if not 0.0 <= self.threshold < 1.0:
+            raise ValueError(f"threshold={self.threshold} must be a fraction from 0 to below 1, such as 0.05 for 5 %")
+
+
+note_owner("Plateau", (each.name for each in fields(Plateau)))
+
+
+class PlateauDetector:
+    """Detects the plateau of a sequence of losses; then it starts to count again, with the same best loss.
+
+    A NaN is no improvement.
+
+    Args:
+        plateau: The rule.
+
     Attributes:
         best: The lowest loss so far that was an improvement; infinity at first.
         bad_values: The number of losses in a row that have failed to improve.
-
-    Raises:
-        ValueError: If ``threshold`` or ``patience`` is out of range.
     """
 
-    def __init__(self, threshold: float = 0.05, patience: int = 2) -> None:
-        if not 0.0 <= threshold < 1.0:
-            raise ValueError(f"threshold={threshold} must be a fraction from 0 to below 1, such as 0.05 for 5 %")
-        if patience < 0:
-            raise ValueError(f"patience={patience} must not be negative")
-        self.threshold = threshold
-        self.patience = patience
+    def __init__(self, plateau: Plateau = Plateau()) -> None:
+        self.plateau = plateau
         self.best = math.inf
         self.bad_values = 0
 
     def reached(self, loss: float) -> bool:
         """Record the next loss, and return whether the plateau is reached."""
-        to_beat = self.best - self.threshold * abs(self.best) if self.best < math.inf else math.inf
+        to_beat = self.best - self.plateau.threshold * abs(self.best) if self.best < math.inf else math.inf
         if loss < to_beat:
             self.best = loss
             self.bad_values = 0
             return False
         self.bad_values += 1
-        if self.bad_values <= self.patience:
+        if self.bad_values <= self.plateau.patience:
             return False
         self.bad_values = 0
         return True

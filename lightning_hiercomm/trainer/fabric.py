@@ -54,7 +54,7 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
 
     Example::
 
-        strategy = HierarchicalFabricStrategy(DASO(warmup_epochs=1, cooldown_epochs=1))
+        strategy = HierarchicalFabricStrategy(DASO(warmup=Epochs(1), cooldown=Epochs(1)))
         fabric = Fabric(strategy=strategy, devices=4, num_nodes=2)
         fabric.launch()
         model, optimizer = fabric.setup(model, optimizer)
@@ -120,10 +120,10 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         )
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
-        if isinstance(scheme, DASO) and scheme.adapt and scheme.monitor is not None:
+        if isinstance(scheme, DASO) and scheme.monitor is not None:
             raise ValueError(
                 f"monitor={scheme.monitor!r} is a metric that LightningModules log, and Fabric has none: leave it out"
-                " to use the loss of fabric.backward, or use adapt=False"
+                " to use the loss of fabric.backward, or use plateau=None"
             )
         if first_phase:
             raise ValueError(

@@ -27,7 +27,7 @@ from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme
 
-ARGUMENTS = {"daso": {"sync_every": 4, "warmup_epochs": 0, "cooldown_epochs": 0}, "diloco": {"sync_every": 2}}
+ARGUMENTS = {"daso": {"sync_every": 4, "warmup": 0, "cooldown": 0}, "diloco": {"sync_every": 2}}
 
 
 def on_two_nodes(scheme: Scheme, work, nodes=((0,), (1,))):

@@ -30,6 +30,7 @@ from lightning_hiercomm import (
     Gossip,
     HierarchicalStrategy,
     PeriodicAveraging,
+    Plateau,
     StepsDelay,
     Transport,
 )
@@ -91,7 +92,7 @@ def schemes():
     return {
         "all_reduce": AllReduce(),
         "periodic": PeriodicAveraging(4, at_epoch_end=False),
-        "daso": DASO(sync_every=4, staleness=2, warmup_epochs=0, cooldown_epochs=0),
+        "daso": DASO(sync_every=4, staleness=2, warmup=0, cooldown=0),
         "gossip": Gossip(fragments=2),
         "gossip_overlap": Gossip(fragments=2, overlap=True),
         "steps_delay": StepsDelay(delay=3, warmup_steps=3),
@@ -751,7 +752,7 @@ def trained_noisily(fit, path, replicas: bool, resumed: bool):
 
     return fit(
         Noisy(),
-        {"scheme": DASO(4, 1, 0, 0, threshold=0.0, patience=0), "checkpoint_replicas": replicas},
+        {"scheme": DASO(4, 1, 0, 0, plateau=Plateau(0, 0.0)), "checkpoint_replicas": replicas},
         max_epochs=3,
         plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
         callbacks=[] if resumed else [Saves()],

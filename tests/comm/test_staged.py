@@ -20,7 +20,7 @@ from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.schemes import DASO, DiLoCo, Gossip, ParameterSync, PeriodicAveraging, Scheme
 from lightning_hiercomm.schemes.all_reduce import AllReduce
 
-CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
+CYCLING = {"warmup": 0, "cooldown": 0, "plateau": None}
 SCHEMES: dict[str, Scheme] = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),

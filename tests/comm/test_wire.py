@@ -9,16 +9,16 @@ import torch
 from harness import on_nodes
 
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.schemes import DASO, PeriodicAveraging
+from lightning_hiercomm.schemes import DASO, Epochs, PeriodicAveraging
 
 on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 SCHEMES = {
     "periodic": lambda: PeriodicAveraging(1),
-    "daso, blocking": lambda: DASO(warmup_epochs=1),
-    "daso, sharded": lambda: DASO(warmup_epochs=1, reducer="sharded"),
-    "daso, cycling": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0),
-    "daso, delta": lambda: DASO(1, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
+    "daso, blocking": lambda: DASO(warmup=Epochs(1)),
+    "daso, sharded": lambda: DASO(warmup=Epochs(1), reducer="sharded"),
+    "daso, cycling": lambda: DASO(1, 1, warmup=0, cooldown=0),
+    "daso, delta": lambda: DASO(1, 1, warmup=0, cooldown=0, merge="delta"),
 }
 
 

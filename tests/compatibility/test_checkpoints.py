@@ -172,7 +172,7 @@ def test_a_plain_checkpoint_of_mid_epoch(on_ranks, tmp_path):
 
 AS_PUBLISHED = {
     "periodic": {"sync_every": 4},
-    "daso": {"sync_every": 3, "staleness": 2, "warmup_epochs": 0, "cooldown_epochs": 0},
+    "daso": {"sync_every": 3, "staleness": 2, "warmup": 0, "cooldown": 0},
     "steps_delay": {"delay": 3, "warmup_steps": 3},
     "gossip": {"fragments": 3, "overlap": True},
 }

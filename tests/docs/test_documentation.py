@@ -18,6 +18,7 @@ import pytest
 import lightning_hiercomm
 from lightning_hiercomm.__main__ import main
 from lightning_hiercomm.schemes import SCHEMES
+from lightning_hiercomm.trainer.settings import constructor_arguments
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 DOCS = CHECKOUT / "docs"
@@ -30,8 +31,7 @@ ALL = [README, *OUTSIDE, *PAGES, *EXAMPLES]
 
 def arguments_of(name: str) -> set[str]:
     """Return the arguments of a public class, with those that it passes to its bases."""
-    classes = getattr(lightning_hiercomm, name).__mro__
-    return {parameter for each in classes for parameter in inspect.signature(each.__init__).parameters}
+    return set(constructor_arguments(getattr(lightning_hiercomm, name)))
 
 
 def of_page(page: Path) -> str:

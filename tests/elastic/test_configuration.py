@@ -15,6 +15,7 @@ from lightning_hiercomm import (
     HeterogeneousBatches,
     HierarchicalStrategy,
     PeriodicAveraging,
+    Plateau,
     StepsDelay,
 )
 from lightning_hiercomm.elastic import configuration
@@ -79,7 +80,7 @@ def test_elastic_accepts_schemes_with_periodic_synchronization(scheme, wire):
         (partial(Gossip, hierarchical=False), "take hierarchical=True"),
         (partial(Gossip, overlap=True), "take overlap=False"),
         (DASO, "DASO with reducer='leader' sends from the ranks of a node in turn: use reducer='sharded'"),
-        (partial(DASO, monitor="val_loss", reducer="sharded"), "monitor='val_loss'.*leave it out"),
+        (partial(DASO, plateau=Plateau(monitor="val_loss"), reducer="sharded"), "monitor='val_loss'.*leave it out"),
         (partial(ParameterSync, schedule=4, staleness=4), "staleness=4.*use less than the period"),
         (partial(ParameterSync, reducer="leader"), "use reducer='sharded'"),
         (partial(PeriodicAveraging, order="before_step"), "use order='after_step'"),

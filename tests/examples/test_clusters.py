@@ -258,7 +258,7 @@ def daso(folder: Path, text: str) -> dict[str, torch.Tensor]:
     """What some command trains with DASO, all of its phases included."""
     scheme = "--trainer.strategy.init_args.scheme.init_args"
     options = (
-        f"--trainer.max_epochs=3 --trainer.limit_train_batches=8 {scheme}.warmup_epochs=1 {scheme}.cooldown_epochs=1"
+        f"--trainer.max_epochs=3 --trainer.limit_train_batches=8 {scheme}.warmup.epochs=1 {scheme}.cooldown.epochs=1"
     )
     output = run(folder, f"{text} --config examples/digits/daso.yaml {options}")
     assert "on 4 ranks" in output

@@ -40,8 +40,8 @@ def test_the_imagenet_configuration_trains_on_folders_of_pictures(folder):
         "imagenet.yaml",
         *("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.num_nodes=1", "--trainer.devices=2"),
         *("--trainer.strategy.init_args.ranks_per_node=1", "--trainer.strategy.init_args.start_method=fork"),
-        *("--trainer.max_epochs=3", "--trainer.strategy.init_args.scheme.init_args.warmup_epochs=1"),
-        *("--trainer.strategy.init_args.scheme.init_args.cooldown_epochs=1", "--model.architecture=shufflenet_v2_x0_5"),
+        *("--trainer.max_epochs=3", "--trainer.strategy.init_args.scheme.init_args.warmup.epochs=1"),
+        *("--trainer.strategy.init_args.scheme.init_args.cooldown.epochs=1", "--model.architecture=shufflenet_v2_x0_5"),
         *("--model.num_classes=2", "--data.root=imagenet", "--data.size=32", "--data.batch_size=4"),
         "--data.num_workers=0",
     )

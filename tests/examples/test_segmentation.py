@@ -28,8 +28,8 @@ def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
         folder,
         "config.yaml",
         "--trainer.max_epochs=3",
-        f"{SCHEME}.warmup_epochs=1",
-        f"{SCHEME}.cooldown_epochs=1",
+        f"{SCHEME}.warmup.epochs=1",
+        f"{SCHEME}.cooldown.epochs=1",
     )
     assert re.findall(r"DASO: (\S+) from epoch (\d)", out) == [("warm-up", "0"), ("cycling", "1"), ("cool-down", "2")]
     assert mean_iou(out) > 50  # knowing sky and road alone, the two largest of five classes, gives less than 40
@@ -45,7 +45,7 @@ def test_the_same_program_trains_on_a_cityscapes_folder(folder):
         *("--trainer.accelerator=cpu", "--trainer.sync_batchnorm=false", "--trainer.num_nodes=1"),
         *("--trainer.devices=4", "--trainer.strategy.init_args.ranks_per_node=2"),
         *("--trainer.strategy.init_args.start_method=fork", "--trainer.max_epochs=3"),
-        *(f"{SCHEME}.warmup_epochs=1", f"{SCHEME}.cooldown_epochs=1", "--model.width=4", "--model.levels=2"),
+        *(f"{SCHEME}.warmup.epochs=1", f"{SCHEME}.cooldown.epochs=1", "--model.width=4", "--model.levels=2"),
         *("--data.init_args.batch_size=1", "--data.init_args.crop=[32, 64]", "--data.init_args.num_workers=0"),
     )
     assert mean_iou(out) > 50  # of two classes, by their colours

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.gpu
 NODES = ((0,), (1,))
 _ONE_SEED = threading.Lock()
 PERIOD = 8
-CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
+CYCLING = {"warmup": 0, "cooldown": 0, "plateau": None}
 QUIET: dict[str, Callable[[], Scheme]] = {
     # of each eight steps, those but the first two and the last two have neither an exchange nor a merge
     "periodic": lambda: PeriodicAveraging(PERIOD),

@@ -33,6 +33,7 @@ from lightning_hiercomm import (
     CommunicationMonitor,
     DiLoCo,
     Elastic,
+    Epochs,
     Gossip,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -49,7 +50,7 @@ SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "fragments": partial(DiLoCo, fragments=2),
     "streaming": partial(DiLoCo, fragments=2, staleness=1, keep_local=0.5),
     "noloco": partial(ParameterSync, reducer=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": partial(DASO, warmup_epochs=1, cooldown_epochs=1, reducer="sharded"),
+    "daso": partial(DASO, warmup=Epochs(1), cooldown=Epochs(1), reducer="sharded"),
     "gossip": lambda every: Gossip(fragments=2),
 }
 

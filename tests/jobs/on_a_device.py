@@ -41,7 +41,7 @@ BATCH, STEPS = 8, 12
 SCHEMES: dict[str, Callable[[], Any]] = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(4),
-    "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0),
+    "daso": lambda: DASO(4, 2, warmup=0, cooldown=0),
     "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
     "gossip": lambda: Gossip(fragments=2),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),

@@ -33,7 +33,7 @@ from lightning_hiercomm import (
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(3),
-    "daso": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
+    "daso": lambda: DASO(2, 1, warmup=0, cooldown=0),
     "diloco": lambda: DiLoCo(3, staleness=1),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
     "gossip": lambda: Gossip(overlap=True),

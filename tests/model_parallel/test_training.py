@@ -19,6 +19,7 @@ from lightning_hiercomm import (
     AllReduce,
     CommunicationMonitor,
     DiLoCo,
+    Epochs,
     Gossip,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
@@ -35,8 +36,8 @@ pytestmark = pytest.mark.timeout(900)  # the first test's fixture is a launch of
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(5),
-    "daso": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
-    "daso delta": lambda: DASO(4, 1, 1, 0, merge="delta", reducer="sharded"),
+    "daso": lambda: DASO(4, 2, warmup=0, cooldown=0, reducer="sharded"),
+    "daso delta": lambda: DASO(4, 1, Epochs(1), 0, merge="delta", reducer="sharded"),
     "diloco": lambda: DiLoCo(6),
     "streaming diloco": lambda: DiLoCo(6, fragments=2, staleness=1, keep_local=0.5),
     "gossip": Gossip,

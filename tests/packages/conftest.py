@@ -24,7 +24,7 @@ collect_ignore = [] if any(map(find_spec, ("chemprop", "darts", "nequip", "litgp
 SCHEMES: dict[str, Callable[[], Any]] = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(sync_every=4),
-    "daso": lambda: DASO(sync_every=2, warmup_epochs=0, cooldown_epochs=0),
+    "daso": lambda: DASO(sync_every=2, warmup=0, cooldown=0),
     # most packages train by Adam, which the default local rule refuses
     "steps_delay": lambda: StepsDelay(delay=2, warmup_steps=4, local_update="sgd", local_lr_scale=1.0),
     "gossip": lambda: Gossip(fragments=2),

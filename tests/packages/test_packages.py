@@ -276,7 +276,7 @@ def nequip(folder: Path, how: str) -> dict[str, Any]:
         scheme = SCHEMES[how]()
         arguments = {
             "periodic": {"sync_every": 4},
-            "daso": {"sync_every": 2, "warmup_epochs": 0, "cooldown_epochs": 0},
+            "daso": {"sync_every": 2, "warmup": 0, "cooldown": 0},
             "steps_delay": {"delay": 2, "warmup_steps": 4, "local_update": "sgd", "local_lr_scale": 1.0},
             "gossip": {"fragments": 2},
             "diloco": {"sync_every": 4},

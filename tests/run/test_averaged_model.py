@@ -23,7 +23,7 @@ from lightning_hiercomm.schemes.reducers.graphs import RandomPermutation
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": partial(PeriodicAveraging, 4),
-    "daso": partial(DASO, 2, warmup_epochs=0, cooldown_epochs=0),
+    "daso": partial(DASO, 2, warmup=0, cooldown=0),
     "eq1": partial(ParameterSync, schedule=4, staleness=2, merge="eq1"),
     "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
     "gossip": partial(Gossip, fragments=2),

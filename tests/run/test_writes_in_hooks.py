@@ -26,7 +26,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": partial(PeriodicAveraging, 3),
-    "daso": partial(DASO, 3, warmup_epochs=0, cooldown_epochs=0),
+    "daso": partial(DASO, 3, warmup=0, cooldown=0),
     "diloco": partial(DiLoCo, 3),
     "gossip": partial(Gossip, fragments=2),
     "steps_delay": partial(StepsDelay, 2, warmup_steps=2),

@@ -19,12 +19,14 @@ from lightning_hiercomm.schemes import (
     Delta,
     DiLoCo,
     DirectedExponential,
+    Epochs,
     Every,
     Full,
     Gossip,
     OuterOptimizer,
     ParameterSync,
     PeriodicAveraging,
+    Plateau,
     RandomPermutation,
     Replace,
     Ring,
@@ -39,7 +41,10 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "PeriodicAveraging(sync_every=None, order='before_step')": lambda: PeriodicAveraging(None, order="before_step"),
     "AllReduce()": AllReduce,
     "DASO(sync_every=4)": DASO,
-    "DASO(sync_every=8, staleness=2, merge='delta', monitor='loss')": lambda: DASO(8, 2, merge="delta", monitor="loss"),
+    "DASO(sync_every=8, merge='delta', plateau=None)": lambda: DASO(8, merge="delta", plateau=None),
+    "DASO(sync_every=4, warmup=Epochs(epochs=2), plateau=Plateau(patience=2, monitor='loss'))": lambda: DASO(
+        warmup=Epochs(2), plateau=Plateau(monitor="loss")
+    ),
     "DiLoCo(sync_every=100)": DiLoCo,
     "DiLoCo(sync_every=9, fragments=['a', 'b'], staleness=2)": lambda: DiLoCo(9, partial(AdamW, lr=1.0), ["a", "b"], 2),
     "Gossip(graph=RandomPermutation(sampling='uniform', seed=0))": Gossip,
@@ -99,7 +104,7 @@ def test_reading_changes_no_value(written):
 
 
 def test_arguments_that_the_scheme_does_not_print_count_all_the_same():
-    assert DASO(threshold=0.1) != DASO()
+    assert DASO(plateau=Plateau(threshold=0.1)) != DASO()
     assert DiLoCo(outer_optimizer=partial(SGD, lr=0.5)) != DiLoCo(outer_optimizer=partial(SGD, lr=0.7))
     assert DiLoCo(outer_optimizer=partial(SGD, lr=0.5)) == DiLoCo(outer_optimizer=partial(SGD, lr=0.5))
 

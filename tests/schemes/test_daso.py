@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes import bucket
-from lightning_hiercomm.schemes import DASO, AllReduce, PeriodicAveraging
+from lightning_hiercomm.schemes import DASO, AllReduce, Epochs, PeriodicAveraging, Plateau
 from lightning_hiercomm.schemes.daso import RunningDASO
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -53,7 +53,10 @@ B4_S2 = [
 
 def cycling(sync_every=4, staleness=1, **arguments):
     """A DASO that cycles from the first step to the last."""
-    return lambda: DASO(sync_every, staleness, warmup_epochs=0, cooldown_epochs=0, **arguments)
+    return lambda: DASO(sync_every, staleness, warmup=0, cooldown=0, **arguments)
+
+
+ON_VAL_LOSS = Plateau(patience=0, monitor="val_loss")
 
 
 def single(number):
@@ -73,7 +76,7 @@ def test_a_cycling_epoch_follows_the_table_to_the_digit(run_oracle, reducer, sta
 
 @pytest.mark.parametrize("reducer", ["leader", "sharded"])
 def test_blocking_phases_equal_averaging_at_every_step(run_oracle, reducer):
-    traces = run_oracle(lambda: DASO(warmup_epochs=1, reducer=reducer))
+    traces = run_oracle(lambda: DASO(warmup=Epochs(1), reducer=reducer))
     assert traces[0].after_step[:4] == [2, 3, 3.5, 3.75]
     assert [t.after_step for t in traces] == [t.after_step for t in run_oracle(lambda: PeriodicAveraging(1))]
 
@@ -104,7 +107,7 @@ def test_delta_merge_keeps_all_local_progress_and_the_mean(run_oracle):
 
 
 def test_rank_weights_reach_blocking_phases_and_merges(run_oracle):
-    blocking = run_oracle(partial(DASO, warmup_epochs=1), weights=(1, 3, 2, 2), steps_per_epoch=3)
+    blocking = run_oracle(partial(DASO, warmup=Epochs(1)), weights=(1, 3, 2, 2), steps_per_epoch=3)
     assert blocking[0].after_step == [2.125, 3.1875, 3.71875]
     # node targets 1 and 8, node weights 1/4 and 3/4: sent 0.5 and 4, weighted mean 3.125, local 0.75 and 6
     traces = run_oracle(cycling(2, 1), weights=(1, 1, 2, 4), steps_per_epoch=4)
@@ -162,7 +165,7 @@ def test_both_ways_to_exchange_give_the_same_numbers(run_oracle, nodes, merge, w
     # a warm-up epoch, two that cycle and a cool-down, on nodes of any size
     traces = [
         run_oracle(
-            lambda reducer=reducer: DASO(3, 2, 1, 1, merge=merge, reducer=reducer),
+            lambda reducer=reducer: DASO(3, 2, Epochs(1), Epochs(1), merge=merge, reducer=reducer),
             nodes=nodes,
             targets=(0.0, 2.0, 4.0, 10.0, -3.0, 1.5),
             momentum=0.9,
@@ -251,7 +254,7 @@ def schedule(run_oracle, scheme, losses, epochs):
 def test_phases_and_halving_follow_a_scripted_loss_exactly(run_oracle):
     losses = [9.0, 9.0, 8.0, 8.0, 8.0, 7.7, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 1.0, 1.0]
     assert schedule(
-        run_oracle, {"sync_every": 8, "staleness": 2, "warmup_epochs": 2, "cooldown_epochs": 2}, losses, 18
+        run_oracle, {"sync_every": 8, "staleness": 2, "warmup": Epochs(2), "cooldown": Epochs(2)}, losses, 18
     ) == [
         ("warm-up", 1, 0),
         ("warm-up", 1, 0),
@@ -275,7 +278,8 @@ def test_phases_and_halving_follow_a_scripted_loss_exactly(run_oracle):
 
 
 def test_b_and_s_return_to_their_first_values_from_one(run_oracle):
-    scheme = {"sync_every": 4, "staleness": 2, "warmup_epochs": 0, "cooldown_epochs": 1, "patience": 0}
+    scheme = {"sync_every": 4, "staleness": 2, "warmup": 0, "cooldown": Epochs(1)}
+    scheme["plateau"] = Plateau(patience=0)
     assert [pair[1:] for pair in schedule(run_oracle, scheme, [1.0] * 9, 9)] == [
         (4, 2),
         (4, 2),
@@ -302,7 +306,7 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
         scheme.finish()
         return seen
 
-    assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [[4, 4, 4, 2, 2]] * 4
+    assert on_four_ranks(work, cycling(4, 1, plateau=Plateau(patience=0))()) == [[4, 4, 4, 2, 2]] * 4
 
 
 def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
@@ -320,11 +324,11 @@ def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
             scheme.begin_epoch(4, lambda: {"train_loss": torch.tensor(1.0)})
         return seen
 
-    assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 2, 1]] * 4
+    assert on_four_ranks(work, cycling(4, 1, plateau=ON_VAL_LOSS)()) == [[4, 4, 2, 1]] * 4
 
 
 def test_resumed_epoch_is_judged_by_the_saved_metric():
-    scheme = cycling(4, 1, patience=0, monitor="val_loss")()
+    scheme = cycling(4, 1, plateau=ON_VAL_LOSS)()
 
     def work(rank):
         logged = {}
@@ -359,7 +363,7 @@ def test_a_monitored_metric_is_judged_once_where_not_every_epoch_logs_it():
                 logged["val_loss"] = torch.tensor(2.0 ** -min(epoch, 4))
         return seen
 
-    assert on_four_ranks(work, cycling(4, 1, patience=0, monitor="val_loss")()) == [[4, 4, 4, 4, 4, 4, 4]] * 4
+    assert on_four_ranks(work, cycling(4, 1, plateau=ON_VAL_LOSS)()) == [[4, 4, 4, 4, 4, 4, 4]] * 4
 
 
 def test_epochs_without_a_loss_change_nothing_and_warn_once(caplog):
@@ -372,11 +376,12 @@ def test_epochs_without_a_loss_change_nothing_and_warn_once(caplog):
         scheme.finish()
         return scheme.period
 
-    assert on_four_ranks(work, cycling(4, 1, patience=0)()) == [4] * 4
+    assert on_four_ranks(work, cycling(4, 1, plateau=Plateau(patience=0))()) == [4] * 4
     assert [r.message.count("had no training loss") for r in caplog.records if r.levelno == logging.WARNING] == [1]
 
 
-def test_phases_in_steps_begin_and_end_inside_epochs():
+@pytest.mark.parametrize("scheme", [DASO(2, 1, warmup=3, cooldown=2), DASO(2, 1, warmup=0.3, cooldown=0.2)])
+def test_phases_in_steps_begin_and_end_inside_epochs(scheme):
     def work(rank):
         scheme = rank.scheme
         phases = []
@@ -389,12 +394,12 @@ def test_phases_in_steps_begin_and_end_inside_epochs():
         return phases
 
     expected = ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
-    assert on_four_ranks(work, DASO(2, 1, warmup_steps=3, cooldown_steps=2), epochs=None, steps=10) == [expected] * 4
+    assert on_four_ranks(work, scheme, epochs=None, steps=10) == [expected] * 4
 
 
 def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
     caplog.set_level(logging.INFO)
-    run_oracle(lambda: DASO(4, 1, 1, 1), epochs=4, losses=[1.0] * 4)
+    run_oracle(lambda: DASO(4, 1, Epochs(1), Epochs(1)), epochs=4, losses=[1.0] * 4)
     assert [record.message.split(":")[1].strip() for record in caplog.records] == [
         "warm-up from epoch 0, step 0",
         "cycling from epoch 1, step 8",
@@ -405,12 +410,18 @@ def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
 @pytest.mark.parametrize(
     ("arguments", "run", "message"),
     [
-        ({"cooldown_epochs": 4}, (None, None), r"cooldown_epochs=4 needs to know when the run ends: .*max_epochs"),
-        ({"cooldown_epochs": 4}, (None, 100), r"cooldown_epochs=4 .*max_epochs"),
-        ({"cooldown_steps": 10}, (5, None), r"cooldown_steps=10 .*max_steps"),
+        (
+            {"cooldown": Epochs(4)},
+            (None, None),
+            r"cooldown=Epochs\(epochs=4\) needs to know when the run ends: .*max_epochs",
+        ),
+        ({"cooldown": Epochs(4)}, (None, 100), r"cooldown=Epochs\(epochs=4\) .*max_epochs"),
+        ({"cooldown": 10}, (5, None), r"cooldown=10 .*max_steps"),
+        ({"cooldown": 0.1}, (5, None), r"cooldown=0\.1 .*max_steps"),
+        ({"warmup": 0.1, "cooldown": 0}, (5, None), r"warmup=0\.1 is a fraction of the run, .*max_steps"),
     ],
 )
-def test_a_cool_down_without_an_end_to_count_from_is_refused(arguments, run, message):
+def test_a_length_that_needs_an_unknown_end_is_refused(arguments, run, message):
     def work(topology):
         epochs, steps = run
         training = attached(topology, DASO(**arguments), epochs=epochs, steps=steps)
@@ -420,20 +431,20 @@ def test_a_cool_down_without_an_end_to_count_from_is_refused(arguments, run, mes
     on_ranks(work)
 
 
-FOUR_AND_FOUR = {"warmup_epochs": 4, "cooldown_epochs": 4}
+FOUR_AND_FOUR = {"warmup": Epochs(4), "cooldown": Epochs(4)}
 
 
 @pytest.mark.parametrize(
     ("arguments", "run", "said"),
     [
-        (FOUR_AND_FOUR, (8, None), "warmup_epochs=4 and cooldown_epochs=4 leave no step"),
+        (FOUR_AND_FOUR, (8, None), "warmup=Epochs(epochs=4) and cooldown=Epochs(epochs=4) leave no step"),
         (FOUR_AND_FOUR, (9, None), None),
-        ({"warmup_epochs": 4, "cooldown_epochs": 0}, (4, None), "warmup_epochs=4 and cooldown_epochs=0"),
-        ({"warmup_epochs": 4, "cooldown_epochs": 0}, (None, None), None),
-        ({"warmup_steps": 50, "cooldown_steps": 50}, (None, 100), "warmup_steps=50 and cooldown_steps=50"),
-        ({"warmup_steps": 50, "cooldown_steps": 49}, (None, 100), None),
-        ({"warmup_steps": 60, "cooldown_epochs": 4}, (10, 100), "warmup_steps=60 and cooldown_epochs=4"),
-        ({"warmup_epochs": 6}, (8, None), "warmup_epochs=6 leave no step"),
+        ({"warmup": Epochs(4), "cooldown": 0}, (4, None), "warmup=Epochs(epochs=4) and cooldown=0"),
+        ({"warmup": Epochs(4), "cooldown": 0}, (None, None), None),
+        ({"warmup": 50, "cooldown": 50}, (None, 100), "warmup=50 and cooldown=50"),
+        ({"warmup": 50, "cooldown": 49}, (None, 100), None),
+        ({"warmup": 60, "cooldown": Epochs(4)}, (10, 100), "warmup=60 and cooldown=Epochs(epochs=4)"),
+        ({"warmup": Epochs(6)}, (8, None), "warmup=Epochs(epochs=6) leave no step"),
         *(({}, run, None) for run in [(1, None), (2, 20), (4, None), (8, None), (8, 80), (None, 100), (None, None)]),
     ],
 )
@@ -513,7 +524,7 @@ def test_averaging_in_mid_cycle_leaves_training_unchanged():
 
 
 def test_plain_checkpoint_resumes_from_averaged_parameters():
-    original = cycling(8, 2, patience=0)()
+    original = cycling(8, 2, plateau=Plateau(patience=0))()
 
     def work(rank):
         scheme = rank.scheme
@@ -604,7 +615,7 @@ def test_how_far_nodes_are_apart_is_seen_in_every_phase(compressed_phases):
             rank.scheme.end_epoch(torch.tensor(1.0))
         return seen
 
-    scheme = DASO(2, 1, warmup_epochs=1, cooldown_epochs=0, adapt=False, compressed_phases=compressed_phases)
+    scheme = DASO(2, 1, warmup=Epochs(1), cooldown=0, plateau=None, compressed_phases=compressed_phases)
     assert len(set(on_four_ranks(work, scheme, wire="bfloat16", epochs=3)[0])) == 3
 
 
@@ -614,12 +625,10 @@ def test_how_far_nodes_are_apart_is_seen_in_every_phase(compressed_phases):
         ({"sync_every": 0}, "sync_every=0"),
         ({"sync_every": 2, "staleness": 3}, "staleness=3 must be from 0 to sync_every=2"),
         ({"staleness": -1}, "staleness=-1"),
-        ({"warmup_epochs": -1}, "warmup_epochs=-1"),
-        ({"cooldown_steps": -1}, "cooldown_steps=-1"),
+        ({"warmup": -1}, "warmup=-1"),
+        ({"cooldown": 1.5}, "cooldown=1.5"),
         ({"merge": "mean"}, "merge='mean'"),
         ({"reducer": "split"}, "reducer='split'"),
-        ({"threshold": 2.0}, "threshold=2.0"),
-        ({"patience": -1}, "patience=-1"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -650,7 +659,7 @@ class Watched(Oracle):
 @pytest.mark.pooled
 def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
     # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
-    scheme = DASO(4, 1, warmup_epochs=1, cooldown_epochs=1, patience=0, monitor=monitor)
+    scheme = DASO(4, 1, warmup=Epochs(1), cooldown=Epochs(1), plateau=Plateau(0, monitor=monitor))
     reports = fit(Watched(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
     for report in reports:
         assert [sync_every for _, sync_every in report["report"][::2]] == [4, 4, 4, 2, 1, 4, 2]
@@ -660,7 +669,7 @@ def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
 @pytest.mark.pooled
 def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tmp_path, replicas):
     save = ModelCheckpoint(tmp_path / "files", "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
-    strategy = {"scheme": cycling(4, 1, patience=0, monitor="val_loss")(), "checkpoint_replicas": replicas}
+    strategy = {"scheme": cycling(4, 1, plateau=ON_VAL_LOSS)(), "checkpoint_replicas": replicas}
     arguments = {"limit_train_batches": 1, "max_epochs": 4, "devices": 2, "callbacks": [save]}
     arguments["enable_checkpointing"] = True
     strategy["ranks_per_node"] = 1
@@ -740,7 +749,7 @@ def test_run_length_with_two_optimizers_is_half_of_lightnings_count(fit):
 
 @pytest.mark.pooled
 def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
-    scheme = DASO(2, 1, warmup_epochs=0, cooldown_steps=4)
+    scheme = DASO(2, 1, warmup=0, cooldown=4)
     callbacks = [GradientAccumulationScheduler({1: 4})]  # 8 batches an epoch: 8 steps, and then 2 and 2
     (report, *_) = fit(Phases(), {"scheme": scheme}, limit_val_batches=0, max_epochs=3, callbacks=callbacks)
     phases = [phase for batch, phase in enumerate(report["report"]) if batch < 8 or batch % 4 == 3]
@@ -758,8 +767,8 @@ def test_only_the_documented_phases_send_fewer_bytes(run_oracle, reducer):
         )
         return sum(trace.meter["inter_bytes"] for trace in traces)
 
-    cycling_only = {"warmup_epochs": 0, "cooldown_epochs": 0}
-    blocking_only = {"warmup_epochs": 2, "cooldown_epochs": 0}
+    cycling_only = {"warmup": 0, "cooldown": 0}
+    blocking_only = {"warmup": Epochs(2), "cooldown": 0}
     assert sent("blocking", **cycling_only) > sent("all", **cycling_only)
     assert sent("blocking", **blocking_only) == sent("all", **blocking_only)
 
@@ -773,13 +782,13 @@ def test_waiting_every_few_batches_averages_at_those_and_at_the_end(run_oracle):
 
 
 def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
-    (trace, *_) = run_oracle(cycling(4, 2, adapt=False, patience=0), epochs=4, losses=[1.0] * 4)
+    (trace, *_) = run_oracle(cycling(4, 2, plateau=None), epochs=4, losses=[1.0] * 4)
     assert (trace.scheme.period, trace.scheme.staleness) == (4, 2)
 
 
 def test_compressed_phases_without_a_wire_change_nothing():
     def train(compressed_phases: str) -> list[list[list[float]]]:
-        cycle = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False, "reducer": "sharded"}
+        cycle = {"warmup": 0, "cooldown": 0, "plateau": None, "reducer": "sharded"}
         scheme = DASO(3, 2, compressed_phases=compressed_phases, **cycle)
         return [rank.trace for rank in on_nodes(steps(8), scheme, TWO_BY_TWO)]
 

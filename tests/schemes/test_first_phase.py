@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import harness
+import numpy
 import pytest
 import torch
 from harness import attached, on_nodes, on_ranks, steps
@@ -34,7 +35,8 @@ def test_the_first_phase_is_all_reduce_to_the_bit(run_oracle):
     assert [trace.after_step for trace in periodic] == [trace.after_step for trace in baseline]
 
 
-def test_a_share_of_the_run_is_rounded_to_steps():
+@pytest.mark.parametrize("number", [float, numpy.float32])
+def test_a_share_of_the_run_is_rounded_to_steps(number):
     def work(rank):
         phases = []
         for _ in range(8):
@@ -42,7 +44,7 @@ def test_a_share_of_the_run_is_rounded_to_steps():
             phases.append(rank.scheme.scalars()["phase"])
         return phases
 
-    seen = on_nodes(work, PeriodicAveraging(4, warmup_steps=0.29), steps=10)
+    seen = on_nodes(work, PeriodicAveraging(4, warmup_steps=number(0.29)), steps=10)
     assert seen == [[0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]] * 2
 
 

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 SCHEMES: dict[str, Callable[[], Scheme]] = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(2),
-    "daso": lambda: DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
+    "daso": lambda: DASO(2, 1, warmup=0, cooldown=0),
     "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
     "steps_delay": lambda: StepsDelay(2, warmup_steps=0),
     "gossip": lambda: Gossip(fragments=2, overlap=True),

@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes.plateau import Plateau, PlateauDetector
 
 
 def verdicts(losses, **arguments):
-    plateau = Plateau(**arguments)
+    plateau = PlateauDetector(Plateau(**arguments))
     return [plateau.reached(loss) for loss in losses]
 
 
@@ -38,7 +38,7 @@ def test_a_negative_loss_must_fall_too():
 
 
 def test_a_loss_that_is_not_a_number_never_becomes_the_best():
-    plateau = Plateau(patience=1)
+    plateau = PlateauDetector(Plateau(patience=1))
     assert [plateau.reached(loss) for loss in (math.nan, math.inf, 3.0, math.nan, math.nan)] == [
         False,
         True,

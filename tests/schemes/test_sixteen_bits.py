@@ -28,8 +28,8 @@ NODES = {
 SCHEMES = {
     "periodic": PeriodicAveraging(1),
     "periodic, before the step": PeriodicAveraging(1, order="before_step"),
-    "DASO": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
-    "DASO, delta": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0, merge="delta", reducer="sharded"),
+    "DASO": DASO(2, 1, warmup=0, cooldown=0),
+    "DASO, delta": DASO(2, 1, warmup=0, cooldown=0, merge="delta", reducer="sharded"),
     "DiLoCo": DiLoCo(2),
     "streaming DiLoCo": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
     "stale": ParameterSync(2, staleness=1),

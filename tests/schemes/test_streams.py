@@ -32,7 +32,7 @@ from lightning_hiercomm.schemes import (
 
 ANY_NODES = ((0, 1, 2), (3, 4))
 SHAPES = {"a": 7, "b": 5, "c": 11}
-CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0, "adapt": False}
+CYCLING = {"warmup": 0, "cooldown": 0, "plateau": None}
 SCHEMES: dict[str, Scheme] = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
     [
         (AllReduce(), 12),  # on gradients
         (PeriodicAveraging(4), 3),
-        (DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 3),  # merged after steps 2, 6 and 10
-        (DASO(4, 1, warmup_epochs=0, warmup_steps=5, cooldown_epochs=0), 5 + 1),  # cycles from step 6; merged after 10
+        (DASO(4, 1, warmup=0, cooldown=0), 3),  # merged after steps 2, 6 and 10
+        (DASO(4, 1, warmup=5, cooldown=0), 5 + 1),  # cycles from step 6; merged after 10
         (StepsDelay(4, 4), 4 + 1),  # pulled in steps 8 and 12; what was pulled last has not arrived
         (DiLoCo(4), 3),
         (DiLoCo(4, fragments=2), 6),  # half of the model each time

@@ -16,6 +16,7 @@ from lightning_hiercomm.schemes import (
     Gossip,
     ParameterSync,
     PeriodicAveraging,
+    Plateau,
     RandomPermutation,
     Ring,
 )
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 SEVENS = {"a": 7, "b": 5, "c": 11}
 WIRES = [None, "bfloat16", "float16", "int8", "int4"]
 FRACTION = {None: 1.0, "bfloat16": 1 / 2, "float16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8}
-CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0}
+CYCLING = {"warmup": 0, "cooldown": 0}
 TWO_OF_TWO, UNEQUAL, THREE = ((0, 1), (2, 3)), ((0, 1, 2), (3,), (4, 5)), ((0,), (1,), (2,))
 SCHEMES = {
     "all_reduce": AllReduce(),
@@ -90,7 +91,7 @@ def test_a_blocking_sync_gives_all_ranks_the_same_bits(on_nodes, name, wire):
 
 RESUMED = {
     **SCHEMES,
-    "daso, late": DASO(4, 3, reducer="leader", patience=0, **CYCLING),
+    "daso, late": DASO(4, 3, reducer="leader", plateau=Plateau(patience=0), **CYCLING),
     "diloco, scheduler": DiLoCo(5, outer_scheduler=partial(StepLR, step_size=1, gamma=0.9)),
     "diloco, changing momentum": DiLoCo(5, outer_scheduler=partial(OneCycleLR, max_lr=1.0, total_steps=9)),
     "diloco, late Adam": DiLoCo(6, partial(Adam, lr=0.05), fragments=2, staleness=2, keep_local=0.5),

@@ -25,12 +25,14 @@ from lightning_hiercomm import (
     DASO,
     AllReduce,
     DiLoCo,
+    Epochs,
     Gossip,
     Health,
     HeterogeneousBatches,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
+    Plateau,
     StepsDelay,
 )
 
@@ -38,7 +40,7 @@ EPOCHS, STEPS = 2, 4
 SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(3),
-    "daso": DASO(2, 1, warmup_epochs=1, cooldown_epochs=0),
+    "daso": DASO(2, 1, warmup=Epochs(1), cooldown=0),
     "steps_delay": StepsDelay(2, 2),
     "gossip": Gossip(hierarchical=False, overlap=True),
 }
@@ -518,7 +520,7 @@ def turns(fabric, strategy):
 
 
 def test_a_loss_is_that_of_the_optimizers_that_step_before_the_next(launched):
-    launched(DASO(2, 1, warmup_epochs=1, cooldown_epochs=0), turns)
+    launched(DASO(2, 1, warmup=Epochs(1), cooldown=0), turns)
 
 
 def test_every_module_has_a_scheme_of_its_own(launched):
@@ -600,7 +602,7 @@ def test_bad_arguments_are_refused_by_name():
     with pytest.raises(TypeError, match=r"HierarchicalFabricStrategy has no argument 'rank_per_node'\. Did you mean"):
         HierarchicalFabricStrategy(rank_per_node=2)
     with pytest.raises(ValueError, match="monitor='val_loss' is a metric that LightningModules log"):
-        HierarchicalFabricStrategy(DASO(monitor="val_loss"))
+        HierarchicalFabricStrategy(DASO(plateau=Plateau(monitor="val_loss")))
     with pytest.raises(ValueError, match="scheme='telepathy' is unknown"):
         HierarchicalFabricStrategy("telepathy")
     with pytest.raises(TypeError, match="timeout=30 must be timedelta"):
@@ -714,7 +716,7 @@ def late_and_back(fabric, strategy, folder):
 
 
 def test_a_loop_goes_on_with_a_later_module_and_after_a_load(launched, tmp_path):
-    launched(DASO(4, 2, warmup_epochs=1, cooldown_epochs=1), late_and_back, tmp_path)
+    launched(DASO(4, 2, warmup=Epochs(1), cooldown=Epochs(1)), late_and_back, tmp_path)
 
 
 def losing_patience(fabric, strategy, path, resumes):
@@ -734,7 +736,7 @@ def losing_patience(fabric, strategy, path, resumes):
 
 
 def test_the_loss_before_a_save_counts_after_a_resume(launched, tmp_path):
-    scheme, path = DASO(4, 2, 0, 0, patience=2), tmp_path / "half.ckpt"
+    scheme, path = DASO(4, 2, 0, 0, plateau=Plateau(patience=2)), tmp_path / "half.ckpt"
     whole, resumed = (launched(scheme, losing_patience, path, resumes)[3] for resumes in (False, True))
     assert whole[0] != whole[-1]
     assert resumed == whole[2:]

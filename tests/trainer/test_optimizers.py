@@ -21,6 +21,7 @@ from lightning_hiercomm import (
     DASO,
     AllReduce,
     DiLoCo,
+    Epochs,
     Gossip,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
@@ -67,7 +68,7 @@ class Sharded(Quadratic):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam, process_group=group, lr=0.05)
 
 
-DIFFERING = [PeriodicAveraging(3), DiLoCo(4), DASO(2, warmup_epochs=1), Gossip()]
+DIFFERING = [PeriodicAveraging(3), DiLoCo(4), DASO(2, warmup=Epochs(1)), Gossip()]
 
 
 def test_zero_over_all_ranks_is_refused_where_nodes_differ(borrow):

@@ -31,6 +31,7 @@ from lightning_hiercomm import (
     DASO,
     AllReduce,
     DiLoCo,
+    Epochs,
     Health,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
@@ -811,7 +812,7 @@ class WithPhases(Net):
 def test_the_cool_down_is_in_the_last_training_epoch(fit, averages):
     """Where there are statistics to collect for its average, the callback adds an epoch that does not."""
     callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1)] if averages else []
-    strategy = {"scheme": DASO(2, warmup_epochs=1, cooldown_epochs=1), "ranks_per_node": 1}
+    strategy = {"scheme": DASO(2, warmup=Epochs(1), cooldown=Epochs(1)), "ranks_per_node": 1}
     for report in fit(WithPhases(), strategy, devices=2, max_epochs=4, callbacks=[*callbacks, Phases()]):
         assert report["report"] == ["warm-up", "cycling", "cycling", "cool-down"]
 

@@ -147,7 +147,7 @@ def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatc
 SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, warmup_epochs=0, cooldown_epochs=0),
+    "daso": DASO(2, 1, warmup=0, cooldown=0),
     "diloco": DiLoCo(2),
     "gossip": Gossip(),
     "steps_delay": StepsDelay(2, warmup_steps=2),

@@ -2,8 +2,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_hiercomm.schemes import Context, Every, ParameterSync, RunningParameterSync, SyncState
-from lightning_hiercomm.schemes.plateau import Plateau
+from lightning_hiercomm.schemes import Context, Every, ParameterSync, Plateau, RunningParameterSync, SyncState
+from lightning_hiercomm.schemes.plateau import PlateauDetector
 
 
 class AtPlateau(ParameterSync):
@@ -21,14 +21,14 @@ class AtPlateau(ParameterSync):
 
 @dataclass
 class PlateauState(SyncState):
-    plateau: Plateau = field(default_factory=lambda: Plateau(patience=0))
+    plateau: PlateauDetector = field(default_factory=PlateauDetector)
 
 
 class RunningAtPlateau(RunningParameterSync[AtPlateau]):
     state: PlateauState
 
     def _new_state(self) -> PlateauState:
-        return PlateauState(plateau=Plateau(self.config.threshold, patience=0))
+        return PlateauState(plateau=PlateauDetector(Plateau(patience=0, threshold=self.config.threshold)))
 
     def end_epoch(self, loss: Tensor | None) -> None:
         if loss is None:

@@ -38,8 +38,10 @@ from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     DiLoCo,
+    Epochs,
     Gossip,
     PeriodicAveraging,
+    Plateau,
     RandomPermutation,
     StepsDelay,
 )
@@ -56,10 +58,10 @@ SAME = {
         lambda: PeriodicAveraging(4, warmup_steps=0.3),
     ),
     "averages at epoch ends": (lambda: Averages(None), lambda: PeriodicAveraging(None)),
-    "DASO": (lambda: Stale(4, 2, 1, 1), lambda: DASO(4, 2, 1, 1, patience=0)),
+    "DASO": (lambda: Stale(4, 2, 1, 1), lambda: DASO(4, 2, Epochs(1), Epochs(1), plateau=Plateau(patience=0))),
     "DASO, delta, B = S": (
         lambda: Stale(2, 2, 1, 0, "delta", adapts=False),
-        lambda: DASO(2, 2, 1, 0, "delta", adapt=False),
+        lambda: DASO(2, 2, Epochs(1), 0, "delta", plateau=None),
     ),
     "Crossover-SGD": (crossover, lambda: Gossip(hierarchical=False)),
     "SGP": (push, lambda: Gossip("directed_exponential", fragments=1, hierarchical=False)),
@@ -94,7 +96,10 @@ ENCODED = {
         lambda codec: Averages(4, codec, 0.25, with_state=True),
         lambda: PeriodicAveraging(4, warmup_steps=0.25),
     ),
-    "DASO": (lambda codec: Stale(4, 2, 1, 1, adapts=False, codec=codec), lambda: DASO(4, 2, 1, 1, adapt=False)),
+    "DASO": (
+        lambda codec: Stale(4, 2, 1, 1, adapts=False, codec=codec),
+        lambda: DASO(4, 2, Epochs(1), Epochs(1), plateau=None),
+    ),
     "DiLoCo": (lambda codec: Outer(12, 0.7, 0.9, codec=codec), lambda: DiLoCo(12)),
     "gossip": (lambda codec: Gossips(RandomPermutation, 8, codec), lambda: Gossip(hierarchical=False)),
 }

@@ -31,9 +31,9 @@ NUMEL = 2**17
 SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(4),
-    "daso": lambda: DASO(4, 1, warmup_epochs=0, cooldown_epochs=0),
-    "daso, as stale as can be": lambda: DASO(4, 4, warmup_epochs=0, cooldown_epochs=0, merge="delta"),
-    "daso, sharded": lambda: DASO(4, 2, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"),
+    "daso": lambda: DASO(4, 1, warmup=0, cooldown=0),
+    "daso, as stale as can be": lambda: DASO(4, 4, warmup=0, cooldown=0, merge="delta"),
+    "daso, sharded": lambda: DASO(4, 2, warmup=0, cooldown=0, reducer="sharded"),
     "steps_delay": lambda: StepsDelay(4, warmup_steps=0),
     "gossip": Gossip,
     "gossip, overlapped": lambda: Gossip(overlap=True, fragments=4),

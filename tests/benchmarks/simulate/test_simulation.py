@@ -94,7 +94,7 @@ class Simulated(pl.LightningModule):
     [
         pytest.param(PeriodicAveraging(5), 2, marks=pytest.mark.nightly),
         pytest.param(PeriodicAveraging(5), 4, marks=pytest.mark.nightly),
-        pytest.param(DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 2, marks=pytest.mark.nightly),
+        pytest.param(DASO(4, 1, warmup=0, cooldown=0), 2, marks=pytest.mark.nightly),
         (DiLoCo(4, fragments=2, staleness=1), 2),
         (Gossip(), 4),
         pytest.param(AllReduce(), 2, marks=pytest.mark.nightly),
@@ -151,8 +151,8 @@ def test_a_simulation_learns():
         (PeriodicAveraging(None), 12 * 1.0 + 0.4),
         (PeriodicAveraging(5), 12 * 1.0 + 3 * 0.4),  # twice, and at the end
         (DiLoCo(6), 12 * 1.0 + 2 * 0.4),
-        (DASO(4, 1, warmup_epochs=0, cooldown_epochs=0), 12 * 1.0),
-        (DASO(4, 1, cooldown_epochs=0, warmup_steps=5), 12 * 1.0 + 5 * 0.4),
+        (DASO(4, 1, warmup=0, cooldown=0), 12 * 1.0),
+        (DASO(4, 1, cooldown=0, warmup=5), 12 * 1.0 + 5 * 0.4),
         (StepsDelay(2, warmup_steps=4), 12 * 1.0 + 4 * 0.3),
     ],
 )
@@ -166,7 +166,7 @@ def test_predicted_times_follow_the_phases_of_a_scheme(scheme, seconds):
     ("scheme", "kilobytes"),
     [
         (PeriodicAveraging(12), 12 + 0.5),  # of gradients, in each step; then a rank has half of what is averaged on
-        (DASO(12, 0, warmup_epochs=0, cooldown_epochs=0, reducer="sharded"), 12 + 0.5),
+        (DASO(12, 0, warmup=0, cooldown=0, reducer="sharded"), 12 + 0.5),
     ],
     ids=repr,
 )

@@ -24,7 +24,7 @@ from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sampl
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 SHAPES = {"a": 700, "b": 500, "c": 1100}
-CYCLING = {"warmup_epochs": 0, "cooldown_epochs": 0}
+CYCLING = {"warmup": 0, "cooldown": 0}
 NODES = ((0, 1), (2, 3), (4, 5))
 
 
