@@ -33,9 +33,9 @@ PEERS = {
 """Each node synchronizes with its neighbors in a graph of the nodes that are there."""
 GOSSIP = {
     "gossip": Gossip(fragments=3),
-    "push-sum": Gossip(fragments=2, sampling="independent"),
+    "push-sum": Gossip(RandomPermutation("independent"), fragments=2),
     "one way": Gossip("directed_exponential", fragments=1),
-    "no push-sum": Gossip(fragments=2, sampling="independent", push_sum=False),
+    "no push-sum": Gossip(RandomPermutation("independent"), fragments=2, push_sum=False),
 }
 """Nodes mix at every step."""
 LATE = {

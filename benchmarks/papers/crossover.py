@@ -13,7 +13,7 @@ from benchmarks.papers.report import table
 from benchmarks.papers.sites import SITES
 from benchmarks.papers.study import Results, Setting, Study
 from benchmarks.simulate.simulation import Experiment
-from lightning_hiercomm.schemes import AllReduce, DirectedExponential, Gossip, Scheme
+from lightning_hiercomm.schemes import AllReduce, DirectedExponential, Gossip, RandomPermutation, Ring, Scheme
 
 TASK = PERCEPTRON
 EPOCHS = 24
@@ -38,11 +38,11 @@ ABLATIONS: dict[str, tuple[str, Maker]] = {
     "Crossover-SGD, one fragment": ("hand", lambda: Gossip(fragments=1, hierarchical=False)),
     "Crossover-SGD, unfair": (
         "hand",
-        lambda: Gossip(fragments=FRAGMENTS, hierarchical=False, sampling="independent", push_sum=False),
+        lambda: Gossip(RandomPermutation("independent"), FRAGMENTS, hierarchical=False, push_sum=False),
     ),
     "Crossover-SGD, unfair, one fragment": (
         "hand",
-        lambda: Gossip(fragments=1, hierarchical=False, sampling="independent", push_sum=False),
+        lambda: Gossip(RandomPermutation("independent"), 1, hierarchical=False, push_sum=False),
     ),
     "ring (DP-SGD's graph)": ("accelerate", lambda: Gossip("ring", fragments=1, hierarchical=False)),
 }
@@ -92,7 +92,6 @@ def _settings() -> list[Setting]:
 def _spectra() -> dict[str, Any]:
     """The second eigenvalue and the imbalance after so many averaging steps, the mean over 20 draws."""
     from examples.gossip_spectra import imbalance, products, second_eigenvalue
-    from lightning_hiercomm.schemes import RandomPermutation, Ring
 
     drawn = 20
     graphs: dict[str, tuple[list[Any], bool]] = {

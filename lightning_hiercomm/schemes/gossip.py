@@ -22,7 +22,6 @@ from lightning_hiercomm.schemes.reducers.graphs import (
     Graph,
     RandomPermutation,
     Ring,
-    Sampling,
     partners_of,
 )
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchanges
@@ -31,6 +30,13 @@ from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
+
+_GRAPHS: dict[str, Callable[[], Graph]] = {
+    "random_permutation": RandomPermutation,
+    "directed_exponential": DirectedExponential,
+    "ring": Ring,
+    "full": Full,
+}
 
 _STEPS_COMPARED = 4
 
@@ -79,14 +85,13 @@ class Gossip(Scheme):
             fragment, all others the last one. Crossover-SGD calls them segments.
         hierarchical: Average gradients inside a node and gossip between nodes. False: every rank gossips independently,
             and gradients are not exchanged.
-        sampling: How ``"random_permutation"`` samples peers; see ``RandomPermutation``.
-        seed: Random seed of ``"random_permutation"``.
         overlap: Overlap the exchange with the next forward and backward pass. Received values are added before the next
             optimizer step, whose gradients belong to the parameters before mixing: ``x := mix(x) - lr g(x)``, DP-SGD's
             order. Until then every node keeps all of its x.
         push_sum: Use the weights w, as above. False: every node sends all of x and continues with the plain mean of its
-            own and the received values, ``(own + received) / 2`` for one peer. With ``sampling="independent"`` that is
-            Crossover-SGD's unfair baseline, whose mean over the nodes drifts; otherwise the result is the same.
+            own and the received values, ``(own + received) / 2`` for one peer. With ``sampling="independent"`` in the
+            graph that is Crossover-SGD's unfair baseline, whose mean over the nodes drifts; otherwise the result is the
+            same.
 
     Raises:
         ValueError: If an argument is invalid; when a run begins, if the graph is invalid or differs between ranks, or
@@ -98,14 +103,12 @@ class Gossip(Scheme):
         graph: Graph | GraphName = "random_permutation",
         fragments: int | list[str] = 8,
         hierarchical: bool = True,
-        sampling: Sampling = "uniform",
-        seed: int = 0,
         overlap: bool = False,
         push_sum: bool = True,
     ) -> None:
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
-        self.graph = _graph(graph, sampling, seed)
+        self.graph = _graph(graph)
         self.fragments = fragments
         self.hierarchical = hierarchical
         self.overlap = overlap
@@ -394,22 +397,9 @@ class RunningGossip(RunningScheme[Gossip]):
                 )
 
 
-def _graph(graph: Graph | str, sampling: Sampling, seed: int) -> Graph:
-    if graph == "random_permutation":
-        return RandomPermutation(sampling, seed)
-    if sampling != "uniform":
-        raise ValueError(
-            f"sampling={sampling!r} belongs to graph='random_permutation', not to graph={graph!r}."
-            " Leave it out, or give it to the graph itself: graph=RandomPermutation(sampling=...)."
-        )
+def _graph(graph: Graph | str) -> Graph:
     if isinstance(graph, Graph):
         return graph
-    named: dict[str, Callable[[], Graph]] = {
-        "directed_exponential": DirectedExponential,
-        "ring": Ring,
-        "full": Full,
-    }
-    if not isinstance(graph, str) or graph not in named:
-        names = ", ".join(map(repr, ("random_permutation", *named)))
-        raise ValueError(f"graph={graph!r} must be one of {names}, or a Graph")
-    return named[graph]()
+    if graph not in _GRAPHS:
+        raise ValueError(f"graph={graph!r} must be one of {', '.join(map(repr, _GRAPHS))}, or a Graph")
+    return _GRAPHS[graph]()

@@ -95,8 +95,8 @@ RESUMED = {
     "diloco, scheduler": DiLoCo(5, outer_scheduler=partial(StepLR, step_size=1, gamma=0.9)),
     "diloco, changing momentum": DiLoCo(5, outer_scheduler=partial(OneCycleLR, max_lr=1.0, total_steps=9)),
     "diloco, late Adam": DiLoCo(6, partial(Adam, lr=0.05), fragments=2, staleness=2, keep_local=0.5),
-    "gossip, unfair": Gossip(sampling="independent", fragments=2),
-    "gossip, unfair, overlapped": Gossip(sampling="independent", overlap=True, fragments=2),
+    "gossip, unfair": Gossip(RandomPermutation("independent"), fragments=2),
+    "gossip, unfair, overlapped": Gossip(RandomPermutation("independent"), fragments=2, overlap=True),
 }
 
 

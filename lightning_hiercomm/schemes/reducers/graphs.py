@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.arguments import Value
+from lightning_hiercomm.arguments import Value, note_owner
 
 Sampling = Literal["uniform", "cyclic", "roulette", "independent"]
 
@@ -139,6 +139,9 @@ class RandomPermutation(Graph):
     def receive_from(self, size: int, step: int, fragment: int) -> list[int]:
         """Return D: for every rank, the one from which it receives."""
         return list(_drawn(self.sampling, self.seed, size, step, fragment))
+
+
+note_owner("RandomPermutation", ("sampling", "seed"))
 
 
 @lru_cache(maxsize=4096)  # every rank calls it twice; simulations have many ranks in one process
