@@ -32,7 +32,7 @@ if __name__ == "__main__":
         devices=1,
         strategy=strategy,
         max_steps=2400,
-        callbacks=[CommunicationMonitor(progress_bar=False)],
+        callbacks=[CommunicationMonitor()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -56,7 +56,6 @@ class CommunicationMonitor(pl.Callback):
     Each log needs one small collective among the ranks of a node, and the end of fit one among all ranks.
 
     Args:
-        progress_bar: Whether to add phase and MB per step to Lightning's progress bar.
         summary: Whether to print the table at the end of fit.
 
     Example::
@@ -65,8 +64,7 @@ class CommunicationMonitor(pl.Callback):
     """
 
     @checked_arguments
-    def __init__(self, progress_bar: bool = True, summary: bool = True) -> None:
-        self.progress_bar = progress_bar
+    def __init__(self, summary: bool = True) -> None:
         self.summary = summary
         self._watches = False
         self._before: dict[str, float] = {}
@@ -101,7 +99,7 @@ class CommunicationMonitor(pl.Callback):
         self._log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set, but not declared
         self._next_log = _next_log(batches_that_stepped(trainer), self._log_every)
         self._inter_mb_per_step = 0.0
-        if self.progress_bar and isinstance(trainer.progress_bar_callback, pl.callbacks.ProgressBar):
+        if isinstance(trainer.progress_bar_callback, pl.callbacks.ProgressBar):
             self._join(trainer.progress_bar_callback, _strategy(trainer))
 
     def on_train_batch_end(

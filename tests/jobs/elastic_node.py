@@ -413,7 +413,7 @@ def main(node: Node) -> None:
         scheme, elastic=elastic, start_method="fork" if node.ranks > 1 else "popen", **node.settings
     )
     looks = Looks(folder / name, node.hold, node.notes_states)
-    callbacks: list[Any] = [looks, CommunicationMonitor(progress_bar=False)]
+    callbacks: list[Any] = [looks, CommunicationMonitor()]
     if node.checkpoints:
         callbacks.append(ModelCheckpoint(node.checkpoints, save_last=True, every_n_train_steps=node.every))
     trainer = pl.Trainer(
