@@ -1,4 +1,4 @@
-"""Checks for what elastic runs do not support, each with what to use instead."""
+"""Checks of programs for what elastic runs do not support, each with what to use instead."""
 
 from __future__ import annotations
 
@@ -11,28 +11,8 @@ from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.nodes.ignored import ignored_by_ddp
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import Scheme
 
 Check = tuple[Callable[[Any], bool], str]
-
-_ARGUMENTS: dict[str, Check] = {
-    "batches": (
-        lambda value: value is not None,
-        "HeterogeneousBatches divides a batch among ranks that stay: leave batches out",
-    ),
-    "ranks_per_node": (lambda value: value is not None, "every node is a world of its own: leave ranks_per_node out"),
-    "inter_node": (
-        lambda value: value == "mpi",
-        "MPI ends the run with the first rank that dies: use inter_node='torch'",
-    ),
-    "average_optimizer_state": (bool, "the optimizer's state is not rolled back: leave average_optimizer_state out"),
-    "checkpoint_replicas": (bool, "no later run has the same replicas: leave checkpoint_replicas out"),
-    "evaluate": (
-        lambda value: value == "replica",
-        "each node would save and stop by its own model's metrics: leave evaluate out",
-    ),
-}
-"""By the strategy's argument, its value being checked."""
 
 _CALLBACKS: tuple[Check, ...] = (
     (
@@ -81,14 +61,6 @@ _TRAINER: tuple[Check, ...] = (
         " or a fraction of the epoch",
     ),
 )
-
-
-def check_arguments(scheme: Scheme, **arguments: object) -> None:
-    """Raise a ``ValueError`` for the first argument of the strategy that elastic runs do not support."""
-    if (reason := scheme.requirements.needs_fixed_nodes) is not None:
-        raise ValueError(f"elastic nodes: {reason}")
-    for name, value in arguments.items():
-        _refuse((_ARGUMENTS[name],), value)
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

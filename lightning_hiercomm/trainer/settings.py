@@ -28,7 +28,6 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradients import GradientPath
 from lightning_hiercomm.schemes.samples import SampleWeights
-from lightning_hiercomm.trainer.elastic_refusals import check_arguments
 from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -38,6 +37,72 @@ ARGUMENTS_OF_SCHEMES = {
 }
 """The name of each scheme's argument, with the first scheme that has it."""
 
+
+_CONTRADICTIONS: tuple[tuple[Callable[[Settings], object], str], ...] = (
+    (
+        lambda given: given.transport.wire_raw and given.wire_dtype is None,
+        "wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'",
+    ),
+    (
+        lambda given: given.transport.wire_raw and codec_named(given.wire_dtype).needs_feedback,
+        "wire_raw=True sends parameters themselves; wire_dtype={given.wire_dtype!r} would drop most of them: leave"
+        " wire_raw out, or use 'bfloat16'",
+    ),
+    (
+        lambda given: given.average_optimizer_state and not given.scheme.requirements.can_average_optimizer_state,
+        "average_optimizer_state=True does nothing with {given.scheme.__class__.__name__}, which never synchronizes all"
+        " parameters at once: leave it out, or use PeriodicAveraging",
+    ),
+    (
+        lambda given: given.unequal_data and given.scheme.requirements.needs_equal_data,
+        "unequal_data: {given.scheme.requirements.needs_equal_data}",
+    ),
+    (
+        lambda given: given.unequal_data and given.batches,
+        "unequal_data: HeterogeneousBatches divides one dataset among all ranks: leave batches or unequal_data out",
+    ),
+    (
+        lambda given: given.unequal_data and given.elastic,
+        "unequal_data: elastic nodes divide one dataset among the nodes that are there: leave elastic or unequal_data"
+        " out",
+    ),
+    (
+        lambda given: (
+            given.unequal_data and given.unequal_data.mean == "normalized" and given.scheme.gradients == "world"
+        ),
+        "unequal_data: {given.scheme.__class__.__name__} averages gradients at every step, so nodes take equally many"
+        " steps: use mean='weighted'",
+    ),
+    (
+        lambda given: given.elastic and given.scheme.requirements.needs_fixed_nodes,
+        "elastic nodes: {given.scheme.requirements.needs_fixed_nodes}",
+    ),
+    (
+        lambda given: given.elastic and given.batches,
+        "elastic nodes: HeterogeneousBatches divides a batch among ranks that stay: leave batches out",
+    ),
+    (
+        lambda given: given.elastic and given.ranks_per_node is not None,
+        "elastic nodes: every node is a world of its own: leave ranks_per_node out",
+    ),
+    (
+        lambda given: given.elastic and given.transport.inter_node == "mpi",
+        "elastic nodes: MPI ends the run with the first rank that dies: use inter_node='torch'",
+    ),
+    (
+        lambda given: given.elastic and given.average_optimizer_state,
+        "elastic nodes: the optimizer's state is not rolled back: leave average_optimizer_state out",
+    ),
+    (
+        lambda given: given.elastic and given.checkpoint_replicas,
+        "elastic nodes: no later run has the same replicas: leave checkpoint_replicas out",
+    ),
+    (
+        lambda given: given.elastic and given.evaluate == "replica",
+        "elastic nodes: each node would save and stop by its own model's metrics: leave evaluate out",
+    ),
+)
+"""Arguments that contradict each other or the scheme, each with the error."""
 
 WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "sparse2"]
 
@@ -66,54 +131,14 @@ class Settings:
     unequal_data: UnequalData | None = None
 
     def __post_init__(self) -> None:
-        scheme, sizes = self.scheme, self.ranks_per_node
+        sizes = self.ranks_per_node
         if self.transport.inter_node == "mpi":
             load_mpi()  # Lightning's own attempt fails without naming what is missing
         if sizes is not None and min([sizes] if isinstance(sizes, int) else sizes, default=0) < 1:
             raise ValueError(f"ranks_per_node={sizes} must be a positive number, or a list of one per node")
-        if self.transport.wire_raw and self.wire_dtype is None:
-            raise ValueError("wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'")
-        if self.transport.wire_raw and codec_named(self.wire_dtype).needs_feedback:
-            raise ValueError(
-                f"wire_raw=True sends parameters themselves; wire_dtype={self.wire_dtype!r} would drop most of them:"
-                " leave wire_raw out, or use 'bfloat16'"
-            )
-        if self.average_optimizer_state and not scheme.requirements.can_average_optimizer_state:
-            raise ValueError(
-                f"average_optimizer_state=True does nothing with {type(scheme).__name__}, which never synchronizes all"
-                " parameters at once: leave it out, or use PeriodicAveraging"
-            )
-        if self.unequal_data is not None:
-            self._check_unequal_data(self.unequal_data)
-        if self.elastic is not None:
-            check_arguments(
-                scheme,
-                batches=self.batches,
-                ranks_per_node=sizes,
-                inter_node=self.transport.inter_node,
-                average_optimizer_state=self.average_optimizer_state,
-                checkpoint_replicas=self.checkpoint_replicas,
-                evaluate=self.evaluate,
-            )
-
-    def _check_unequal_data(self, unequal: UnequalData) -> None:
-        if (reason := self.scheme.requirements.needs_equal_data) is not None:
-            raise ValueError(f"unequal_data: {reason}")
-        if self.batches is not None:
-            raise ValueError(
-                "unequal_data: HeterogeneousBatches divides one dataset among all ranks: leave batches or unequal_data"
-                " out"
-            )
-        if self.elastic is not None:
-            raise ValueError(
-                "unequal_data: elastic nodes divide one dataset among the nodes that are there: leave elastic or"
-                " unequal_data out"
-            )
-        if unequal.mean == "normalized" and self.scheme.gradients == "world":
-            raise ValueError(
-                f"unequal_data: {type(self.scheme).__name__} averages gradients at every step, so nodes take equally"
-                " many steps: use mean='weighted'"
-            )
+        for contradicts, message in _CONTRADICTIONS:
+            if contradicts(self):
+                raise ValueError(message.format(given=self))
 
     @classmethod
     def of(cls, schemes: Mapping[str, Callable[[], Scheme]], **given: Any) -> Settings:
