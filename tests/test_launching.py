@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedPython, stand_in_for_python
+from forked import ForkedPython, forking_workers, stand_in_for_python
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from ports import free_port
@@ -76,11 +76,10 @@ class Launch:
 
     def torchrun(self, *arguments: str, ranks_per_node: Sequence[int] = (2, 2)) -> None:
         port, nodes = str(free_port()), len(ranks_per_node)
-        # torchrun can fork its workers, too, but they inherit its handlers
-        fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT")
         for node, ranks in enumerate(ranks_per_node):
             self.python(
-                *("-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node), *fork),
+                *("-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node)),
+                *forking_workers(),
                 *("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", port),
                 *(str(JOB), "--out", str(self.folder), "--num-nodes", str(nodes), "--devices", str(ranks), *arguments),
             )

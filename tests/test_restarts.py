@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedPython
+from forked import ForkedPython, forking_workers
 from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
                         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
                         *(("--rdzv-conf", impatient) if nodes == "1:2" else ()),
                         *("--local-addr", "127.0.0.1", "--max-restarts", "9", "--monitor-interval", "0.1"),
-                        *("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT"),
+                        *forking_workers(),
                         *(ROOT / "tests/jobs/digits.py", "fit", "--config", DIGITS / "config.yaml"),
                         *("--config", DIGITS / "restarts.yaml", "--ckpt_path=last"),
                         *(f"--trainer.devices={ranks}", "--trainer.num_nodes=2", "--trainer.logger=false"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import ForkedPython
+from forked import ForkedPython, forking_workers
 from ports import free_port
 
 JOB = Path(__file__).parent / "jobs" / "soak.py"
@@ -24,8 +24,7 @@ pytestmark = pytest.mark.slow
 
 def soak(folder: Path, ranks: int, *arguments: str) -> list[dict[str, Any]]:
     port = str(free_port())
-    fork = ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT")
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port, *fork)
+    torchrun = "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port, *forking_workers()
     job = (JOB, "--out", folder, *arguments)
     run = ForkedPython([*torchrun, *job], {**os.environ, "OMP_NUM_THREADS": "1"}, folder / "printed")
     try:

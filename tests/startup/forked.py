@@ -31,6 +31,14 @@ _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["preloaded"])
 
 
+def forking_workers() -> tuple[str, ...]:
+    """Return the options with which torchrun forks its workers, too, if it then can keep its handlers from them."""
+    from torch.distributed.run import get_args_parser
+
+    has_option = "--signals-to-handle" in get_args_parser().format_help()  # newer versions of torch
+    return ("--run-path", "--start-method", "fork", "--signals-to-handle", "SIGINT") if has_option else ()
+
+
 class ForkedPython:
     """``python *arguments`` in a fork: a script, ``-m module`` or ``-c program``; with what the tests need of Popen.
 

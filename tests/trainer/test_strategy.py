@@ -845,7 +845,7 @@ def test_the_last_checkpoint_holds_the_mean_of_weight_averages(fit, tmp_path):
     callbacks = [StochasticWeightAveraging(0.05, swa_epoch_start=1), last]
     strategy = {"scheme": PeriodicAveraging(100, at_epoch_end=False), "ranks_per_node": 1}
     reports = fit(WithoutNorm(), strategy, devices=2, max_epochs=4, callbacks=callbacks, enable_checkpointing=True)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]  # older SWALRs hold a function
     for name, value in reports[0]["state_dict"].items():
         assert torch.equal(saved[name], value), name
 
