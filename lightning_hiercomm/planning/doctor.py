@@ -115,10 +115,10 @@ def local_findings(world_size: int, local_rank: int = 0, is_alone: bool = False)
             yield Finding(
                 "FAIL", f"{gpus}, but more ranks: nccl refuses two ranks on a GPU", "start one process per GPU"
             )
-        yield interface("NCCL_SOCKET_IFNAME", os.environ, interfaces())
+        yield interface("NCCL_SOCKET_IFNAME", os.environ, interfaces(), is_alone or world_size == 1)
     else:
         yield Finding("ok", "no GPU, backend gloo")
-        yield interface("GLOO_SOCKET_IFNAME", os.environ, interfaces())
+        yield interface("GLOO_SOCKET_IFNAME", os.environ, interfaces(), is_alone or world_size == 1)
     yield from addresses(os.environ, world_size, is_alone)
 
 
@@ -144,24 +144,36 @@ def versions(installed: Callable[[str], str | None]) -> Finding:
     )
 
 
-def interface(variable: str, environment: Mapping[str, str], known: Mapping[str, str | None]) -> Finding:
-    """Check that the interface which the user has chosen for the backend exists.
+def interface(
+    variable: str, environment: Mapping[str, str], known: Mapping[str, str | None], is_alone: bool
+) -> Finding:
+    """Check that the interface which the user has chosen for the backend exists, and leads to other machines.
 
     Args:
         variable: ``"GLOO_SOCKET_IFNAME"``, or ``"NCCL_SOCKET_IFNAME"``, which holds prefixes.
         environment: Environment variables.
         known: Interfaces with their addresses.
+        is_alone: Whether all ranks are on this machine, as far as is known.
     """
     shown = ", ".join(f"{name} {address or 'without address'}" for name, address in known.items())
     wanted = environment.get(variable)
     if not wanted:
         how = "gloo uses that of the host name's address" if "GLOO" in variable else "nccl uses any except lo"
         return Finding("ok", f"interfaces {shown}; {variable} is not set, {how}")
-    names = wanted.lstrip("^=").split(",")
-    is_exact = "GLOO" in variable or wanted.startswith("=")
-    if any(one == name if is_exact else one.startswith(name) for one in known for name in names):
-        return Finding("ok", f"interfaces {shown}; {variable}={wanted}")
-    return Finding("FAIL", f"{variable}={wanted}, but this machine has {shown}", f"set {variable} to one of these")
+    names, excludes = wanted.lstrip("^=").split(","), wanted.startswith("^")
+    is_exact = "GLOO" in variable or "=" in wanted[:2]
+    chosen = [
+        one for one in known if any(one == name if is_exact else one.startswith(name) for name in names) != excludes
+    ]
+    if not chosen:
+        return Finding("FAIL", f"{variable}={wanted}, but this machine has {shown}", f"set {variable} to one of these")
+    if not is_alone and all((known[one] or "").startswith("127.") for one in chosen):
+        return Finding(
+            "FAIL",
+            f"{variable}={wanted} is the loopback, which other machines cannot reach; this machine has {shown}",
+            f"export {variable}=<the interface towards the other machines>",
+        )
+    return Finding("ok", f"interfaces {shown}; {variable}={wanted}")
 
 
 def addresses(environment: Mapping[str, str], world_size: int, is_alone: bool) -> Iterator[Finding]:

@@ -57,13 +57,23 @@ INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": None, "ib0": "10.1.
         ("GLOO_SOCKET_IFNAME", "eth", "FAIL", "this machine has lo 127.0.0.1, eth0 10.0.0.5"),
         ("NCCL_SOCKET_IFNAME", "ib", "ok", "NCCL_SOCKET_IFNAME=ib"),
         ("NCCL_SOCKET_IFNAME", "=ib", "FAIL", "this machine has"),
+        ("NCCL_SOCKET_IFNAME", "^docker,lo", "ok", "=^docker,lo"),
+        ("NCCL_SOCKET_IFNAME", "^=eth0,eth1,ib0", "FAIL", "is the loopback"),
         ("NCCL_SOCKET_IFNAME", "wlan,eth", "ok", "wlan,eth"),
     ],
 )
 def test_the_interface_of_the_backend_is_reported(variable, value, level, text):
-    found = doctor.interface(variable, {} if value is None else {variable: value}, INTERFACES)
+    found = doctor.interface(variable, {} if value is None else {variable: value}, INTERFACES, is_alone=False)
     assert found.level == level
     assert text in found.text
+
+
+def test_a_loopback_interface_fails_on_several_machines_only():
+    chosen = {"GLOO_SOCKET_IFNAME": "lo"}
+    assert doctor.interface("GLOO_SOCKET_IFNAME", chosen, INTERFACES, is_alone=True).level == "ok"
+    found = doctor.interface("GLOO_SOCKET_IFNAME", chosen, INTERFACES, is_alone=False)
+    assert str(found).startswith("FAIL  GLOO_SOCKET_IFNAME=lo is the loopback, which other machines cannot reach")
+    assert found.remedy == "export GLOO_SOCKET_IFNAME=<the interface towards the other machines>"
 
 
 def test_an_unresolved_master_address_fails():
