@@ -243,7 +243,7 @@ def _clusters() -> str:
     """Return what ``plan`` recommends on example clusters."""
     lines = [
         "| parameters, cluster, c | T / c | write `HierarchicalStrategy` of | DDP | one node | points of accuracy |",
-        "|---|--:|---|--:|--:|--:|",
+        "|---|--:|---|--:|--:|---|",
     ]
     for millions, nodes, ranks, gbits, seconds in _CLUSTERS:
         cluster = Cluster(nodes, 1e9 * gbits / 8, 50e-6, 1e6 * millions, seconds, ranks)

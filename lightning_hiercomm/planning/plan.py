@@ -20,6 +20,7 @@ BACKWARD = 2 / 3
 _BYTES = 4  # of a parameter and of a gradient, float32
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "momentum SGD"}
 _MARGIN = 1.0  # points of accuracy: "no loss" is not said of an interval that reaches further down
+_SLOWER = 1.2  # how much slower a row without a loss may be than one with a loss
 
 
 @dataclass(frozen=True)
@@ -271,11 +272,11 @@ def rows_of(cluster: Cluster, optimizer: str = "adamw") -> list[Row]:
 
 
 def recommended(cluster: Cluster, rows: Sequence[Row]) -> Row:
-    """Return the first row that holds, or a faster one without a loss."""
+    """Return the first row that holds, or one without a loss that is faster, or hardly slower if that one loses."""
     applying = [row for row in rows if row.applies]
     own = next((row for row in applying if cluster.ratio < row.choice.below), applying[-1])
     fastest = min((row for row in applying if row.loses_nothing), key=lambda row: row.seconds)
-    return fastest if fastest.seconds < own.seconds else own
+    return fastest if fastest.seconds < own.seconds * (1 if own.loses_nothing else _SLOWER) else own
 
 
 def _advice(cluster: Cluster, best: Row) -> str:
@@ -306,7 +307,8 @@ def report(cluster: Cluster, optimizer: str = "adamw") -> str:
         *("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table),
         "",
         "step: seconds by a simple model, not measured. Gradients hide behind two thirds of a step, averages of",
-        "parameters do not. sent: bytes of a node per step. DDP, one node: samples per second, relative to these.",
+        "parameters do not. Nodes of unequal speed also need batches=HeterogeneousBatches(...).",
+        "sent: bytes of a node per step. DDP, one node: samples per second, relative to these.",
         f"points: against DDP, with 95 % intervals, of a small CNN on {usual}. Yours may differ.",
         *(
             f"        {row.choice.arguments}: of {row.accuracy.method} on {row.accuracy.setting}"
