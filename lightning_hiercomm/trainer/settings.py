@@ -32,10 +32,23 @@ from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
 
 F = TypeVar("F", bound=Callable[..., None])
 
-ARGUMENTS_OF_SCHEMES = {
-    name: scheme.__name__ for scheme in reversed(SCHEMES.values()) for name in inspect.signature(scheme).parameters
+_GROUPS: dict[str, Callable[..., object]] = {
+    "batches": HeterogeneousBatches,
+    "health": Health,
+    "transport": Transport,
+    "elastic": Elastic,
+    "unequal_data": UnequalData,
 }
-"""The name of each scheme's argument, with the first scheme that has it."""
+_IN_OTHER_PLACES = {
+    name: (group.__name__, f"{argument}={group.__name__}({name}=...)")
+    for argument, group in _GROUPS.items()
+    for name in inspect.signature(group).parameters
+} | {
+    name: ("the scheme", f"{scheme.__name__}({name}=...)")
+    for scheme in reversed(SCHEMES.values())
+    for name in inspect.signature(scheme).parameters
+}
+"""Names of arguments that a strategy does not take itself, with their owner and how they are written."""
 
 
 _CONTRADICTIONS: tuple[tuple[Callable[[Settings], object], str], ...] = (
@@ -296,7 +309,7 @@ def constructor_arguments(strategy: type) -> list[str]:
             names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
             if not any(each.kind is each.VAR_KEYWORD for each in parameters):
                 break
-    return names
+    return list(dict.fromkeys(names))
 
 
 def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str]:
@@ -332,9 +345,7 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str
 def _unknown_keyword(name: str, strategy: str, known: Sequence[str]) -> TypeError:
     if name.startswith(("compress", "quant")):
         return TypeError(f"{strategy} has no argument {name!r}: wire_dtype='int8' or 'int4' compresses traffic")
-    if name not in ARGUMENTS_OF_SCHEMES:
+    if name not in _IN_OTHER_PLACES:
         return unknown_argument(name, strategy, known)
-    scheme = ARGUMENTS_OF_SCHEMES[name]
-    return TypeError(
-        f"{strategy} has no argument {name!r}, which is the scheme's: write {strategy}({scheme}({name}=...))"
-    )
+    owner, written = _IN_OTHER_PLACES[name]
+    return TypeError(f"{strategy} has no argument {name!r}, which is {owner}'s: write {strategy}({written})")
