@@ -298,16 +298,18 @@ def test_a_stream_trains_as_one_process_would(fit, speeds):
 
 
 @pytest.mark.usefixtures("careless")
-def test_dataloaders_may_be_made_before_training(fit):
+def test_one_cycle_over_the_estimated_steps_ends_with_the_run(fit):
     class Scheduled(Net):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
-            steps = int(self.trainer.estimated_stepping_batches)  # makes the dataloaders
-            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+            steps = self.trainer.estimated_stepping_batches  # makes the dataloaders
+            self.report.append(steps)
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
 
     strategy = {"batches": HeterogeneousBatches(8, max_batch_size=[6, 2])}
     reports = fit(Scheduled(num_workers=1), strategy, devices=2, max_epochs=2)
-    assert [report["report"] for report in reports] == [[6] * 12, [2] * 12]
+    assert [report["report"] for report in reports] == [[12, *[6] * 12], [12, *[2] * 12]]
 
 
 def test_a_checkpoint_keeps_the_division(fit, tmp_path):

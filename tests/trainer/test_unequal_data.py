@@ -337,6 +337,19 @@ def test_run_stops_early_on_all_nodes(fit):
     ends_of(reports)
 
 
+@pytest.mark.pooled
+def test_one_cycle_over_the_estimated_steps_ends_with_the_longest_node(fit):
+    class Scheduled(Uneven):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+            self.report["steps"] = self.trainer.estimated_stepping_batches
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=self.report["steps"])
+            return [optimizer], [{"scheduler": cycle, "interval": "step"}]
+
+    reports = fit_uneven(fit, Scheduled((11, 5)), PeriodicAveraging(4), max_epochs=2)
+    assert [(report["report"]["steps"], len(report["report"]["x"])) for report in reports] == [(22, 22)] * 2
+
+
 @pytest.mark.pairwise
 @pytest.mark.pooled
 @pytest.mark.parametrize("step", [5, 14, 33])  # within a period; where one node idles; in the second epoch
