@@ -52,10 +52,12 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# pip re-installs a local directory even when its version has not changed; dependencies that fit are left alone.
-$(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) $(SOURCES) | $(BIN)/python
+# pip re-installs a local directory even when its version has not changed; dependencies that fit are left alone. The
+# words come before the environment is made, which takes seconds too.
+$(VENV)/.installed-demo: pyproject.toml $(CONSTRAINTS) $(SOURCES)
 	@echo 'Installing torch with its CUDA packages and the rest into $(VENV): 5.8 GB, some minutes.'
 	@echo 'On a machine without a GPU 1 GB is enough: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo'
+	@$(MAKE) --no-print-directory --silent $(BIN)/python
 	$(PIP) '.[cli,examples]'
 	touch $@
 

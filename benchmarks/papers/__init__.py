@@ -1,1 +1,1 @@
-"""The five papers' claims, played on one machine: one module per method, a table and a picture each."""
+"""The five papers' claims, simulated on one machine: one module per method, a table and a picture each."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.papers.study import Results, Study
 
-PREFACE = """# The papers' claims, played here
+PREFACE = """# The papers' claims, simulated
 
 `python -m benchmarks papers` (one of them: `python -m benchmarks papers 003`). The replicas are threads of one process
 and run the schemes' own code, bit for bit what processes compute; seconds are those of a virtual clock that goes by
