@@ -42,7 +42,7 @@ def test_an_exchange_in_flight_at_an_epochs_end_is_merged_before_the_next(merge,
 @pytest.mark.parametrize("resume", [None, 5])
 @pytest.mark.parametrize("nodes", ["1+1", "2x2", "3+1"])
 def test_a_server_counts_steps_per_parameter(nodes, resume):
-    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"), ("hold", False))
+    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"))
     check(Combination("steps_delay", arguments, nodes, optimizer="adam", unfreeze=3, resume=resume))
     check(Combination("steps_delay", arguments, nodes, optimizer="adamw", freeze=2, again=6, resume=resume))
 
@@ -52,7 +52,6 @@ def test_steps_delay_steps_while_all_parameters_are_frozen():
         ("delay", 4),
         ("warmup_steps", 4),
         ("local_update", "glu"),
-        ("hold", False),
     )
     check(Combination("steps_delay", arguments, two=True, unfreeze=7, freeze=3))
 

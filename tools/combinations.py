@@ -360,7 +360,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "delay": delay,
             "warmup_steps": delay * draw.randint(0, 2),
             "local_update": draw.choice(["glu", "glu", "sgd", "dc_asgd"]),
-            "hold": draw.random() < 0.3,
         }
     if kind == "gossip":
         return {
@@ -1023,7 +1022,6 @@ class Delayed(Reference):
         self.u = 0
         self.arriving: Tensor | None = None
         self.pre = self.w
-        self.guesses: Vectors = {}
         self.kept_by_rule: Vectors = {}
 
     def all_optimizers(self) -> list[Optimizer]:
@@ -1065,8 +1063,6 @@ class Delayed(Reference):
         for rank, own in x.items():
             weights = (own if arrived is None else arrived).clone()
             guess = (self.pre - weights) * (1 - momentum) / (rate * k)
-            if arrived is not None or (rank not in self.guesses and not self.skips(rank)):
-                self.guesses[rank] = guess
             if not self.skips(rank):
                 g = gradients[rank]
                 kept = self.kept_by_rule.get(rank, torch.zeros_like(g))
@@ -1077,7 +1073,6 @@ class Delayed(Reference):
                     strength = 2.0 / (self.kept_by_rule[rank] + 1e-7).sqrt()
                     weights -= rate * (g + strength * g * g * (weights - own) + decay * weights)
                 else:
-                    guess = self.guesses[rank] if args["hold"] else guess
                     weights -= scale * rate * (2.0 * gradients[rank] + decay * weights + 0.5 * guess)
             self.put(rank, weights)
         self.pre = self.pre if arrived is None else arrived

@@ -23,7 +23,6 @@ class LocalUpdate:
         gradient: The node's mean gradient g.
         taken_at: The weights at which g was taken: w' itself, unless a pull has arrived.
         pulled: pre, the server's weights from the last pull but the one that has just arrived, if one has.
-        has_arrived: Whether this is the first update after a pull arrived.
         learning_rate: The server's, from the param group.
         local_learning_rate: ``local_lr_scale`` times that.
         momentum: From the param group; 0 if it has none.
@@ -32,7 +31,6 @@ class LocalUpdate:
         delay: k.
         alpha: Weight of the local gradient in GLU.
         beta: Weight of the global gradient in GLU.
-        hold: Whether GLU's global gradient stays the same between pulls.
         state: The rule's own tensors, kept between calls and in checkpoints.
     """
 
@@ -40,7 +38,6 @@ class LocalUpdate:
     gradient: Tensor
     taken_at: Tensor
     pulled: Tensor
-    has_arrived: bool
     learning_rate: float
     local_learning_rate: float
     momentum: float
@@ -49,7 +46,6 @@ class LocalUpdate:
     delay: int
     alpha: float
     beta: float
-    hold: bool
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -71,24 +67,11 @@ def glu(update: LocalUpdate) -> None:
     direction, share = update.gradient, update.alpha
     if update.weight_decay:
         direction, share = direction.mul(share).add_(weights, alpha=update.weight_decay), 1.0
-    if not update.hold:
-        # w' - loc_lr * beta * grad_sync in one pass, without a copy: w' moves away from pre
-        weights.lerp_(update.pulled, -local_learning_rate * update.beta * _global_scale(update))
-    else:
-        hold_global_gradient(update)
-        weights.sub_(update.state["grad_sync"], alpha=local_learning_rate * update.beta)
+    # the factor from the server's change between two pulls to a gradient
+    scale = (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
+    # w' - loc_lr * beta * grad_sync in one pass, without a copy: w' moves away from pre
+    weights.lerp_(update.pulled, -local_learning_rate * update.beta * scale)
     weights.sub_(direction, alpha=local_learning_rate * share)
-
-
-def hold_global_gradient(update: LocalUpdate) -> None:
-    """Estimate GLU's global gradient, which stays the same until the next pull arrives, without an update."""
-    if update.learning_rate != 0 and (update.has_arrived or "grad_sync" not in update.state):
-        update.state["grad_sync"] = (update.pulled - update.weights).mul_(_global_scale(update))
-
-
-def _global_scale(update: LocalUpdate) -> float:
-    """The factor from the server's change between two pulls to a gradient."""
-    return (1 - update.momentum) / ((1 - update.dampening) * update.learning_rate * update.delay)
 
 
 def sgd(update: LocalUpdate) -> None:

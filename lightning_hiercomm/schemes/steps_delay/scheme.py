@@ -21,7 +21,7 @@ from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.bucket import ServedBucket
 from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
-from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate, hold_global_gradient
+from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
 GroupValues = list[dict[str, Any]]
@@ -76,7 +76,6 @@ class StepsDelay(Scheme):
         local_lr_scale: The local learning rate divided by the server's. Default: for GLU
             ``(1 - dampening) / ((1 - momentum) (alpha + beta))`` of each param group (the paper's 4 at momentum 0.9),
             for ``"sgd"`` 0.25 and for ``"dc_asgd"`` 1, as in the paper.
-        hold: Keep GLU's global gradient between pulls. False recomputes it from the drifting weights, as in the paper.
         local_update: The local rule: ``"glu"`` (the optimizer must be SGD), ``"sgd"`` or ``"dc_asgd"``.
 
     Raises:
@@ -90,7 +89,6 @@ class StepsDelay(Scheme):
         alpha: float = 2.0,
         beta: float = 0.5,
         local_lr_scale: float | None = None,
-        hold: bool = False,
         local_update: Literal["glu", "sgd", "dc_asgd"] = "glu",
     ) -> None:
         if delay < 1:
@@ -111,7 +109,6 @@ class StepsDelay(Scheme):
         self.alpha = alpha
         self.beta = beta
         self.local_lr_scale = local_lr_scale
-        self.hold = hold
         self.local_update = local_update
 
     def build(self, context: Context) -> RunningStepsDelay:
@@ -395,7 +392,6 @@ class ServedStepsDelay(RunningStepsDelay):
                     gradient=-gradient if group.get("maximize") else gradient,
                     taken_at=held,
                     pulled=before[here],
-                    has_arrived=arrived is not None,
                     learning_rate=learning_rate,
                     local_learning_rate=config.local_scale(group) * learning_rate,
                     momentum=float(group.get("momentum", 0.0)),
@@ -404,13 +400,10 @@ class ServedStepsDelay(RunningStepsDelay):
                     delay=config.delay,
                     alpha=config.alpha,
                     beta=config.beta,
-                    hold=config.hold,
                     state=state,
                 )
                 if has_gradient:
                     LOCAL_RULES[config.local_update](update)
-                elif config.local_update == "glu" and config.hold:  # the other nodes' steps do not depend on it
-                    hold_global_gradient(update)
                 if weights is not in_place:
                     part.unpack(weights)
             offset += part.numel

@@ -220,7 +220,7 @@ def test_a_run_resumed_from_its_state_goes_on_to_the_bit(rule, wire):
     }
 
     def scheme() -> StepsDelay:
-        return StepsDelay(2, 2, local_update=rule, hold=rule == "glu")
+        return StepsDelay(2, 2, local_update=rule)
 
     saved: dict[tuple[int, int], bytes] = {}
 

@@ -35,7 +35,6 @@ def simulate(
     lr: Callable[[int], float],
     momentum: float,
     weight_decay: float,
-    hold: bool = False,
     alpha: float = 2.0,
     beta: float = 0.5,
     scale: float = 4.0,
@@ -47,7 +46,6 @@ def simulate(
     devices = [w.clone() for _ in goals]
     bases: list[torch.Tensor] = []
     pre: torch.Tensor | None = None
-    held = [torch.zeros_like(w) for _ in goals]
     for n in range(number):
         gradients = [
             torch.zeros_like(x) if (n, node) in skipped else x - goal
@@ -64,9 +62,6 @@ def simulate(
         pre = bases[0].clone() if pre is None else pre
         u = n - warmup
         guesses = [(pre - base) * (1 - momentum) / (lr(n) * delay) for base in bases]
-        if hold:
-            held = guesses if u % delay == 0 else held
-            guesses = held
         if u > 0 and u % delay == 0:
             pre = bases[0].clone()
         bases = [
@@ -98,27 +93,17 @@ def test_two_nodes_follow_the_table(nodes, targets, look):
             assert [x for (x,) in run.looks] == pytest.approx([row[2] for row in TABLE], abs=1e-9)
 
 
-def test_a_held_global_gradient_stays_until_the_next_pull():
-    runs = train(steps(6), StepsDelay(2, warmup_steps=2, hold=True), targets=(1.0, 7.0))
-    assert [run.trace[3][0] for run in runs] == pytest.approx([0.25144384, 1.17304384], abs=1e-9)
-    goals = [torch.tensor([1.0], dtype=torch.float64), torch.tensor([7.0], dtype=torch.float64)]
-    arguments = {"delay": 2, "warmup": 2, "lr": lambda n: 0.01, "momentum": 0.9, "weight_decay": 0.0}
-    devices, _ = simulate(goals, [0.5, 0.5], 6, hold=True, **arguments)
-    assert [run.trace[5] for run in runs] == [pytest.approx(x, abs=1e-9) for x in devices]
-
-
-@pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("at", [1, 3, 4, 5])  # a pull arrives in the iterations 4 and 6
-def test_a_step_that_a_node_skips_leaves_out_its_own_gradient_only(at, hold):
+def test_a_step_that_a_node_skips_leaves_out_its_own_gradient_only(at):
     def work(run: Rank) -> Rank:
         for n in range(8):
             run.train(skip=(n, run.rank) == (at, 0))
         return run
 
-    runs = train(work, StepsDelay(2, warmup_steps=2, hold=hold), targets=(1.0, 7.0))
+    runs = train(work, StepsDelay(2, warmup_steps=2), targets=(1.0, 7.0))
     goals = [torch.tensor([1.0], dtype=torch.float64), torch.tensor([7.0], dtype=torch.float64)]
     arguments = {"delay": 2, "warmup": 2, "lr": lambda n: 0.01, "momentum": 0.9, "weight_decay": 0.0}
-    devices, _ = simulate(goals, [0.5, 0.5], 8, hold=hold, skipped={(at, 0)}, **arguments)
+    devices, _ = simulate(goals, [0.5, 0.5], 8, skipped={(at, 0)}, **arguments)
     assert [run.trace[7] for run in runs] == [pytest.approx(x, abs=1e-9) for x in devices]
 
 
@@ -130,13 +115,12 @@ def test_a_step_that_a_node_skips_leaves_out_its_own_gradient_only(at, hold):
     number=st.integers(1, 14),
     momentum=st.sampled_from([0.0, 0.9]),
     weight_decay=st.sampled_from([0.0, 0.1]),
-    hold=st.booleans(),
     weights=st.lists(st.integers(1, 5), min_size=4, max_size=4),
     shapes=st.sampled_from([((1,),), ((2, 3), (5,)), ((7,), (1, 1), (3, 2, 2)), ((),)]),
     bucket_bytes=st.sampled_from([1, 8 * 5, 2**22]),
 )
 def test_any_run_equals_a_plain_simulation_with_a_server(
-    nodes, delay, warmups, number, momentum, weight_decay, hold, weights, shapes, bucket_bytes
+    nodes, delay, warmups, number, momentum, weight_decay, weights, shapes, bucket_bytes
 ):
     weights = weights[: sum(map(len, nodes))]
 
@@ -151,7 +135,7 @@ def test_any_run_equals_a_plain_simulation_with_a_server(
 
     runs = train(
         work,
-        StepsDelay(delay, delay * warmups, hold=hold, local_lr_scale=4.0),
+        StepsDelay(delay, delay * warmups, local_lr_scale=4.0),
         nodes=nodes,
         weights=weights,
         shapes=shapes,
@@ -172,7 +156,6 @@ def test_any_run_equals_a_plain_simulation_with_a_server(
         lr=lr,
         momentum=momentum,
         weight_decay=weight_decay,
-        hold=hold,
     )
     for run in runs:
         assert run.trace[-1] == pytest.approx(devices[run.topology.node], abs=1e-9)
@@ -197,7 +180,7 @@ def test_with_a_constant_gradient_the_guessed_global_gradient_tends_to_it(monkey
         before = update.weights.clone()
         glu(update)
         direction = (before - update.weights) / update.local_learning_rate
-        if update.has_arrived:
+        if update.taken_at is not update.weights:  # a pull has arrived
             guesses[int(threading.current_thread().name[-1])].append(
                 ((direction - update.alpha * update.gradient) / update.beta)[0].item()
             )
@@ -243,7 +226,7 @@ def test_plain_local_sgd_uses_nothing_of_the_server_between_pulls():
 def test_delay_compensation_acts_on_the_jump_to_the_pulled_weights_only():
     def direction(weights: float, taken_at: float) -> float:
         w, g = torch.tensor([weights]), torch.tensor([0.5])
-        update = LocalUpdate(w, g, torch.tensor([taken_at]), w, True, 1.0, 1.0, 0.0, 0.0, 0.0, 2, 2.0, 0.5, False)
+        update = LocalUpdate(w, g, torch.tensor([taken_at]), w, 1.0, 1.0, 0.0, 0.0, 0.0, 2, 2.0, 0.5)
         dc_asgd(update)
         return weights - w.item()
 
@@ -269,7 +252,7 @@ def test_on_one_node_it_is_the_users_optimizer():
     assert runs[0].optimizer.state
 
 
-@pytest.mark.parametrize("arguments", [{}, {"hold": True}, {"local_update": "dc_asgd"}])
+@pytest.mark.parametrize("arguments", [{}, {"local_update": "dc_asgd"}])
 def test_chunk_size_of_rules_changes_no_bit(monkeypatch, arguments):
     def run(cache_before: int, cache_after: int) -> list[tuple[list[list[float]], dict[str, float]]]:
         sizes = iter((cache_before, cache_after))
