@@ -88,7 +88,7 @@ class _Recording(RunningDASO):
     def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
         super().begin_epoch(epoch, logged)
         if self.topology.rank == 0:
-            Recorded.history.append([epoch, self.phase, self.when.period or 1, self.staleness])
+            Recorded.history.append([epoch, self.phase, self.period or 1, self.staleness])
 
 
 def _whole(merge: Literal["eq1", "delta"]) -> Scheme:
