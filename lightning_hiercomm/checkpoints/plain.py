@@ -26,7 +26,6 @@ from lightning_hiercomm.checkpoints.sidecar import (
     restore_sidecar,
     set_random_state,
     sidecar_path,
-    sidecar_state,
 )
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
@@ -43,6 +42,10 @@ class Checkpoints:
 
     Args:
         with_replicas: Whether every rank also writes a sidecar, for a bit-exact resume.
+
+    Attributes:
+        random_state: Random states that were saved in mid-epoch. They are to be restored after the epoch's loader and
+            sampler took seeds, before a batch is loaded.
     """
 
     def __init__(self, with_replicas: bool = False) -> None:
@@ -50,7 +53,7 @@ class Checkpoints:
         self._loaded: Mapping[str, Any] = {}
         self._resumed_from: tuple[str, str | None] | None = None
         self._sidecar: dict[str, Any] | None = None
-        self._random_state: Mapping[str, Any] | None = None
+        self.random_state: Mapping[str, Any] | None = None
         self._places_differ = self._has_warned = False
         self._paths: dict[str, str] = {}  # rank 0's paths of checkpoints, by the paths on this rank
         self._written: dict[str, str] = {}  # the identity of this rank's newest sidecar, by the checkpoint's path
@@ -139,59 +142,56 @@ class Checkpoints:
                 )
 
     @contextmanager
-    def sidecars(
+    def saving(
         self,
         checkpoint: dict[str, Any],
         run: TrainingRun,
-        mid_epoch: bool,
-        share: Callable[[tuple[str, str]], tuple[str, str]],
         io: fabric.plugins.CheckpointIO,
         filepath: Any,
+        sidecar: Callable[[str], dict[str, Any]] | None = None,
         storage_options: Any | None = None,
-        precision: Mapping[str, Any] | None = None,
-        entries: Mapping[str, Any] | None = None,
     ) -> Iterator[None]:
-        """Write the sidecars; the checkpoint is written inside the context. Collective, after :meth:`add_to`.
+        """Inside, rank 0 writes the checkpoint; before it, all write their sidecars. Collective if there are any.
 
         The same random identity is in the checkpoint and in the names of its sidecars. So they become valid together,
         when the checkpoint's file is renamed. Until then, and after an error, the previous checkpoint stays complete.
 
         Args:
-            checkpoint: The checkpoint, which gets the identity.
+            checkpoint: The checkpoint, after :meth:`add_to`; it gets the identity.
             run: The run to save.
-            mid_epoch: Whether more batches of the epoch follow.
-            share: Broadcasts rank 0's value.
             io: Writes the files.
             filepath: Of the checkpoint. Its name may differ between ranks; rank 0's counts.
+            sidecar: Returns this rank's sidecar, given the identity.
             storage_options: For ``io``.
-            precision: State of this rank's precision plugin.
-            entries: Of callbacks and the module, on this rank.
 
         Raises:
             OSError: On every rank, if one could not write its sidecar.
         """
-        identity, path = share((secrets.token_hex(8), str(filepath)))
-        checkpoint[_KEY]["identity"] = identity
-        for scheme in run.schemes:
-            scheme.state.settle()
-        state = partial(sidecar_state, identity, run, mid_epoch, precision, entries)
-        rank, replaced = run.topology.rank, _version_at(path)
-        are_written = False
-        try:
-            self._write_together(run.topology, io, state, sidecar_path(path, rank, identity), storage_options)
-            are_written = True
-            self._remove_replaced(rank, identity)
+        topology, path, identity = run.topology, str(filepath), None
+        if sidecar is None:
             yield
-        except BaseException:
-            if are_written and rank != 0:
-                raise  # rank 0 may still write the checkpoint of this sidecar
-            if _version_at(path) == replaced:  # otherwise the checkpoint was complete before a Ctrl-C
-                _delete(_replaced(path, rank, lambda each: each == identity))
-            raise
-        self._written[path] = identity
-        self._paths.pop(str(filepath), None)
-        if path != str(filepath):
+        else:
+            identity, path = topology.world.all_gather_object((secrets.token_hex(8), path))[0]
+            checkpoint[_KEY]["identity"] = identity
+            for scheme in run.schemes:
+                scheme.state.settle()
+            replaced, are_written = _version_at(path), False
+            try:
+                own = partial(sidecar, identity)
+                self._write_together(topology, io, own, sidecar_path(path, topology.rank, identity), storage_options)
+                are_written = True
+                self._remove_replaced(topology.rank, identity)
+                yield
+            except BaseException:
+                if are_written and topology.rank != 0:
+                    raise  # rank 0 may still write the checkpoint of this sidecar
+                if _version_at(path) == replaced:  # otherwise the checkpoint was complete before a Ctrl-C
+                    _delete(_replaced(path, topology.rank, lambda each: each == identity))
+                raise
+            self._written[path] = identity
             self._paths[str(filepath)] = path
+        if topology.rank == 0:
+            remove_replaced(io, path, identity)
 
     def _write_together(
         self,
@@ -233,20 +233,8 @@ class Checkpoints:
             for filepath in written:
                 _delete(_replaced(filepath, rank, lambda identity: identity not in kept))
 
-    def remove_stale_sidecars(
-        self, io: fabric.plugins.CheckpointIO, filepath: Any, checkpoint: Mapping[str, Any]
-    ) -> None:
-        """Delete the sidecars of the replaced checkpoint, after the new one is written; on rank 0."""
-        own = checkpoint[_KEY].get("identity")
-        # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
-        replaced = _replaced(filepath, 0, lambda identity: identity != own)
-        after_saves(io, lambda: _delete(replaced))
-
     def remove(self, io: fabric.plugins.CheckpointIO, filepath: Any, rank: int) -> None:
-        """Delete a checkpoint and its sidecars after all pending writes.
-
-        Rank 0 deletes all that it sees; other ranks delete theirs if it is on a disk of their node.
-        """
+        """Delete a checkpoint, on rank 0, and the sidecars that this rank has to delete, after all pending writes."""
         path = self._paths.pop(str(filepath), filepath)
 
         def remove() -> None:
@@ -312,7 +300,7 @@ class Checkpoints:
                     precision.load_state_dict(sidecar["precision"])
                 # the epoch's loader takes a seed when it starts: before a state of mid-epoch, after a state of its end
                 if sidecar["mid_epoch"]:
-                    self._random_state = sidecar["random"]
+                    self.random_state = sidecar["random"]
                 else:
                     set_random_state(sidecar["random"])
             elif self._loaded:
@@ -336,20 +324,12 @@ class Checkpoints:
                     " Give fit(ckpt_path=...) the path of a checkpoint in a folder that all nodes share."
                 )
 
-    @property
-    def has_random_state(self) -> bool:
-        """Whether random states that were saved in mid-epoch are not restored yet."""
-        return self._random_state is not None
 
-    def restore_random_state(self) -> None:
-        """Restore random states after the epoch's loader and sampler took seeds, before a batch is loaded."""
-        assert self._random_state is not None
-        set_random_state(self._random_state)
-        self.forget_random_state()
-
-    def forget_random_state(self) -> None:
-        """Drop random states that were not restored."""
-        self._random_state = None
+def remove_replaced(io: fabric.plugins.CheckpointIO, filepath: Any, identity: str | None) -> None:
+    """Delete the sidecars of a replaced checkpoint, after the new one is written; on rank 0."""
+    # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
+    replaced = _replaced(filepath, 0, lambda each: each != identity)
+    after_saves(io, lambda: _delete(replaced))
 
 
 def _version_at(filepath: Any) -> str | None:

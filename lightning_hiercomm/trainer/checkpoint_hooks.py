@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from lightning_hiercomm._lightning.saves import copied_where, entries_of_rank, t
 from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tuner, raw_optimizer
 from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.sidecar import sidecar_state
 from lightning_hiercomm.run.replicas import not_averaged
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values
 from lightning_hiercomm.trainer.state import StrategyState
@@ -103,27 +104,14 @@ class CheckpointHooks(StrategyState):
             checkpoints.check_places(places, redrawn, run.topology)
         if self._elastic_node is not None and not self._elastic_node.writes:
             return  # another node writes
-        io = self.checkpoint_io
-        with contextlib.ExitStack() as stack:
-            if has_sidecars:
-                # a tuner restores its file before the epoch's dataloader draws a seed
-                mid_epoch = not self._module.trainer.is_last_batch and not of_tuner
-                stack.enter_context(
-                    checkpoints.sidecars(
-                        checkpoint,
-                        run,
-                        mid_epoch,
-                        lambda own: self.broadcast(own),
-                        io,
-                        filepath,
-                        storage_options,
-                        self.precision_plugin.state_dict(),
-                        entries,
-                    )
-                )
+        sidecar = None
+        if has_sidecars:
+            # a tuner restores its file before the epoch's dataloader draws a seed
+            mid_epoch = not self._module.trainer.is_last_batch and not of_tuner
+            precision = self.precision_plugin.state_dict()
+            sidecar = partial(sidecar_state, run=run, mid_epoch=mid_epoch, precision=precision, entries=entries)
+        with checkpoints.saving(checkpoint, run, self.checkpoint_io, filepath, sidecar, storage_options):
             self._write(checkpoint, filepath, storage_options)
-        if self.is_global_zero:
-            checkpoints.remove_stale_sidecars(io, filepath, checkpoint)
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         """Let Lightning's strategy write a checkpoint."""

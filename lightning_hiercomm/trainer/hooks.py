@@ -25,6 +25,7 @@ from lightning_hiercomm._lightning.trainer import (
     skips_backward,
 )
 from lightning_hiercomm._lightning.tree import check_tree, fabric, pass_to_ranks, pl
+from lightning_hiercomm.checkpoints.sidecar import set_random_state
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.comm.torch import connecting_when_needed
 from lightning_hiercomm.control.bootstrap import Bootstrap
@@ -217,9 +218,10 @@ class HierarchicalHooks(CheckpointHooks):
         self._run.begin(epochs, steps)
         if self._elastic_node is not None:
             self._elastic_node.begin_training()
-        if self._checkpoints.has_random_state:
+        if self._checkpoints.random_state is not None:
             draw_first_indices(trainer)
-            self._checkpoints.restore_random_state()
+            set_random_state(self._checkpoints.random_state)
+            self._checkpoints.random_state = None
 
     def _synchronize_written(self) -> None:
         """Broadcast rank 0's values of what the program has written; trained parameters only if these have changed."""
@@ -364,7 +366,7 @@ class HierarchicalHooks(CheckpointHooks):
                 remove_callback(trainer, self._elastic_node)
         if self._run_or_none is not None:
             self._run_or_none.close(timeout=1.0)
-        self._checkpoints.forget_random_state()
+        self._checkpoints.random_state = None
         self._control.stop(trainer)
         super().teardown()
         if self.topology is not None:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import weakref
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -20,6 +21,7 @@ from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm._lightning.saves import entries_of_rank
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.checkpoints.sidecar import sidecar_state
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.topology import Topology
@@ -216,9 +218,8 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
         checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
         entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
         checkpoints.add_to(checkpoint, run, None)
-        with checkpoints.sidecars(
-            checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path, entries=entries
-        ):
+        sidecar = partial(sidecar_state, run=run, mid_epoch=False, entries=entries)
+        with checkpoints.saving(checkpoint, run, io, path, sidecar):
             if rank == 0:
                 io.save_checkpoint(checkpoint, path)
         world.barrier()
@@ -236,10 +237,8 @@ def test_a_rank_that_ends_after_all_shards_are_written_keeps_its_own(tmp_path):
         rank, world, checkpoint = run.topology.rank, run.topology.world, {"global_step": 5}
         checkpoints = Checkpoints(with_replicas=True)
         checkpoints.add_to(checkpoint, run, None)
-        with (
-            suppress(KeyboardInterrupt),
-            checkpoints.sidecars(checkpoint, run, False, lambda own: world.all_gather_object(own)[0], io, path),
-        ):
+        sidecar = partial(sidecar_state, run=run, mid_epoch=False)
+        with suppress(KeyboardInterrupt), checkpoints.saving(checkpoint, run, io, path, sidecar):
             if rank == 1:
                 raise KeyboardInterrupt
             world.barrier()

@@ -35,7 +35,7 @@ from lightning_hiercomm import (
     Transport,
 )
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
-from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.checkpoints.plain import remove_replaced
 from lightning_hiercomm.checkpoints.sidecar import (
     check_sidecar,
     checksum,
@@ -609,7 +609,7 @@ def test_a_slow_save_does_not_delete_the_shards_of_the_next(tmp_path):
         sidecar.touch()
     following.parent.rename(tmp_path / "not yet")
     io.save_checkpoint({}, path)
-    Checkpoints().remove_stale_sidecars(io, path, {"hiercomm": {"identity": "own"}})
+    remove_replaced(io, path, "own")
     (tmp_path / "not yet").rename(following.parent)
     may_end.set()
     io.teardown()

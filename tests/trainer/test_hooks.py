@@ -214,4 +214,4 @@ def test_random_streams_of_a_file_are_not_put_back_in_the_next_run(tmp_path):
     run.fit(BoringModel())
     run.fit(BoringModel(), ckpt_path=tmp_path / "saved.ckpt")
     assert run.global_step == 2
-    assert not strategy._checkpoints.has_random_state  # noqa: SLF001
+    assert strategy._checkpoints.random_state is None  # noqa: SLF001
