@@ -41,9 +41,7 @@ def state_of(trainer: pl.Trainer, moment: str) -> dict[str, Any]:
     drop_places(checkpoint)  # a joining node takes over another part of the data, from the next batch on
     loops = checkpoint["loops"][_FIT]
     for progress in (key for key in loops if key.startswith(f"{_EPOCH}.") and key.endswith("progress")):
-        _only_completed(loops[progress])
-        if moment == "epoch":
-            _clear_current(loops[progress])
+        _only_completed(loops[progress], starts_over=moment == "epoch")
     batches = loops[f"{_EPOCH}.batch_progress"]
     batches["is_last_batch"] = False
     if moment == "epoch":
@@ -250,15 +248,10 @@ def _progresses(progress: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _progresses(part)
 
 
-def _only_completed(progress: dict[str, Any]) -> None:
+def _only_completed(progress: dict[str, Any], starts_over: bool = False) -> None:
     for each in _progresses(progress):
-        for which in ("total", "current"):
-            each[which] = dict.fromkeys(each[which], each[which]["completed"])
-
-
-def _clear_current(progress: dict[str, Any]) -> None:
-    for each in _progresses(progress):
-        each["current"] = dict.fromkeys(each["current"], 0)
+        each["total"] = dict.fromkeys(each["total"], each["total"]["completed"])
+        each["current"] = dict.fromkeys(each["current"], 0 if starts_over else each["current"]["completed"])
 
 
 def _plain(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,24 +15,6 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.tree import fabric, pl, wrapper
 
-__all__ = [
-    "METADATA_FILENAME",
-    "after_saves",
-    "copied_where",
-    "dump_within",
-    "entries_of_rank",
-    "holds_averaged_weights",
-    "model_checkpoints",
-    "number_names_by_own_files",
-    "restore_dump",
-    "restore_numbering",
-    "take_entries",
-    "taking_shapes",
-    "wait_for_saves",
-    "with_base_io",
-    "with_plain_numbers",
-]
-
 METADATA_FILENAME = fabric.utilities.load._METADATA_FILENAME
 T = TypeVar("T")
 

@@ -69,7 +69,6 @@ def sidecar_state(
         "schemes": [scheme.state_dict() for scheme in run.schemes],
         "gradients": run.gradients.state_dict(),
         "layouts": _layouts(run.schemes),
-        "parts": _parts(run.schemes),
         "random": random_state(),
         "mid_epoch": mid_epoch,
         "loss": run.loss.state_dict(),
@@ -142,9 +141,9 @@ def check_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
     if saved != own:
         other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
         raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
-    for name, here in (("layouts", _layouts(run.schemes)), ("parts", _parts(run.schemes))):
-        if state[name] != here:
-            raise ValueError(f"{path} was saved with {state[name]}, but this run has {here}. {_REMEDY}")
+    layouts = _layouts(run.schemes)
+    if state["layouts"] != layouts:
+        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {layouts}. {_REMEDY}")
 
 
 @torch.no_grad()
@@ -234,19 +233,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
-    """Return the settings on which the shapes of each scheme's state depend."""
-    return [
-        f"{type(scheme.config).__name__} (bucket_mb={scheme.replica.bucket_bytes / 2**20:g}, wire={scheme.wire.codec},"
-        f" wire_raw={scheme.wire.raw})"
-        for scheme in schemes
-    ]
-
-
-def _parts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:
-    """Return the settings that divide each scheme's state into fragments."""
-    names = ("gradients", "fragments")
-    configurations = [{name: getattr(scheme.config, name, None) for name in names} for scheme in schemes]
-    return [repr({name: value for name, value in each.items() if value is not None}) for each in configurations]
+    """Return the settings on which the shapes of each scheme's state depend, and how it is divided."""
+    layouts = []
+    for scheme in schemes:
+        config, wire = scheme.config, scheme.wire
+        bucket_mb = f"{scheme.replica.bucket_bytes / 2**20:g}"
+        values = {"bucket_mb": bucket_mb, "wire": wire.codec, "wire_raw": wire.raw}
+        values |= {name: value for name in ("gradients", "fragments") if (value := getattr(config, name, None))}
+        layouts.append(f"{type(config).__name__} ({', '.join(f'{name}={value}' for name, value in values.items())})")
+    return layouts
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -261,16 +256,11 @@ def _held_state(state: dict[str, Any]) -> dict[str, Any]:
     """
     if "state" not in state:
         return dict(with_plain_numbers(state))
-    held = {
-        index: {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        for index, values in state["state"].items()
-    }
-    sharded = [
-        (index, name)
-        for index, values in state["state"].items()
-        for name, value in values.items()
-        if isinstance(value, Tensor) and local(value) is not value
-    ]
+    held: dict[int, dict[str, Any]] = {}
+    sharded: list[tuple[int, str]] = []
+    for index, values in state["state"].items():
+        held[index] = {name: local(value) if isinstance(value, Tensor) else value for name, value in values.items()}
+        sharded += [(index, name) for name, value in values.items() if held[index][name] is not value]
     return {**with_plain_numbers(state), "state": held, "sharded": sharded}
 
 

@@ -26,10 +26,6 @@ class CircuitBreaker:
         self.on_trip: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
 
-    @property
-    def is_intact(self) -> bool:
-        return self.error is None
-
     def trip(self, error: str) -> None:
         with self._lock:  # an overlapped collective may fail at the same time
             is_first, self.error = self.error is None, self.error or (error.splitlines()[0] if error else "unknown")
@@ -101,7 +97,7 @@ class InterNodeGroup(Communicator):
         group = self._group
         if group is None and self.size > 1:
             self._breaker.trip("not connected")
-        if not self._breaker.is_intact or group is None:
+        if self._breaker.error is not None or group is None:
             return finished
         try:
             handle = _Guarded(start(group), self._breaker)

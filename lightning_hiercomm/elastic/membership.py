@@ -29,7 +29,7 @@ class Membership:
         self.votes = Vote(around)
         self.rendezvous = Rendezvous(me, around, self.healing.begin_request)
         self.history = ElasticHistory()
-        self.shards = DataShards()
+        self.shards = DataShards(self.me.replica_id)
         self._nodes: dict[str, str] = {}
 
     @property
@@ -41,10 +41,6 @@ class Membership:
         """Whether this node is the first member of the last quorum, and so writes the checkpoints."""
         quorum = self.rendezvous.last
         return quorum is None or quorum.index(self.me.replica_id) == 0
-
-    def own_shards(self) -> tuple[int, tuple[int, ...]]:
-        """Return the number of shards of the data, and those of this node's ranks; none before the first quorum."""
-        return self.shards.current.total, self.shards.current.shards.get(self.me.replica_id, ())
 
     def note(self, quorum: Quorum) -> None:
         """Keep a quorum in which this node takes part, and report which nodes have left and joined since the last."""
@@ -72,12 +68,6 @@ class Membership:
         self.history.lost_batches += self.shards.commit(quorum, batches, exchanges_steps)
         self.rendezvous.commit(quorum)
         self.healing.commit(quorum.recovering_from(self.me.replica_id))
-
-    def begin_epoch(self, batches: int) -> bool:
-        """Partition the data among all nodes of the last quorum; return whether that changes this node's shards."""
-        before = self.own_shards()
-        self.shards.begin_epoch(batches)
-        return before != self.own_shards()
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
         """Send ``state()`` to nodes that wait for this one; None rejects them. Collective over the node."""

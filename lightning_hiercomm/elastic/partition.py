@@ -51,9 +51,10 @@ def partition_within_epoch(quorum: Quorum, current: DataPartition) -> DataPartit
 
 
 class DataShards:
-    """The data partition over time, and the batches that were not averaged yet."""
+    """The data partition over time as one replica sees it, and the batches that were not averaged yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica_id: str) -> None:
+        self._replica_id = replica_id
         self.current = self._for_epoch = DataPartition()
         self._batches = 0
         self._trained: list[tuple[DataPartition, int]] = []
@@ -70,10 +71,16 @@ class DataShards:
         self.current = partition_within_epoch(quorum, self.current)
         return lost
 
-    def begin_epoch(self, batches: int) -> None:
-        """Partition the data among all nodes of the last quorum."""
+    def own(self) -> tuple[int, tuple[int, ...]]:
+        """Return the number of shards of the data, and those of this replica's ranks; none before the first quorum."""
+        return self.current.total, self.current.shards.get(self._replica_id, ())
+
+    def begin_epoch(self, batches: int) -> bool:
+        """Partition the data among all nodes of the last quorum; return whether that changes this replica's shards."""
+        before = self.own()
         self._note(batches)
         self.current = self._for_epoch
+        return before != self.own()
 
     def _note(self, batches: int) -> None:
         self._trained.append((self.current, batches - self._batches))

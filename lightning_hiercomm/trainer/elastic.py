@@ -92,7 +92,7 @@ class ElasticNode(pl.Callback):
         is_first, self._has_data = not self._has_data, True
         if self._is_in_epoch or self._has_left:
             return is_first  # there are dataloaders already if `estimated_stepping_batches` was used
-        return self.membership.begin_epoch(self.batches()) or is_first
+        return self.membership.shards.begin_epoch(self.batches()) or is_first
 
     def _begin_equal(self) -> None:
         replicas, world = self._run.replicas, self._run.topology.world
@@ -100,9 +100,9 @@ class ElasticNode(pl.Callback):
 
     # ---- taking part ---------------------------------------------------------------------------------------------
 
-    def position(self) -> str:  # nodes that train other parameters would exchange tensors of other sizes
-        counts = [(s.state.steps, sum(p.numel() for p in s.replica.parameters)) for s in self._run.schemes]
-        return "after " + ", ".join(f"{steps} optimizer steps of {trained} elements" for steps, trained in counts)
+    def position(self) -> str:  # to exchange tensors of other sizes would end processes
+        counts = [(scheme.state.steps, scheme.replica.numel) for scheme in self._run.schemes]
+        return "after " + ", ".join(f"{steps} optimizer steps of {count} elements" for steps, count in counts)
 
     def batches(self) -> int:
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
@@ -193,7 +193,7 @@ class ElasticNode(pl.Callback):
 
     def sampler_arguments(self, ranks: int, rank: int) -> dict[str, int]:
         """Return this rank's shard of all nodes' data in training, otherwise that of its node's."""
-        total, shards = self.membership.own_shards()
+        total, shards = self.membership.shards.own()
         if self._has_left or not shards or self._stage[0] not in (None, pl.trainer.states.RunningStage.TRAINING):
             return {"num_replicas": ranks, "rank": rank}
         return {"num_replicas": total, "rank": shards[rank]}

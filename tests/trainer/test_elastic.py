@@ -174,15 +174,15 @@ def test_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
     assert own.writes == (nodes == 1)
 
 
-def test_node_that_trains_other_parameters_is_at_another_position():
-    """Its tensors would not fit theirs, and each exchange would fail."""
+def test_node_with_other_parameters_or_buffers_is_at_another_position():
+    """Its tensors would not fit theirs, and gloo ends a process that receives more than it asked for."""
     own, scheme = node(), SimpleNamespace(state=SimpleNamespace(steps=5))
     own._run.schemes = [scheme]  # noqa: SLF001
     positions = []
-    for sizes in ((3, 4), (3,)):
-        scheme.replica = Replica([torch.zeros(size) for size in sizes])
+    for parameters, buffers in (((3, 4), ()), ((3,), ()), ((3,), (2,))):
+        scheme.replica = Replica(map(torch.zeros, parameters), map(torch.zeros, buffers))
         positions.append(own.position())
-    assert positions == ["after 5 optimizer steps of 7 elements", "after 5 optimizer steps of 3 elements"]
+    assert positions == [f"after 5 optimizer steps of {count} elements" for count in (7, 3, 5)]
 
 
 @pytest.mark.parametrize(("moment", "done", "gives"), [("batch", 6, False), ("batch", 8, True), ("epoch", 6, True)])
