@@ -1,0 +1,188 @@
+"""A sidecar that is damaged, of another run or of another format is refused."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from harness import on_ranks
+from problems import SaveAfter
+from sidecar_cases import TWO_NODES, Net
+
+from lightning_hiercomm import (
+    AllReduce,
+    DiLoCo,
+    PeriodicAveraging,
+    Transport,
+)
+from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.sidecar import (
+    check_sidecar,
+    checksum,
+    load_sidecar,
+    random_state,
+    set_random_state,
+    sidecar_path,
+    sidecar_state,
+)
+from lightning_hiercomm.comm.meter import Meter
+from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.replicas import Replicas
+from lightning_hiercomm.run.training_run import TrainingRun
+
+pytestmark = pytest.mark.pooled
+
+
+@pytest.fixture
+def load(tmp_path):
+    """``load(rank, identity=..., nodes=..., module=...)`` for the sidecars of two ranks next to "saved.ckpt"."""
+
+    @functools.cache
+    def attached(rank, nodes, module):
+        def work(own, world):
+            meter = Meter()
+            topology = Topology(nodes, own, world.connect(own, meter), meter)
+            return TrainingRun(AllReduce(), Replicas(module, [torch.optim.Adam(module.parameters())]), topology)
+
+        return ThreadWorld(sum(map(len, nodes))).run(work)[rank]
+
+    usual = torch.nn.Linear(2, 2)
+
+    def run(rank, identity="good", nodes=((0,), (1,)), module=None):
+        own = attached(rank, nodes, module or usual)
+        state = load_sidecar(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, own.topology)
+        check_sidecar(state, own)
+        return state
+
+    for identity in ("good", "other"):
+        for rank in range(2):
+            state = sidecar_state(identity, attached(rank, ((0,), (1,)), usual), False)
+            DurableCheckpointIO().save_checkpoint(state, sidecar_path(tmp_path / "saved.ckpt", rank, identity))
+    return run
+
+
+def test_a_sidecar_holds_the_state_of_its_rank(load):
+    assert [load(rank)["rank"] for rank in range(2)] == [0, 1]
+
+
+def is_refused(load, file: Path, message: str, error=ValueError, **arguments) -> None:
+    with pytest.raises(error, match=message) as raised:
+        load(1, **arguments)
+    assert str(file) in str(raised.value)
+    assert "Set checkpoint_replicas=False to resume from the averaged parameters instead." in str(raised.value)
+
+
+def test_a_sidecar_of_another_place_is_refused(load, tmp_path):
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole = file.read_bytes()
+    is_refused(load, tmp_path / "saved.ckpt", "saved without checkpoint_replicas=True", identity=None)
+    is_refused(load, file, r"saved by nodes \[\[0\], \[1\]\], but this run has \[\[0, 1\]\]", nodes=((0, 1),))
+    is_refused(load, file, "another model: bias, weight are not the same", module=torch.nn.Linear(3, 3))
+    file.write_bytes(Path(sidecar_path(tmp_path / "saved.ckpt", 0, "good")).read_bytes())
+    is_refused(load, file, "saved by rank 0, not by rank 1")
+    file.write_bytes(Path(sidecar_path(tmp_path / "saved.ckpt", 1, "other")).read_bytes())
+    is_refused(load, file, "another checkpoint")
+    file.unlink()
+    is_refused(load, file, "is missing", FileNotFoundError)
+    file.write_bytes(whole)
+    assert load(1)["rank"] == 1
+
+
+def test_a_sidecar_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole = file.read_bytes()
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        is_refused(load, file, "cannot be read: ")
+    for something in ([1, 2], {}, {"identity": "good"}):
+        torch.save(something, file)
+        is_refused(load, file, "is not a sidecar of a checkpoint")
+
+
+@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (5, "format 5")])
+def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    state = torch.load(file, weights_only=True)
+    state["format"] = number
+    torch.save(state, file)
+    with pytest.raises(ValueError, match=r"^.* has .*\.$") as raised:
+        load(1)
+    assert str(raised.value) == (
+        f"{file} has {found}, but this version of lightning-hiercomm reads only format 4. Set checkpoint_replicas=False"
+        " to resume from the averaged parameters instead."
+    )
+
+
+def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
+    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    whole, expected = file.read_bytes(), checksum(load(1))
+    refused = 0
+    for place in range(0, len(whole), 211):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            same = checksum(load(1)) == expected  # it lay between the records
+        except ValueError as error:
+            same = str(file) in str(error)
+            refused += 1
+        assert same
+    assert refused > len(whole) / 211 / 3
+
+
+def test_a_checksum_is_of_every_kind_of_value():
+    values = [None, 0, 0.0, False, "0", b"0", [], {}, [0], [[0]], {0: 0}, {"0": 0}, torch.zeros(1), torch.zeros(2)]
+    values += [torch.zeros(()), torch.zeros(1, 1), torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1).bool()]
+    assert len({checksum(value) for value in values}) == len(values)
+    assert checksum([torch.arange(6).view(2, 3).T]) == checksum([torch.arange(6).view(2, 3).T.contiguous()])
+    assert checksum([float("nan")]) == checksum([float("nan")])
+
+
+def test_the_random_stream_of_a_gpu_is_restored_under_any_index(monkeypatch):
+    own, put_back = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: own)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
+    state = random_state()
+    set_random_state(state)
+    assert put_back == [own]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    set_random_state(state)  # a resume without a GPU
+    assert put_back == [own]
+
+
+@pytest.mark.parametrize(
+    ("saved", "now"),
+    [
+        (DiLoCo(4, fragments=["layers.0"]), DiLoCo(4, fragments=["layers.3"])),
+    ],
+    ids=repr,
+)
+def test_models_changed_by_other_arguments_are_refused(saved, now):
+    def work(topology):
+        module = Net()
+        optimizer = module.configure_optimizers()["optimizer"]
+        runs = [TrainingRun(scheme, Replicas(module, [optimizer]), topology) for scheme in (saved, now)]
+        state = sidecar_state("1", runs[0], False) | {"path": "it"}
+        check_sidecar(state, runs[0])
+        with pytest.raises(ValueError, match=r"it was saved with .* but this run has"):
+            check_sidecar(state, runs[1])
+        for run in runs:
+            run.close(timeout=5.0)
+
+    on_ranks(work, [[0, 1], [2, 3]])
+
+
+def test_other_settings_are_refused(fit, tmp_path):
+    path = tmp_path / "saved.ckpt"
+    strategy = {"scheme": PeriodicAveraging(4), "checkpoint_replicas": True, "ranks_per_node": 1}
+    fit(Net(), strategy, callbacks=[SaveAfter(2, path)], **TWO_NODES)
+    with pytest.raises(Exception, match=r"saved with .*bucket_mb=4.* but this run has .*bucket_mb=1,"):
+        fit(
+            Net(),
+            {**strategy, "transport": Transport(bucket_mb=1)},
+            fit_arguments={"ckpt_path": path},
+            forked=True,
+            **TWO_NODES,
+        )

@@ -1,0 +1,186 @@
+"""A resume restores what callbacks average, losses, scales and random streams of each rank."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from problems import SaveAfter, one_trainer
+from sidecar_cases import STEPS, Net, schemes
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm import (
+    DASO,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    Plateau,
+)
+
+pytestmark = pytest.mark.pooled
+
+
+class KeepsAverage(pl.Callback):
+    """An average of the weights that its author saves: in the callback's state, and in an entry of its own."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+        self.squares = torch.zeros(())
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        for name, value in pl_module.named_parameters():
+            self.average[name] = self.average.get(name, value.detach()).lerp(value.detach(), 0.1)
+        self.squares = self.squares * 0.5 + pl_module.layers[0].weight.detach().square().sum()
+
+    def state_dict(self):
+        return {"average": {name: value.clone() for name, value in self.average.items()}}
+
+    def load_state_dict(self, state):
+        self.average = state["average"]
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        checkpoint["squares of the author's"] = self.squares
+
+    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+        self.squares = checkpoint["squares of the author's"]
+
+
+class Tells(pl.Callback):
+    """Reports what callbacks hold after every batch; each rank its own."""
+
+    def __init__(self, ema: EMAWeightAveraging, own: KeepsAverage) -> None:
+        self.of = ema, own
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        ema, own = self.of
+        averages = [*ema._average_model.module.parameters(), *ema._average_model.module.buffers()]
+        state = torch.cat([value.flatten().double() for value in (*averages, *own.average.values(), own.squares)])
+        pl_module.report.append(state.tolist())
+
+
+def _resumed_with_averages(folder):
+    reports = {}
+    for name in ("periodic", "diloco_int4", "gossip_overlap"):
+        path = folder / f"{name}.ckpt"
+        scheme = schemes()[name] if name != "periodic" else PeriodicAveraging(5, at_epoch_end=False)
+        whole, resumed = Net(), Net()
+        for module in (whole, resumed):
+            strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=True)
+            averages = EMAWeightAveraging(decay=0.7), KeepsAverage()
+            callbacks = [*averages, Tells(*averages), *([SaveAfter(STEPS, path)] if module is whole else [])]
+            arguments = {"callbacks": callbacks, "limit_train_batches": STEPS}
+            trainer = one_trainer(folder, devices=2, strategy=strategy, **arguments)
+            trainer.fit(module, ckpt_path=None if module is whole else path)
+        ends = [[value.tolist() for value in module.state_dict().values()] for module in (whole, resumed)]
+        reports[name] = whole.report, resumed.report, ends
+    return reports
+
+
+def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(borrow):
+    one, other = borrow(_resumed_with_averages, ranks=2)
+    for name in one:
+        assert one[name][0][: 2 * STEPS] != other[name][0][: 2 * STEPS], "nodes differ"
+        for whole, resumed, ends in (one[name], other[name]):
+            assert len(resumed) == STEPS * 2  # after every batch the module reports, and a callback
+            assert resumed == whole[-len(resumed) :], name
+            assert ends[0] == ends[1], name
+
+
+LOSSES = [[4.0, 4.0, 4.0, 4.0], [9.0, 9.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]]
+"""The second epoch's is no improvement, but that of its last two batches would be one."""
+
+
+class Noisy(pl.LightningModule):
+    """Moves by NumPy's noise and reports losses of the test's own; the gradients of node 0 overflow once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.layer.weight)
+        self.report: list[tuple[int, float, float]] = []
+
+    def on_fit_start(self) -> None:
+        numpy.random.seed(self.global_rank)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        value = self.layer(batch).sum() * numpy.random.rand()
+        return value - value.detach() + LOSSES[self.current_epoch][batch_idx]
+
+    def on_after_backward(self) -> None:
+        if self.current_epoch == 0 and self.global_rank < 2 and self.trainer.fit_loop.batch_idx == 1:
+            self.layer.weight.grad.fill_(torch.inf)
+
+    def on_train_batch_end(self, *_: object) -> None:
+        scale = self.trainer.precision_plugin.scaler.get_scale()
+        self.report.append((self.trainer.strategy.schemes[0].period, self.layer.weight.item(), scale))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(16, 1))
+
+
+def trained_noisily(fit, path, replicas: bool, resumed: bool):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.current_epoch == 1 and batch_idx == 1:
+                trainer.save_checkpoint(path)
+
+    return fit(
+        Noisy(),
+        {"scheme": DASO(4, 1, 0, 0, plateau=Plateau(0, 0.0)), "checkpoint_replicas": replicas},
+        max_epochs=3,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        callbacks=[] if resumed else [Saves()],
+        fit_arguments={"ckpt_path": path} if resumed else {},
+    )
+
+
+@pytest.mark.parametrize("replicas", [True, False], ids=["sidecars", "plain checkpoint"])
+def test_the_loss_so_far_the_scale_and_numpys_stream_go_on(fit, tmp_path, replicas):
+    whole = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=False)
+    again = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=True)
+    for rank, (one, other) in enumerate(zip(whole, again, strict=True)):
+        periods, _, scales = zip(*one["report"], strict=True)
+        assert periods == (4,) * 7 + (2,) * 4 + (1,)
+        assert scales[-1] == (512.0 if rank < 2 else 1024.0)
+        if replicas:
+            assert other["report"] == one["report"][6:]
+        assert [period for period, _, _ in other["report"]] == [4, 2, 2, 2, 2, 1]
+
+
+class Drawing(Net):
+    """Batches that its own process draws, and changes by chance before they go to the device."""
+
+    def __init__(self, shuffle: bool) -> None:
+        super().__init__()
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [torch.randn(5), torch.tensor(index % 2)]
+
+    def on_before_batch_transfer(self, batch: list[torch.Tensor], dataloader_idx: int) -> list[torch.Tensor]:
+        return [batch[0] + torch.randn_like(batch[0]), torch.randint(2, (len(batch[1]),))]
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self, batch_size=2, shuffle=self.shuffle)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_random_numbers_go_on_after_a_resume_in_mid_epoch(tmp_path, shuffle):
+    whole, resumed = Drawing(shuffle), Drawing(shuffle)
+    for module in (whole, resumed):
+        strategy = HierarchicalStrategy("periodic", checkpoint_replicas=True)
+        saves = [SaveAfter(2, tmp_path / "saved.ckpt")] if module is whole else []
+        trainer = one_trainer(tmp_path, strategy=strategy, callbacks=saves, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, ckpt_path=None if module is whole else tmp_path / "saved.ckpt")
+    assert len(whole.report) == STEPS
+    assert resumed.report == whole.report[2:]
