@@ -6,7 +6,7 @@ import importlib.util
 import os
 from dataclasses import dataclass
 
-from lightning_hiercomm.arguments import checked_fields
+from lightning_hiercomm.arguments import as_call, checked_fields
 
 MOST_NODES = 10**6
 LONGEST_SILENCE = 24 * 3600
@@ -40,6 +40,8 @@ class Elastic:
     max_nodes: int | None = None
     dead_after: float = 5.0
     lighthouse: str | None = None
+
+    __repr__ = as_call
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= MOST_NODES:

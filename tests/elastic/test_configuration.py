@@ -110,3 +110,7 @@ def test_without_torchft_the_error_names_the_extra(monkeypatch):
     monkeypatch.setattr(configuration.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install torchft"):
         configuration.check_torchft()
+
+
+def test_the_line_at_the_start_of_fit_shows_what_is_not_the_default():
+    assert repr(Elastic(dead_after=2)) == "Elastic(min_nodes=1, dead_after=2)"
