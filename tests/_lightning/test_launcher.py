@@ -17,6 +17,7 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
 )
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from packaging.version import Version
 
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 
@@ -41,6 +42,8 @@ if os.fork() == 0:
         settle_as_fork("fork")
     except RuntimeError as error:
         print(error, flush=True)
+    else:
+        print("it trains", flush=True)
     os._exit(0)
 os.wait()
 """
@@ -50,7 +53,8 @@ os.wait()
 def test_a_fork_after_a_compilation_is_refused_with_a_remedy():
     """A process of its own, because the forks of this one could not train afterwards."""
     ran = subprocess.run([sys.executable, "-c", COMPILED_BEFORE_A_FORK], stdout=subprocess.PIPE, text=True, timeout=180)
-    assert ran.stdout.startswith("a forked rank cannot compute gradients, because torch.compile or a GPU has done so")
+    refusal = "a forked rank cannot compute gradients, because torch.compile or a GPU has done so"
+    assert ran.stdout.startswith("it trains" if Version(torch.__version__) < Version("2.8") else refusal)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ def test_store_keys_and_connections_do_not_grow_with_the_world(monkeypatch):
         assert start.keys["rendezvous"] == 7 * start.ranks
         keys = {phase: start.keys[phase] / start.ranks for phase in ("topology", "duplicate", "synchronization")}
         assert keys == {"topology": 8, "duplicate": 8, "synchronization": 0}
-        assert start.keys[DDP] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square
+        # torch's own group needs the square; torch 2.7 two less for each rank
+        assert start.keys[DDP] / start.ranks in (2 * start.ranks - 1, 2 * start.ranks + 1)
         assert start.keys["group"] == start.keys[DDP]
     assert many.extra_open_files == few.extra_open_files  # a ring has two neighbors
     assert many.open_files[DDP] - few.open_files[DDP] == 4
@@ -34,7 +35,7 @@ def test_store_keys_and_connections_do_not_grow_beyond_a_full_mesh(monkeypatch):
     few, many = startup.measure(6, 2), startup.measure(12, 2)
     assert [start.keys["group"] / start.ranks for start in (few, many)] == [1, 1]
     assert max(start.keys["topology"] / start.ranks for start in (few, many)) <= 8 + 4  # a tree's edges
-    assert few.keys[DDP] / few.ranks == 2 * few.ranks + 1  # DDP always makes a mesh
+    assert few.keys[DDP] / few.ranks in (2 * few.ranks - 1, 2 * few.ranks + 1)  # DDP always makes a mesh
     assert (
         many.open_files["synchronization"] - few.open_files["synchronization"] <= 2
     )  # one more power of two to talk to
