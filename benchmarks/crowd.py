@@ -1,33 +1,39 @@
-"""Measure the control plane's hub with thousands of ranks that one process simulates: joins, heartbeats, a failure."""
+"""Measure the load that the control plane of many forked ranks puts on torch's store: heartbeats, and a failure."""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
-import resource
-import selectors
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from lightning_hiercomm.control import hub
+import torch
+from torch.distributed import TCPStore
+
+from lightning_hiercomm.control.open_files import raise_limit
 from lightning_hiercomm.control.plane import ControlPlane
 
 HANG_TIMEOUT = 300.0
 """The strategy's default, in seconds."""
+_LIMIT = timedelta(minutes=5)
 
 
 @dataclass
 class Crowd:
-    """The cost of a hub.
+    """The cost of a control plane.
 
     Attributes:
         ranks: Number of ranks that joined at once.
-        joined_seconds: Time until all of them were members.
-        failure_seconds: Time from one rank's report of a failure until the last rank received it.
-        share_of_core: Share of a processor during heartbeats only.
-        megabytes: Peak memory.
+        joined_seconds: Time until all of them had been forked and had joined.
+        failure_seconds: Time from the report of a failure until the last rank received it.
+        share_of_core: Share of a processor that the store's process used during heartbeats.
+        share_of_rank: The same of each rank.
         watched_seconds: Duration of the heartbeats.
     """
 
@@ -35,98 +41,75 @@ class Crowd:
     joined_seconds: float
     failure_seconds: float
     share_of_core: float
-    megabytes: float
+    share_of_rank: float
     watched_seconds: float
 
 
 def measure(ranks: int, seconds: float = 20.0) -> Crowd:
-    """Simulate the ranks of a hub, which is a real process, with some seconds of heartbeats."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    plane = ControlPlane(0, ranks, "rank 0 (node 0)", hang_timeout=HANG_TIMEOUT)
-    invitation = plane.link.invite("127.0.0.1")
-    assert plane.link.process is not None
+    """Fork the ranks of a control plane, and the process of their store."""
+    context = multiprocessing.get_context("fork")
+    own, theirs = context.Pipe(duplex=False)
+    server = context.Process(target=_serve, args=(theirs, 2 * ranks + 128), daemon=True)
+    server.start()
+    port = own.recv()
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_LIMIT)
     began = time.perf_counter()
-    crowd = _Ranks(ranks, invitation.port, invitation.token)
+    members = [context.Process(target=_take_part, args=(rank, ranks, port), daemon=True) for rank in range(ranks)]
     try:
-        crowd.until(lambda: crowd.received["welcome"] == ranks)
+        for member in members:
+            member.start()
+        _until(lambda: store.add("watching", 0) == ranks)
         joined = time.perf_counter() - began
-        used, began = _processor_seconds(plane.link.process.pid), time.perf_counter()
-        crowd.beat(seconds)
+        pids = [server.pid, *(member.pid for member in members)]
+        used, began = [*map(_processor_seconds, pids)], time.perf_counter()
+        time.sleep(seconds)
         watched = time.perf_counter() - began
-        used = _processor_seconds(plane.link.process.pid) - used
+        of_store, *of_ranks = (now - before for now, before in zip(map(_processor_seconds, pids), used, strict=True))
         began = time.perf_counter()
-        crowd.channels[-1].send({"kind": "failed", "message": "the last rank failed"})
-        crowd.until(lambda: crowd.received["failed"] == ranks)
+        store.compare_set("failure", "", json.dumps({"message": f"{_place(ranks - 1)} failed"}))
+        _until(lambda: store.add("aware", 0) == ranks)
         reported = time.perf_counter() - began
-        megabytes = _megabytes(plane.link.process.pid)
     finally:
-        crowd.close()
-        plane.close()
-    return Crowd(ranks, joined, reported, used / watched, megabytes, watched)
+        for process in (*members, server):
+            process.kill()
+    return Crowd(ranks, joined, reported, of_store / watched, sum(of_ranks) / ranks / watched, watched)
 
 
-class _Ranks:
-    def __init__(self, ranks: int, port: int, token: str) -> None:
-        self.received = {"welcome": 0, "failed": 0}
-        self.channels: list[hub.Channel] = []
-        self._token = token
-        self._number: dict[hub.Channel, int] = {}
-        self._selector = selectors.DefaultSelector()
-        for rank in range(ranks):
-            connection = socket.socket()
-            connection.setblocking(False)
-            connection.connect_ex(("127.0.0.1", port))
-            channel = hub.Channel(connection)
-            self.channels.append(channel)
-            self._number[channel] = rank
-            self._selector.register(channel, selectors.EVENT_READ)
-            if rank % 64 == 0:  # answer the ranks whose challenge arrived
-                self._listen(0.0)
-
-    def until(self, is_done: Callable[[], bool], seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not is_done():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not done after {seconds:g} s: {self.received}")
-            self._listen(0.1)
-
-    def beat(self, seconds: float) -> None:
-        """Send heartbeats of all ranks in turn, each as often as a real rank does."""
-        pause = hub.seconds_between_beats(len(self.channels), HANG_TIMEOUT) / len(self.channels)
-        began, sent = time.monotonic(), 0
-        while time.monotonic() < began + seconds:
-            while sent * pause < time.monotonic() - began:
-                beat = {"doing": "training batch 7 of epoch 0, after 7 steps", "progress": sent, "stuck": ["", 0.0]}
-                count = {"batches": 7, "wait": None, "line": ""}
-                self.channels[sent % len(self.channels)].send({"kind": "beat", **beat, **count})
-                sent += 1
-            self._listen(0.01)
-
-    def _listen(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            channel = key.fileobj
-            assert isinstance(channel, hub.Channel)
-            rank = self._number[channel]
-            for message in channel.receive():
-                if message["kind"] == "challenge":
-                    proof = hub.proof(self._token, message["nonce"], rank)
-                    about = {"rank": rank, "place": f"rank {rank} (node {rank // 8})"}
-                    channel.send({"kind": "hello", **about, "proof": proof})
-                elif message["kind"] in self.received:
-                    self.received[message["kind"]] += 1
-
-    def close(self) -> None:
-        self._selector.close()
-        for channel in self.channels:
-            channel.close()
+def _serve(parent: Connection, files: int) -> None:
+    raise_limit(files)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parent.send(store.port)
+    time.sleep(3600.0)
 
 
-def _processor_seconds(pid: int) -> float:
+def _take_part(rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_LIMIT)
+
+    def gather(own: Any, among: str = "") -> list[Any]:
+        if store.add("joined", 1) == size:
+            store.set("all joined", "")
+        store.wait(["all joined"], _LIMIT)
+        return [own]
+
+    plane = ControlPlane(rank, size, _place(rank), grace=3600.0, hang_timeout=HANG_TIMEOUT)
+    plane.start(store, gather)
+    store.add("watching", 1)
+    time.sleep(3600.0)
+
+
+def _place(rank: int) -> str:
+    return f"rank {rank} (node {rank // 8})"
+
+
+def _until(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _LIMIT.total_seconds()
+    while not is_done():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not done after {_LIMIT}")
+        time.sleep(0.01)
+
+
+def _processor_seconds(pid: int | None) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _megabytes(pid: int) -> float:
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024

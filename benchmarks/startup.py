@@ -44,38 +44,45 @@ DDP = "ddp"
 
 
 class CountingStore(dist.Store):
-    """Counts the keys in a rank's requests to a store, and its checks for keys that are missing."""
+    """Counts the keys in a rank's requests to a store, and its repeated requests, whose number depends on the time."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
-        self.keys = self.repeated_checks = 0
+        self.keys = self.repeated_requests = 0
         self._store = store
+        self._seen: set[tuple[str, str]] = set()
 
-    def _counted(self, keys: int = 1) -> dist.Store:
-        self.keys += keys
+    def _counted(self, request: str, *keys: str) -> dist.Store:
+        new = {(request, key) for key in keys} - self._seen
+        self._seen |= new
+        self.keys += len(new)
+        self.repeated_requests += not new
         return self._store
 
     def set(self, key: str, value: Any) -> None:
-        self._counted().set(key, value)
+        self._counted("set", key).set(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._counted().get(key)
+        return self._counted("get", key).get(key)
 
     def add(self, key: str, value: int) -> int:
-        return self._counted().add(key, value)
+        return self._counted("add", key).add(key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self._counted("compare_set", key).compare_set(key, expected, value)
 
     def check(self, keys: list[str]) -> bool:
         if self._store.check(keys):
-            self.keys += len(keys)
+            self._counted("check", *keys)
             return True
-        self.repeated_checks += 1
+        self.repeated_requests += 1
         return False
 
     def wait(self, keys: list[str], timeout: timedelta = timedelta(minutes=5)) -> None:
-        self._counted(len(keys)).wait(keys, timeout)
+        self._counted("wait", *keys).wait(keys, timeout)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return self._counted(len(keys)).multi_get(keys)
+        return self._counted("get", *keys).multi_get(keys)
 
     def has_extended_api(self) -> bool:
         return False
@@ -101,7 +108,7 @@ class Start:
         seconds: Time of the slowest rank.
         processor_seconds: Processor time of all ranks together.
         keys: Keys in requests to the store, of all ranks together.
-        repeated_checks: Checks for a key that was missing; their number depends on the machine's speed.
+        repeated_checks: Requests while ranks waited; their number depends on the machine's speed.
         open_files: Files that a rank opened by the end of the phase: the maximum over all ranks except rank 0.
         open_files_of_rank_0: The same of rank 0, which serves the store.
         load: The machine's load before the start.
@@ -252,7 +259,7 @@ class Phases:
         self._spent.processor_seconds[name] = time.process_time() - processor_seconds
         self._spent.keys[name] = self._keys() - keys
         self._spent.open_files[name] = _open_files() - self._open_files
-        self._spent.repeated_checks = sum(store.repeated_checks for store in self._stores)
+        self._spent.repeated_checks = sum(store.repeated_requests for store in self._stores)
 
     def _keys(self) -> int:
         return sum(store.keys for store in self._stores)
@@ -273,11 +280,12 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
     with phase("rendezvous"):
         raise_limit(needed_files(size))
         joined = bootstrap.Bootstrap("127.0.0.1", port, rank, size, _LIMIT)
+        joined.gather("127.0.0.1")  # as for the interfaces of gloo
         plane = ControlPlane(rank, size, f"rank {rank} (node {node})", hang_timeout=300.0)
-        if not plane.start("127.0.0.1", 0, joined.broadcast, joined.gather):
-            raise RuntimeError("no control plane")
+        own = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # heartbeats are not counted
+        plane.start(dist.PrefixStore("control", own), joined.gather)
     with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
-        dist.init_process_group("gloo", store=joined.store, rank=rank, world_size=size, timeout=_LIMIT)
+        dist.init_process_group("gloo", store=joined.store("process group"), rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):
         topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
     with phase("duplicate"):
@@ -325,7 +333,8 @@ def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
     lines += [
         "\nThe machine's load before each start (seconds mean little where it is far from 0):"
         f" {', '.join(f'{start.load:.0f}' for start in starts)}.",
-        "\nKeys are those in requests to the store. Open files are those of a rank after it synchronized once in its"
+        "\nKeys are those in requests to the store, without heartbeats."
+        " Open files are those of a rank after it synchronized once in its"
         " inter-node group of the topology and of the duplicate.\n",
         "| ranks | keys | per rank | DDP's | per rank | open files of a rank | DDP's | extra | of rank 0 | DDP's |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -341,10 +350,10 @@ def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
         lines.append("\nlazy: with `TORCH_GLOO_LAZY_INIT=1`, DDP's ranks also connect when they first communicate.")
     for crowd in crowds:
         lines.append(
-            f"\nThe control plane's hub with {crowd.ranks} ranks, simulated by one process: all ranks joined after"
+            f"\nThe control plane of {crowd.ranks} forked ranks that do nothing else: all were forked and joined after"
             f" {crowd.joined_seconds:.1f} s. A failure reached all of them after {crowd.failure_seconds:.2f} s. During"
-            f" {crowd.watched_seconds:.0f} s of heartbeats the hub used {crowd.share_of_core:.1%} of a processor. Its"
-            f" peak memory was {crowd.megabytes:.0f} MB."
+            f" {crowd.watched_seconds:.0f} s of heartbeats the store used {crowd.share_of_core:.1%} of a processor, and"
+            f" each rank {crowd.share_of_rank:.2%}."
         )
     return "\n".join(lines) + "\n"
 
@@ -361,7 +370,7 @@ def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:
     """Add the command's arguments."""
     parser.add_argument("--ranks", type=int, nargs="*", default=[16, 32, 64])
     parser.add_argument(
-        "--hub", type=int, nargs="*", default=[], metavar="RANKS", help="simulate a hub with as many ranks"
+        "--crowd", type=int, nargs="*", default=[], metavar="RANKS", help="measure the store's load of as many ranks"
     )
     parser.add_argument("--ranks-per-node", type=int, default=4)
     parser.add_argument("--lazy", action="store_true", help="with TORCH_GLOO_LAZY_INIT=1 for all groups")
@@ -378,10 +387,10 @@ def command(arguments: argparse.Namespace) -> None:
 
     def save() -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        ordered, hubs = [starts[name] for name in sorted(starts)], sorted(crowds, key=lambda crowd: crowd.ranks)
-        stored = {"starts": [asdict(start) for start in ordered], "hubs": [asdict(crowd) for crowd in hubs]}
+        ordered, by_size = [starts[name] for name in sorted(starts)], sorted(crowds, key=lambda crowd: crowd.ranks)
+        stored = {"starts": [asdict(start) for start in ordered], "crowds": [asdict(crowd) for crowd in by_size]}
         path.write_text(json.dumps(stored, indent=1) + "\n")
-        path.with_suffix(".md").write_text(page(ordered, hubs))
+        path.with_suffix(".md").write_text(page(ordered, by_size))
 
     for ranks in () if arguments.stored else arguments.ranks:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -391,7 +400,7 @@ def command(arguments: argparse.Namespace) -> None:
         starts[_name(start)] = start
         save()
         print(page([start]), flush=True)
-    for ranks in () if arguments.stored else arguments.hub:
+    for ranks in () if arguments.stored else arguments.crowd:
         crowds = [crowd for crowd in crowds if crowd.ranks != ranks] + [measure_crowd(ranks)]
         save()
     if starts:
@@ -404,8 +413,8 @@ def command(arguments: argparse.Namespace) -> None:
 
 def load(path: Path) -> tuple[list[Start], list[Crowd]]:
     """Return the stored results."""
-    stored = json.loads(path.read_text()) if path.exists() else {"starts": [], "hubs": []}
-    return [Start(**start) for start in stored["starts"]], [Crowd(**crowd) for crowd in stored["hubs"]]
+    stored = json.loads(path.read_text()) if path.exists() else {"starts": [], "crowds": []}
+    return [Start(**start) for start in stored["starts"]], [Crowd(**crowd) for crowd in stored["crowds"]]
 
 
 def _name(start: Start) -> tuple[int, int, bool]:

@@ -275,7 +275,7 @@ def test_help_documents_the_fields(capsys):
     assert "--trainer.strategy.scheme" in help_text
     assert "--trainer.strategy.ranks_per_node" in help_text
     assert "--trainer.strategy.find_unused_parameters" in help_text
-    assert "--trainer.strategy.health.hang_timeout HANG_TIMEOUT Seconds without a message" in help_text
+    assert "--trainer.strategy.health.hang_timeout HANG_TIMEOUT Seconds without a heartbeat" in help_text
     assert "--trainer.strategy.transport.inter_node {torch,gloo,mpi} The library" in help_text
     assert "gradient_as_bucket_view {true,false} Let gradients be views" in help_text
 

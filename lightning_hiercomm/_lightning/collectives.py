@@ -1,4 +1,4 @@
-"""Private members of torch that report what a process sends."""
+"""Private members of torch that report what a process sends, and the store of its process group."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def process_groups() -> Iterable[Any]:
     c10d: Any = distributed_c10d
     groups: Iterable[Any] = c10d._world.pg_map
     return groups
+
+
+def store_of_default_group() -> dist.Store | None:
+    """Return the store with which the default process group was created; None if it has none, as over MPI."""
+    c10d: Any = distributed_c10d
+    _, store = c10d._world.pg_map[dist.group.WORLD]
+    return store  # type: ignore[no-any-return]
 
 
 def collectives_begun() -> int:

@@ -1,4 +1,4 @@
-"""Exchanges values between ranks before the process group exists, and reports missing ranks."""
+"""Exchanges values between ranks before the process group exists, and names missing ranks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,42 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_hiercomm.control.hub import names_of_ranks
-
 log = logging.getLogger(__name__)
 
 _WARN_SECONDS = 30.0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-_generations = itertools.count()  # keys of earlier runs of this process may still exist
+
+
+def is_agents_store() -> bool:
+    """Return whether the store is in torchrun's agent, which outlives the ranks, and not on rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def connect_again(store: Store) -> Store:
+    """Return a connection of its own to a store's server: a blocking call holds up all other calls of a connection."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):  # a file or memory has no connection
+        return store
+    return _connect(store.host, store.port, _DEFAULT_TIMEOUT)
+
+
+def _connect(host: str, port: int, timeout: timedelta, is_master: bool = False) -> Store:
+    return TCPStore(host, port, is_master=is_master, timeout=timeout, wait_for_workers=False, multi_tenant=True)
 
 
 class Bootstrap:
     """Exchanges small values between all ranks over the store that ``torch.distributed`` uses.
 
-    ``init_process_group`` reports neither which ranks are missing nor that a rank has died; this class reports both.
-
-    Each rank writes one key and reads one answer; rank 0 reads all keys and writes the answers. So the number of
-    requests is proportional to the ranks.
-
-    The store of torchrun's agent outlives the ranks and still holds keys of the previous attempt. So rank 0 gives each
-    attempt a random name, which prefixes its keys, and answers ranks that ask for it.
+    ``init_process_group`` does not report which ranks are missing; :meth:`gather` does. Rank 0 reads one key per rank
+    and answers each. The store of torchrun's agent still holds the keys of earlier attempts, so rank 0 gives each
+    attempt a random name, and a rank waits for an answer to its own random token.
 
     Args:
         host: Rank 0's address, the ``MASTER_ADDR`` of the process group.
@@ -40,126 +51,75 @@ class Bootstrap:
         rank: This rank.
         size: Number of ranks.
         timeout: How long to wait for missing ranks. Default: 30 minutes.
-
-    Raises:
-        RuntimeError: If no store answers at that address until the timeout.
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, timeout: timedelta | None = None) -> None:
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout or _DEFAULT_TIMEOUT
-        self._exchanges = itertools.count()
+        self._rank, self._size, self._timeout = rank, size, timeout or _DEFAULT_TIMEOUT
         self._began = time.monotonic()
-        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        store = TCPStore(
-            host,
-            port,
-            is_master=rank == 0 and not by_agent,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        self._by_agent = by_agent
-        self._store = PrefixStore("hiercomm", store)
-        self._asked = 0
-        self._unanswered: set[int] = set()
-        self._attempt: str | None
-        if by_agent:
-            self._attempt = secrets.token_hex(8) if rank == 0 else None
-        else:
-            self._attempt = f"{next(_generations)}"
+        self._numbers = itertools.count()
+        self._connection = _connect(host, port, self._timeout, is_master=rank == 0 and not is_agents_store())
+        self._store = PrefixStore("hiercomm", self._connection)
+        self._attempt = ""
+        if rank == 0:
+            self._attempt = secrets.token_hex(8)
+            self._store.set("attempt", self._attempt)
 
-    @property
-    def store(self) -> Store:
-        """The store for this attempt's process group, after the first :meth:`broadcast` or :meth:`gather`."""
-        return PrefixStore(f"{self._attempt}/process group", self._store)
+    def store(self, purpose: str, own_connection: bool = False) -> Store:
+        """Return the part of the store for a purpose in this attempt; after the first :meth:`gather`."""
+        connection = connect_again(self._connection) if own_connection else self._connection
+        return PrefixStore(f"hiercomm/{self._attempt}/{purpose}", connection)
 
-    def broadcast(self, own: Any) -> Any:
-        """Return rank 0's value. Rank 0 must call :meth:`gather` next."""
-        key = self._next_key()
-        if self._rank == 0:
-            self._store.set(key, json.dumps(own))
-        return self._receive(key)
-
-    def gather(
-        self, own: Any, alarm: Callable[[], None] = lambda: None, among: str = "", aloud: bool = False
-    ) -> list[Any]:
-        """Return the values of ranks that have one, in the order of the ranks.
-
-        Args:
-            own: This rank's value, as JSON; None for no value.
-            alarm: Called while waiting for other ranks; may raise to end the wait.
-            among: The key of a group of ranks: only values of ranks with the same key are returned.
-            aloud: Whether all ranks receive this value, whatever their key.
+    def gather(self, own: Any, among: str = "") -> list[Any]:
+        """Return the values of ranks with the same ``among``, in the order of the ranks. Collective.
 
         Raises:
             TimeoutError: If ranks are missing, with their numbers.
         """
-        key = self._next_key()
-        own_answer = f"{key}/answer/{among}"
-        self._store.set(f"{key}/{self._rank}", json.dumps([own_answer, own, aloud]))
-        if self._rank != 0:
-            error, values = self._receive(own_answer, alarm)
-            if error:
-                raise TimeoutError(error)
-            return list(values)
-        keys = {rank: f"{key}/{rank}" for rank in range(self._size)}
-        try:
-            self._wait(keys, alarm)
-        except TimeoutError as error:
-            present = self._store.multi_get([key for key in keys.values() if self._store.check([key])])
-            for answer in {json.loads(message)[0] for message in present}:
-                self._store.set(answer, json.dumps([str(error), []]))
-            time.sleep(2 * self._longest_pause)  # other ranks must read it before the store is closed
-            raise
-        messages = [json.loads(message) for message in self._store.multi_get([*keys.values()])]
-        answers = {
-            answer: [value for group, value, aloud in messages if (group == answer or aloud) and value is not None]
-            for answer in {answer for answer, _, _ in messages}
-        }
-        for answer, values in answers.items():
-            self._store.set(answer, json.dumps(["", values]))
-        return answers[own_answer]
+        number, token, posted_in = next(self._numbers), secrets.token_hex(8), None
+        if self._rank == 0:
+            return self._answer_all(f"{self._attempt}/{number}", ["", among, own])
 
-    def _receive(self, key: str, alarm: Callable[[], None] = lambda: None) -> Any:
-        self._wait({0: key}, alarm, longer=4 * self._longest_pause)  # rank 0 gives up first, and reports missing ranks
-        return json.loads(self._store.get(key))
+        def post() -> None:
+            nonlocal posted_in
+            if number == 0 and self._store.check(["attempt"]):  # at first it may name an earlier attempt
+                self._attempt = self._store.get("attempt").decode()
+            if self._attempt and self._attempt != posted_in:
+                posted_in = self._attempt
+                self._store.set(f"{posted_in}/{number}/{self._rank}", json.dumps([token, among, own]))
+
+        post()
+        self._wait({0: f"answer/{token}"}, post, longer=4 * self._longest_pause)  # rank 0 names missing ranks first
+        error, values = json.loads(self._store.get(f"answer/{token}"))
+        if error:
+            raise TimeoutError(error)
+        return list(values)
+
+    def _answer_all(self, prefix: str, own: list[Any]) -> list[Any]:
+        keys, error = {rank: f"{prefix}/{rank}" for rank in range(1, self._size)}, ""
+        try:
+            self._wait(keys)
+        except TimeoutError as missing:
+            error = str(missing)
+        there = [key for key in keys.values() if not error or self._store.check([key])]
+        messages = [own, *(json.loads(self._store.get(key)) for key in there)]
+        values = {among: [each for _, other, each in messages if other == among] for _, among, _ in messages}
+        for token, among, _ in messages[1:]:
+            self._store.set(f"answer/{token}", json.dumps([error, values[among]]))
+        if error:
+            time.sleep(2 * self._longest_pause)  # other ranks must read it before the store is closed
+            raise TimeoutError(error)
+        return values[own[1]]
 
     @property
     def _longest_pause(self) -> float:
         return max(0.5, self._size / 2000)  # seconds; the store answers a few thousand requests per second
 
-    def _next_key(self) -> str:
-        if self._attempt is None:
-            own = secrets.token_hex(8)
-            self._store.set(f"asks/{self._store.add('asking', 1)}", own)
-            self._wait({0: f"answers/{own}"}, lambda: None)
-            self._attempt = self._store.get(f"answers/{own}").decode()
-        return f"{self._attempt}/{next(self._exchanges)}"
-
-    def _answer(self) -> None:
-        """Answer requests for the name of this attempt."""
-        if not self._by_agent or self._rank != 0 or self._attempt is None:
-            return
-        asked = self._store.add("asking", 0)
-        self._unanswered |= {*range(self._asked + 1, asked + 1)}
-        self._asked = asked
-        for number in sorted(self._unanswered):
-            if self._store.check([f"asks/{number}"]):  # otherwise the rank died before its request
-                self._store.set(f"answers/{self._store.get(f'asks/{number}').decode()}", self._attempt)
-                self._unanswered.remove(number)
-
-    def _wait(self, keys: dict[int, str], alarm: Callable[[], None], longer: float = 0.0) -> None:
-        """Return when all ranks in ``keys`` have written theirs; polls less often over time.
-
-        The store's own wait cannot be interrupted by an alarm, and prints a warning whenever it ends without success.
-        """
+    def _wait(self, keys: dict[int, str], on_pause: Callable[[], None] = lambda: None, longer: float = 0.0) -> None:
+        """Return when all ranks have written their keys; the store's own wait names no rank."""
         warn_at, patience = _WARN_SECONDS, self._timeout.total_seconds() + longer
         for key in keys.values():
             while not self._store.check([key]):
-                alarm()
-                self._answer()
+                on_pause()
                 waited = time.monotonic() - self._began
                 if waited > min(warn_at, patience):
                     who = names_of_ranks(rank for rank, key in keys.items() if not self._store.check([key]))
@@ -168,8 +128,19 @@ class Bootstrap:
                             f"{who} of {self._size} did not come within the {waited:.0f} s of timeout=. Look there for"
                             " what went wrong first: a rank that ended early, or was not started."
                         )
-                    if longer:
-                        who += ", which reports missing ranks,"
                     log.warning("rank %d has waited %.0f s for %s of %d", self._rank, waited, who, self._size)
                     warn_at *= 2
                 time.sleep(min(0.01 + waited / 20, self._longest_pause))  # short at first
+
+
+def names_of_ranks(ranks: Iterable[int]) -> str:
+    """Return a text such as "rank 3" or "ranks 0-3, 8"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    several = "s" if len(runs) > 1 or len(runs[0]) > 1 else ""
+    return f"rank{several} {', '.join(shown[:10])}{', ...' if len(shown) > 10 else ''}"

@@ -14,8 +14,8 @@ def has_mesh(ranks: int) -> bool:
 
 
 def needed_files(ranks: int) -> int:
-    """Return how many open files rank 0 needs, for its store and for gloo's mesh; other ranks need fewer."""
-    return _OTHER_FILES + ranks * (2 if has_mesh(ranks) else 1)
+    """Return how many open files rank 0 needs: two per rank at its store, and gloo's mesh; other ranks need fewer."""
+    return _OTHER_FILES + ranks * (3 if has_mesh(ranks) else 2)
 
 
 def raise_limit(files: int) -> None:

@@ -1,62 +1,74 @@
-"""A rank's end of the control plane: it reports and receives failures, and lets all ranks stop at the same batch."""
+"""Reports and receives failures of ranks, and lets all ranks stop at the same batch, by keys in torch's store."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import json
 import logging
-import math
-import os
-import queue
-import selectors
-import socket
+import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lightning_hiercomm.control import hub, process
-from lightning_hiercomm.control.connection import HubLink, Invitation
+from torch.distributed import Store
+
+from lightning_hiercomm.control import process
+from lightning_hiercomm.control.bootstrap import is_agents_store
+from lightning_hiercomm.control.verdict import Arrival, Purpose, Status, deadlock, in_line, standstill
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 log = logging.getLogger(__name__)
 
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
-_CANNOT_ASK = "it cannot reach the other ranks, because the control plane is lost"
-_planes: weakref.WeakSet[ControlPlane] = weakref.WeakSet()
+_STOPPED = 5.0  # seconds without a turn: this process was stopped, perhaps together with all others
+_FIRST_POLL = 0.002  # seconds
+_SHARED = ("failure", "rounds", "arrival", "standstill", "left", "broken")
 
 
 class RankFailure(RuntimeError):
     """Another rank died or raised."""
 
 
-class ControlPlane:
-    """Connects this rank to the hub on rank 0's machine by TCP; a thread sends and receives messages.
+def seconds_between_beats(size: int, hang_timeout: float | None) -> float:
+    """Return the interval between heartbeats of each rank, which grows with the number of ranks beyond 1,000."""
+    return min(max(1.0, size / 1000), 300.0 if hang_timeout is None else hang_timeout / 10)
 
-    - **Failures.** A rank that waits in a collective for a dead peer waits for the backend's timeout, by default half
-      an hour. The hub sees at once that the connection of a dead process is closed, and reports it to all ranks. They
-      raise at their next batch; a rank in a collective is ended after ``grace`` seconds.
+
+class ControlPlane:
+    """Watches over the ranks of a run.
+
+    At each heartbeat a thread writes ``status/<rank>``, and reads the shared keys and the status of the rank after it.
+    The training thread uses the store at barriers, common stops and failures only. Neither reads a key that may be
+    missing: the store would wait for it.
+
+    ==================================================== ===============================================================
+    key                                                  value
+    ==================================================== ===============================================================
+    ``failure``                                          the first failure of any rank, which ends the run
+    ``broken``                                           whether a collective broke: then a silent rank has died
+    ``rounds``; ``hold/<round>/<rank>``, ``at/<round>``  common stops; the next batch of each rank, and their maximum
+    ``arrival/<n>``, ``arrived/<n>``, ``passed/<n>``     barrier n: why ranks wait, their number, set when all are there
+    ``arrival``, ``left``                                the last barrier, and a rank that left, for ranks that miss it
+    ``standstill``                                       changes when all ranks shall write their stacks
+    ``aware``                                            the number of ranks that left or have read the failure
+    ==================================================== ===============================================================
+
+    - **Deaths.** Ranks check the processes of their own machine. A rank alone on its machine is dead if it is silent
+      after a collective broke. The others raise at their next batch, or are ended ``grace`` seconds later.
     - **Hangs.** A rank is frozen if it sends nothing for ``hang_timeout`` seconds, or if its main thread is stuck in
-      the kernel for as long. Then all ranks dump their stacks, and the run ends. It also ends if all ranks wait for
-      each other in different places. If no rank makes progress but one is busy, all dump their stacks and continue.
-    - **Common stops.** After a SIGTERM on some ranks all stop at the same batch, without a collective per step. Before
-      a SLURM time limit all save at the same batch and continue.
-    - **A lost hub.** The hub is a separate process with a listening socket of rank 0. Rank 0 is alive as long as that
-      socket accepts connections; then the ranks continue without a control plane.
+      the kernel for as long. A rank without progress for as long reads the status of all ranks.
 
     Args:
         rank: This rank.
         size: Number of ranks.
         place: The name of this rank in messages, such as ``"rank 3 (node 1)"``.
         grace: Seconds from receiving a failure until this process is ended, unless it ended by itself.
-        hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
+        hang_timeout: Seconds without a heartbeat after which a rank counts as frozen; None: never.
         main_thread: Watches the main thread of this process. Default: by its Python stack alone.
         timeout: The longest wait of :meth:`barrier`, in seconds. Default: no limit.
-
-    Attributes:
-        processes: The identities of the processes of ranks on this machine, to kill a frozen one. They do not come from
-            the hub, which could name any process.
     """
 
     def __init__(
@@ -69,144 +81,96 @@ class ControlPlane:
         main_thread: MainThread | None = None,
         timeout: float | None = None,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.place = place
-        self.grace = grace
-        self.hang_timeout = hang_timeout
-        self._timeout = timeout
-        self.processes: dict[int, Sequence[str]] = {}
-        self._changed = threading.Condition()  # guards what the thread and the main thread share
+        self.rank, self.size, self.place, self.grace = rank, size, place, grace
+        self.hang_timeout, self._timeout = hang_timeout, timeout
+        self._lock = threading.Lock()  # guards what both threads write
+        self._failed, self._closing = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._interval = seconds_between_beats(size, hang_timeout)
+        self.processes: dict[int, Sequence[str]] = {}  # the identities of ranks on this machine
+        self._stuck, self._main_thread = process.StuckDetector(), main_thread or MainThread()
 
-        # this rank's activity, which it reports
+        # what this rank does
         self.doing = "starting"
-        self._progress = 0
-        self._batch = 0
-        self._main_thread = main_thread or MainThread()
+        self._progress = self._batch = 0
+        self._progressed_at = self._answered_at = self._beat_at = self._seen_at = time.monotonic()
 
         # other ranks
         self.failure: str | None = None
-        self._rank_0_has_left = False
-        self._is_lost = False  # the hub
-        self._barriers = 0  # at which this rank has arrived
-        self._released = 0  # that all ranks have passed
+        self._collective_broke = self._is_broken = False  # here; anywhere: then heartbeats are more frequent
+        self._next, self._seen = (rank + 1) % size, ""  # the rank that this one watches, and its last status
+        self._left = self._standstill = ""
+        self._look_at = 0.0
+        self._arrival: Arrival | None = None  # at the barrier where this rank waits
+        self._barriers = 0
 
-        # the common stop: this rank waits at batch `_hold_at` until `_stop_at` is known
-        self.stop_requested = False
-        self.requeue_requested = False
+        # common stops: this rank waits at batch `_hold_at` until `_stop_at` is known
+        self.stop_requested = self.requeue_requested = False
+        self._asked = {"requeue": 0, "stop": 0}
+        self._round = 0
         self._hold_at: int | None = None
         self._stop_at: int | None = None
-        self._stops_next = False  # after the requeue
-        self._asked_to_requeue = 0
-        self._requeues = 0
 
-        # connections
-        self.link = HubLink(rank, size, place, hang_timeout)
-        self._channel: hub.Channel | None = None
-        self._outbox: queue.SimpleQueue[hub.Message] = queue.SimpleQueue()
-        self._waker: tuple[socket.socket, socket.socket] | None = None
-        self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
-        self._ending: threading.Thread | None = None
-        _planes.add(self)
-
-    # ---- joining -------------------------------------------------------------------------------------------------
-
-    def start(self, host: str, port: int, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> bool:
-        """Start the control plane on all ranks, or on none with a warning on rank 0. Collective.
-
-        Without it, ranks wait for each other before every batch. So all ranks must have it, or none.
+    def start(self, store: Store, gather: Callable[..., list[Any]]) -> None:
+        """Start the thread. Collective.
 
         Args:
-            host: An address of rank 0 that every rank can reach.
-            port: The port on which rank 0 listens; 0 for any free port.
-            broadcast: Returns rank 0's value on all ranks.
-            gather: Returns at least the values of ranks with the same ``among``, and those that are sent ``aloud``. It
-                may call ``alarm`` while it waits.
-
-        Returns:
-            Whether it started.
+            store: A new part of a store, over a connection of this object's own.
+            gather: Returns at least the values of ranks with the same ``among``.
         """
-        address, trouble = None, None
-        try:
-            if self.rank == 0:
-                address = asdict(self.link.invite(host, port))
-        except OSError as error:
-            trouble = f"{self.place} cannot listen on port {port}: {error}"
-        address = broadcast(address)
-        if address is not None:
-            invitation = Invitation(**address)
-            try:
-                self.join(invitation)
-            except OSError as error:
-                trouble = f"{self.place} cannot reach {invitation}: {error}"
-        try:
-            own = process.identity()
-            gathered = gather([self.rank, own, trouble], self.check, among=own[0], aloud=trouble is not None)
-        except BaseException as error:
-            self.report_failure(error)
-            self.close()
-            raise
-        self.processes = {rank: identity for rank, identity, _ in gathered if identity[0] == own[0]}
-        troubles = [trouble for _, _, trouble in gathered if trouble is not None]
-        if not troubles:
-            return True
-        self.close()
-        if self.rank == 0:
-            more = f" (and {len(troubles) - 1} more)" if len(troubles) > 1 else ""
-            log.warning(
-                "No control plane: %s%s. Training continues without it: all ranks wait for each other before every"
-                " batch, and when one dies the others wait for the process group's timeout. Make that port of rank 0's"
-                " node reachable for every rank, or choose another one with"
-                " HierarchicalStrategy(health=Health(control_port=...)).",
-                troubles[0],
-                more,
-            )
-        return False
+        self._store = store
+        for key in _SHARED if self.rank == 0 else ():
+            store.compare_set(key, "", "")  # `set` returns before the store has the key
+        self._write_status()
+        own = process.identity()
+        if self.hang_timeout is not None and not faulthandler.is_enabled():
+            faulthandler.enable(2)  # for `process.end_frozen`
+        self.processes = {rank: who for rank, who in gather([self.rank, own], among=own[0]) if who[0] == own[0]}
+        self._answered_at = self._beat_at = self._seen_at = time.monotonic()
+        self._threads = [
+            threading.Thread(target=target, name="hiercomm-control", daemon=True)
+            for target in (self._run, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def join(self, invitation: Invitation) -> None:
-        """Connect to the hub, or raise an ``OSError`` if it cannot be reached."""
-        self._waker = socket.socketpair()
-        self._waker[1].setblocking(False)
-        joined = self.link.join(invitation)
-        self._thread = threading.Thread(
-            target=self._take_part, args=(*joined, invitation), name="hiercomm-control", daemon=True
-        )
-        self._thread.start()
+    def close(self) -> None:
+        """Leave; this does not count as a failure."""
+        if self._threads:
+            self._closing.set()
+            for thread in self._threads:
+                thread.join(timeout=max(2.0, 2 * self._interval) + self.grace / 2)
+            self._threads = []
 
     @property
     def is_connected(self) -> bool:
-        """Whether :meth:`join` succeeded and :meth:`close` was not called."""
-        return self._thread is not None
+        """Whether :meth:`start` succeeded and :meth:`close` was not called."""
+        return bool(self._threads)
 
-    @property
-    def stops_together(self) -> bool:
-        """Whether all ranks stop at the batch at which :meth:`should_stop` returns True."""
-        return self._stop_at is not None
-
-    # ---- reports -------------------------------------------------------------------------------------------------
+    # ---- failures ------------------------------------------------------------------------------------------------
 
     def note_progress(self, doing: str) -> None:
         """Store what this rank does now; every call counts as progress."""
-        self.doing = doing
+        self.doing, self._progressed_at = doing, time.monotonic()
         self._progress += 1
 
     def report_failure(self, error: BaseException) -> None:
         """Report to all ranks that this one raised."""
-        if self.failure is None and self.is_connected:
-            message = self.description(error)
-            self._post({"kind": "failed", "message": message[:2000]})
+        if self.is_connected:
+            with contextlib.suppress(RuntimeError):  # the thread also finds that the store is lost
+                self._fail(self.description(error)[:2000], is_known=True)
 
     def description(self, error: BaseException) -> str:
+        """Return a message that this rank raised an error."""
         if isinstance(error, KeyboardInterrupt):
             return f"{self.place} was interrupted"
         return f"{self.place} failed: {type(error).__name__}: {error}"
 
-    def wait_for_failure(self, timeout: float) -> str | None:
+    def wait_for_failure(self, timeout: float, collective_broke: bool = False) -> str | None:
         """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
         if self.is_connected:
-            with self._changed:
-                self._changed.wait_for(lambda: self.failure is not None, timeout)
+            self._collective_broke = collective_broke
+            self._failed.wait(timeout)
         return self.failure
 
     def check(self) -> None:
@@ -215,33 +179,29 @@ class ControlPlane:
             raise RankFailure(self.failure)
 
     # ---- common stops --------------------------------------------------------------------------------------------
-    # One rank sends a request, which the hub proposes to all. Each rank then waits at its next batch and sends that
-    # batch's number. The hub answers with the largest number, at which all ranks stop. Round 0 is a stop for good;
-    # rounds 1, 2, ... are requeues, after which ranks continue.
+    # One rank appends a round to the list in the store. Each rank then waits at its next batch and writes that batch's
+    # number. The last one writes the largest number, at which all ranks stop. After a requeue they continue.
 
     def request_stop(self) -> None:
         """Request that all ranks stop at the same batch. Safe in a signal handler."""
         self.stop_requested = True
-        self._post({"kind": "request", "round": 0})
+        self._asked["stop"] = 1
 
     def request_requeue(self) -> None:
         """Request that all ranks save at the same batch and are queued again. Safe in a signal handler."""
-        with self._changed:  # a reentrant lock
-            if self._is_lost:
-                log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
-            self._asked_to_requeue += 1
-            if self._asked_to_requeue > self._requeues:  # otherwise another rank has requested it already
-                self._post({"kind": "request", "round": self._requeues + 1})
+        self._asked["requeue"] += 1
 
     def go_on(self) -> None:
         """Continue training after all ranks have saved to be queued again."""
-        with self._changed:
-            if self._stop_at is None:
-                log.warning("%s saves nothing, and the job is not queued again: %s", self.place, _CANNOT_ASK)
+        with self._lock:
             self._hold_at = self._stop_at = None
             self.requeue_requested = False
-            if self._stops_next:
-                self._hold(0)
+            self._round += 1
+
+    @property
+    def stops_together(self) -> bool:
+        """Whether all ranks stop at the batch at which :meth:`should_stop` returns True."""
+        return self._stop_at is not None
 
     def should_stop(self) -> bool:
         """Return whether this rank stops before this batch, together with all others if :attr:`stops_together`.
@@ -252,22 +212,35 @@ class ControlPlane:
             RankFailure: If another rank failed.
         """
         self.check()
-        with self._changed:
+        with self._lock:
             self._batch += 1
             if self._hold_at is None or self._batch < self._hold_at:
-                return self._is_lost and self.stop_requested
-            # wait a round trip for the common batch. A rank without an answer may stop here, but must not train on
-            # while others wait for it in a save
-            self._changed.wait_for(
-                lambda: self._stop_at is not None or self.failure is not None or self._is_lost,
-                timeout=None if self.requeue_requested else 30.0,
-            )
-            self.check()
-            return self._stop_at is None or self._batch >= self._stop_at
+                return False
+        # a rank without an answer may stop here, but must not train on while others wait for it in a save
+        if self._stop_at is None and self._is_there(f"at/{self._round}", None if self.requeue_requested else 30.0):
+            with self._lost_store_raises():
+                self._stop_at = int(self._store.get(f"at/{self._round}"))
+        return self._stop_at is None or self._batch >= self._stop_at
+
+    def _follow_rounds(self, listed: str) -> None:
+        for kind, asked in self._asked.items():
+            if listed.split().count(kind) < asked:  # otherwise another rank has requested it already
+                listed = self._store.compare_set("rounds", listed, f"{listed} {kind}".strip()).decode()
+        rounds, number = listed.split(), self._round
+        if self._hold_at is not None or number >= len(rounds):
+            return
+        with self._lock:
+            self.requeue_requested = rounds[number] == "requeue"
+            self.stop_requested = self.stop_requested or rounds[number] == "stop"
+            self._hold_at = self._batch + 1
+        self._store.set(f"hold/{number}/{self.rank}", str(self._hold_at))
+        if self._store.add(f"held/{number}", 1) == self.size:
+            held = self._store.multi_get([f"hold/{number}/{rank}" for rank in range(self.size)])
+            self._store.set(f"at/{number}", str(max(map(int, held))))
 
     # ---- barriers ------------------------------------------------------------------------------------------------
 
-    def barrier(self, purpose: hub.Purpose = "average", what: str = "", steps: Sequence[int] = ()) -> None:
+    def barrier(self, purpose: Purpose = "average", what: str = "", steps: Sequence[int] = ()) -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
         gloo matches a collective that only some ranks call with the next one of the others: it mixes their values, or
@@ -284,187 +257,228 @@ class ControlPlane:
         """
         if not self.is_connected:
             return
+        self.check()
         line, is_saving = describe_caller()
         if is_saving and purpose == "average":
             purpose = "save"
-        with self._changed:
-            self._barriers += 1
-            number = self._barriers
-            arrival = {"number": number, "batches": self._batch, "purpose": purpose, "what": what, "line": line}
-            self._post({"kind": "arrive", **arrival, "steps": [*steps]})
-            is_over = self._changed.wait_for(
-                lambda: self._released >= number or self.failure is not None or self._is_lost or self._rank_0_has_left,
-                timeout=self._timeout,
-            )
+        with self._lock:
+            self._barriers = number = self._barriers + 1
+        self._arrival = own = Arrival(number, self.rank, self.place, purpose, what, line, self._batch, [*steps])
+        with self._lost_store_raises():
+            self._arrive(own)
+        if not self._is_there(f"passed/{number}", self._timeout):
+            raise RankFailure(f"{self.place} has waited{in_line(line)} for other ranks for timeout={self._timeout} s")
+        self._arrival = None
+
+    def _arrive(self, own: Arrival) -> None:
+        number, text = own.number, json.dumps(asdict(own))
+        first = Arrival(**json.loads(self._store.compare_set(f"arrival/{number}", "", text)))
+        if first.rank == self.rank:
+            self._store.set("arrival", text)
+        if (difference := first.difference(own)) is not None:
+            self._fail(difference)
+        elif self._store.add(f"arrived/{number}", 1) == self.size:
+            self._store.set(f"passed/{number}", "")
+            for name in ("arrival", "arrived", "passed") if number > 1 else ():
+                self._store.delete_key(f"{name}/{number - 1}")
+
+    def _is_there(self, key: str, timeout: float | None) -> bool:
+        """Wait for a key; return False after ``timeout`` seconds."""
+        pause, began = _FIRST_POLL, time.monotonic()
+        while True:
             self.check()
-            where = hub.in_line(line)
-            if not is_over:
-                raise RankFailure(f"{self.place} has waited{where} for other ranks for timeout={self._timeout:g} s")
-            if self._released < number and self._rank_0_has_left:
-                raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{where} for it")
+            left = self._left  # before the check: a rank that passed this barrier may leave
+            with self._lost_store_raises():
+                if self._store.check([key]):
+                    return True
+                if left and self._arrival is not None:
+                    self._fail(self._arrival.without_others(f"{left} has ended its run"))
+            if timeout is not None and time.monotonic() - began > timeout:
+                return False
+            self._failed.wait(pause)
+            pause = min(1.5 * pause, max(0.1, self.size / 1000))
 
-    def close(self) -> None:
-        """Disconnect; this does not count as a failure."""
-        if self._thread is not None:
-            self._closing.set()
-            self._post({"kind": "bye"})
-            self._thread.join(timeout=2.0)
-            self._thread = None
-            if self.hang_timeout is not None:
-                process.survive_urgent_data()
-        if self._ending is not None:
-            self._ending.join(timeout=self.grace)
-        if self._waker is not None:
-            for end in self._waker:
-                end.close()
-            self._waker = None
-        self.link.close()
-
-    def _post(self, message: hub.Message) -> None:
-        self._outbox.put(message)
-        if self._waker is not None:
-            with contextlib.suppress(OSError):  # the thread will wake up anyway
-                self._waker[1].send(b".")
-
-    def forget(self) -> None:
-        """Close connections that a forked child has inherited, because they would hide the death of this rank."""
-        self.link.forget()
-        for connection in (self._channel, *(self._waker or ())):
-            if connection is not None:
-                connection.close()
-
-    # ---- the listening thread ------------------------------------------------------------------------------------
-
-    def _take_part(self, channel: hub.Channel, messages: list[hub.Message], invitation: Invitation) -> None:
-        self._channel = channel
+    @contextlib.contextmanager
+    def _lost_store_raises(self) -> Iterator[None]:
         try:
-            self._exchange(channel, messages)
-        except (OSError, ValueError):
-            if not self._closing.is_set() and self.failure is None:
-                self._lose_hub(invitation)
-        finally:
-            channel.close()
+            yield
+        except RuntimeError as error:
+            self._lose_store()
+            self.check()
+            line = "" if self._arrival is None else self._arrival.line
+            raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{in_line(line)} for it") from error
 
-    def _exchange(self, channel: hub.Channel, messages: list[hub.Message]) -> None:
-        """Exchange messages until this rank or the hub leaves."""
-        stuck = process.StuckDetector()
-        next_beat = 0.0 if self.hang_timeout is not None else math.inf
-        assert self._waker is not None
-        woken, _ = self._waker
-        with selectors.DefaultSelector() as selector:
-            selector.register(channel, selectors.EVENT_READ)
-            selector.register(woken, selectors.EVENT_READ)
-            while True:
-                for message in messages:
-                    if message["kind"] == "closed":
-                        with self._changed:
-                            self._rank_0_has_left = True
-                            self._changed.notify_all()
-                        return
-                    self.receive(message)
-                while not self._outbox.empty():
-                    message = self._outbox.get()
-                    channel.send(message)
-                    if message["kind"] == "bye":
-                        return
-                if self.hang_timeout is not None and time.monotonic() >= next_beat:
-                    beat: dict[str, Any] = {"doing": self.doing, "progress": self._progress, "batches": self._batch}
-                    beat["stuck"] = stuck.check()
-                    wait = self._main_thread.wait()
-                    beat["wait"] = asdict(wait) if wait is not None and wait.seconds >= 1.0 else None
-                    beat["line"] = self._main_thread.line() if wait is None else ""
-                    channel.send({"kind": "beat", **beat})
-                    next_beat = time.monotonic() + hub.seconds_between_beats(self.size, self.hang_timeout)
-                pause = max(0.0, next_beat - time.monotonic()) if next_beat < math.inf else None
-                ready = [key.fileobj for key, _ in selector.select(pause)]
-                if woken in ready:
-                    woken.recv(4096)
-                messages = channel.receive() if channel in ready else []
+    # ---- the thread ----------------------------------------------------------------------------------------------
 
-    def _lose_hub(self, invitation: Invitation) -> None:
-        """Raise at the next batch if rank 0 died with the hub; otherwise continue without the control plane."""
+    def _run(self) -> None:
         try:
-            self.link.connect(invitation, timeout=2.0).close()
-        except OSError:  # rank 0's socket accepts connections as long as rank 0 is alive
-            self._learn_failure("rank 0 died, and the control plane's hub with it")
+            while self.failure is None:
+                self._beat()
+                if self._closing.wait(self._interval / (4 if self._is_broken else 1)):
+                    break
+            self._leave()
+        except RuntimeError:  # of torch's store
+            self._lose_store()
+
+    def _lose_store(self) -> None:
+        if not self._left and not self._closing.is_set():
+            self._learn(f"{self._host} died, and torch's store with it")
+
+    @property
+    def _host(self) -> str:
+        return "torchrun's agent" if is_agents_store() else "rank 0"
+
+    def _beat(self) -> None:
+        """Write this rank's status, and read what concerns all ranks: two requests to the store."""
+        now = time.monotonic()
+        if now - self._beat_at > _STOPPED + self._interval:
+            self._seen_at = now
+        self._beat_at = now
+        status = self._write_status()
+        shared = self._store.multi_get([*_SHARED, f"status/{self._next}"])
+        failure, rounds, arrival, requested, self._left, broken, watched = (value.decode() for value in shared)
+        self._answered_at = time.monotonic()
+        if failure:
+            self._learn(**json.loads(failure))
             return
-        with self._changed:
-            self._is_lost = True
-            self._changed.notify_all()
-        log.warning(
-            "%s lost the control plane's hub and continues without it: failures of other ranks are not reported, and"
-            " after a SIGTERM it stops alone",
-            self.place,
-        )
-
-    def receive(self, message: hub.Message) -> None:
-        if message["kind"] == "failed":
-            if message.get("frozen"):
-                process.dump_stacks(f"{message['message']}. What {self.place} does:")
-                self._end_frozen([rank for rank in message.get("silent", ()) if rank != self.rank])
-            self._learn_failure(message["message"], is_stuck=bool(message.get("stuck")))
-        elif message["kind"] == "dump":
+        if requested != self._standstill:
+            self._standstill = requested
             process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
-        elif message["kind"] == "release":
-            with self._changed:
-                self._released = max(self._released, message["number"])
-                self._changed.notify_all()
-        elif message["kind"] == "propose":
-            with self._changed:
-                round_ = message["round"]
-                if self._hold_at is None and (round_ > self._requeues or not round_):
-                    self._hold(round_)
-                elif not round_ and self.requeue_requested:
-                    self._stops_next = True
-        elif message["kind"] == "stop_at":
-            with self._changed:
-                is_for_this = message["round"] == (self._requeues if self.requeue_requested else 0)
-                if self._hold_at is not None and is_for_this:
-                    self._stop_at = message["at"]
-                    self._changed.notify_all()
+        if self._collective_broke and not broken:
+            self._store.set("broken", "1")
+        self._is_broken = self._collective_broke or bool(broken)
+        self._follow_rounds(rounds)
+        self._check_arrival(arrival)
+        self._check_machine()
+        self._check_next(watched, now)
+        self._check_all(status, now)  # each does no harm after a failure: the first one counts
 
-    def _hold(self, round_: int) -> None:
-        """Wait at the next batch for the number of the common batch."""
-        if round_:
-            self.requeue_requested, self._requeues = True, round_
-        else:
-            self.stop_requested, self._stops_next = True, False
-        self._hold_at = self._batch + 1
-        self._post({"kind": "hold", "at": self._hold_at, "round": round_})
+    def _write_status(self) -> Status:
+        what, stuck = self._stuck.check()
+        wait, now = self._main_thread.wait(), time.monotonic()
+        arrival = self._arrival
+        status = Status(
+            self.rank,
+            self.place,
+            self.doing,
+            self._progress,
+            now - self._progressed_at,
+            self._batch,
+            wait if wait is not None and wait.seconds >= 1.0 else None,
+            self._main_thread.line() if wait is None else "",
+            stuck,
+            None if arrival is None else arrival.purpose,
+        )
+        self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
+        if self.hang_timeout is not None and stuck > self.hang_timeout:
+            self._fail_frozen(status, f"{what} has been stopped or stuck", silent=[])
+        return status
 
-    def _learn_failure(self, message: str, is_stuck: bool = False) -> None:
-        with self._changed:
+    def _check_arrival(self, arrival: str) -> None:
+        """End the run if this rank trains on, and another one waits at a barrier before."""
+        if arrival:
+            first = Arrival(**json.loads(arrival))
+            with self._lock:
+                has_passed = first.number > self._barriers and self._batch > first.batches
+            if has_passed:
+                self._fail(first.without_others(f"{self.place} trains on with batch {self._batch} of the run"))
+
+    def _check_machine(self) -> None:
+        """End the run if the process of the next rank on this machine has ended without leaving."""
+        ranks = sorted(self.processes, key=lambda rank: (rank <= self.rank, rank))
+        if ranks and process.is_gone(self.processes[ranks[0]]):
+            del self.processes[ranks[0]]
+            status = self._status_of(ranks[0])
+            if not status.has_left:
+                self._fail(f"{status.place} died")
+
+    def _check_next(self, watched: str, now: float) -> None:
+        """End the run if the next rank that has not left is silent."""
+        if watched != self._seen:
+            self._seen, self._seen_at = watched, now
+        status = Status.of(json.loads(watched))
+        if status.has_left or status.rank == self.rank:
+            self._next, self._seen_at = (self._next + 1) % self.size, now
+        elif self._is_broken and now - self._seen_at > 3 * self._interval:
+            self._fail(f"{status.place} died")
+        elif self.hang_timeout is not None and now - self._seen_at > self.hang_timeout:
+            self._fail_frozen(status, "it sent nothing", silent=[status.rank])
+
+    def _check_all(self, own: Status, now: float) -> None:
+        """Look at all ranks if this one has made no progress for ``hang_timeout`` seconds."""
+        if self.hang_timeout is None or own.idle < self.hang_timeout or now < self._look_at:
+            return
+        self._look_at = now + max(self.hang_timeout / 10, self.size / 100)
+        statuses = [self._status_of(rank) for rank in range(self.size)]
+        table = deadlock(statuses, self.hang_timeout)
+        if table is not None:
+            self._fail(table, is_stuck=True)
+            return
+        text = standstill(statuses, self.hang_timeout, 2 * self._interval)
+        progress = sum(status.progress for status in statuses)
+        if text is not None and self._standstill.partition("/")[0] != f"{progress}":  # it is reported once
+            request = f"{progress}/{self.rank}"
+            if self._store.compare_set("standstill", self._standstill, request).decode() == request:
+                print(f"lightning_hiercomm: {text}", file=sys.stderr, flush=True)
+
+    def _status_of(self, rank: int) -> Status:
+        return Status.of(json.loads(self._store.get(f"status/{rank}")))
+
+    def _leave(self) -> None:
+        if self.failure is None:
+            status = Status(self.rank, self.place, has_left=True)
+            self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
+            self._store.set("left", self.place)
+        deadline = time.monotonic() + max(2.0, 2 * self._interval)
+        aware = self._store.add("aware", 1)
+        while self.rank == 0 and not is_agents_store() and aware < self.size and time.monotonic() < deadline:
+            time.sleep(0.02)  # other ranks would take the end of this process, which has the store, for a death
+            aware = self._store.add("aware", 0)
+
+    def _watch_store(self) -> None:
+        """End this rank if the store does not answer: a call has no timeout if the store's process is stopped."""
+        last = time.monotonic()
+        while not self._closing.wait(1.0) and self.failure is None and self._threads[0].is_alive():
+            now = time.monotonic()
+            if now - last > _STOPPED:
+                self._answered_at = now
+            last, silence = now, now - self._answered_at - self._interval
+            on_rank_0 = not is_agents_store()
+            if silence > 1.0 and on_rank_0 and 0 in self.processes and process.is_gone(self.processes[0]):
+                self._learn("rank 0 died, and torch's store with it")
+            elif self.hang_timeout is not None and silence > self.hang_timeout:
+                message = f"{self._host} is frozen: torch's store there has not answered for {self.hang_timeout:g} s"
+                self._learn(message, silent=[0] if on_rank_0 else [], is_frozen=True)
+
+    # ---- failures that this rank has found or received -----------------------------------------------------------
+
+    def _fail_frozen(self, status: Status, how: str, silent: Sequence[int]) -> None:
+        message = f"{status.place} is frozen: {how} for {self.hang_timeout:g} s, and before it was {status.doing}"
+        self._fail(message, silent=silent, is_frozen=True)
+
+    def _fail(self, message: str, is_known: bool = False, **more: Any) -> None:
+        """Report a failure to all ranks. The first one counts; later ones are its consequences."""
+        own = json.dumps({"message": message, **more})
+        first = self._store.compare_set("failure", "", own).decode()
+        if first == own and not is_known:
+            print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+        self._learn(**json.loads(first))
+
+    def _learn(self, message: str, silent: Sequence[int] = (), is_frozen: bool = False, is_stuck: bool = False) -> None:
+        """Receive the failure: raise it at the next batch, or end this process if it does not end by itself."""
+        with self._lock:
             if self.failure is not None:
                 return
             self.failure = message
-            self._changed.notify_all()
+        self._failed.set()
         process.end_children_at_exit()
+        if is_frozen:
+            process.dump_stacks(f"{message}. What {self.place} does:")
+        for rank in {*silent} & {*self.processes} - {self.rank}:
+            threading.Timer(self.grace / 2, process.end_frozen, [self.processes[rank]]).start()
         if not message.startswith((f"{self.place} failed", f"{self.place} was interrupted")):
             grace = min(self.grace, _STUCK_GRACE) if is_stuck else self.grace
             why = "" if is_stuck or message.startswith(self.place) else ", which is waiting for it"
             first_line = message.partition("\n")[0]
             last = f"{first_line}. Ending {self.place}{why}."
-            end = threading.Thread(
-                target=process.end_after, args=(grace, last, self._closing), name="hiercomm-grace", daemon=True
-            )
-            end.start()
-
-    def _end_frozen(self, ranks: Sequence[int]) -> None:
-        """Kill frozen ranks of this machine after they had time to dump their stacks."""
-
-        def end() -> None:
-            time.sleep(self.grace / 2)
-            for rank in ranks:
-                if rank in self.processes:
-                    process.end_process(self.processes[rank])
-
-        self._ending = threading.Thread(target=end, name="hiercomm-ending", daemon=True)
-        self._ending.start()
-
-
-def _forget_in_child() -> None:
-    for plane in [*_planes]:
-        plane.forget()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+            threading.Thread(target=process.end_after, args=(grace, last, self._closing), daemon=True).start()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
-import fcntl
 import multiprocessing
 import multiprocessing.util
 import os
@@ -36,26 +34,6 @@ def dump_stacks(why: str) -> None:
         os.write(_STANDARD_ERROR, text)
 
 
-def end_on_urgent_data(connection: socket.socket) -> None:
-    """End this process when a peer sends urgent data, after a dump of its stacks.
-
-    The kernel turns the data into a signal, which two C functions handle. So it also ends a process in which a loop
-    holds the interpreter's lock. A stopped process receives the signal when it is continued.
-    """
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGURG, ctypes.cast(libc._exit, ctypes.c_void_p))
-    faulthandler.register(signal.SIGURG, _STANDARD_ERROR, all_threads=True, chain=True)
-    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
-
-
-def survive_urgent_data() -> None:
-    """Undo :func:`end_on_urgent_data`."""
-    faulthandler.unregister(signal.SIGURG)
-    ctypes.CDLL(None).signal(signal.SIGURG, signal.SIG_DFL)
-
-
 def identity() -> list[str]:
     """Return this process's host and container, its process id, and its start time."""
     spaces = Path("/proc/self/ns/pid")
@@ -63,25 +41,31 @@ def identity() -> list[str]:
     return [f"{socket.gethostname()} {space}", str(os.getpid()), _started(os.getpid())]
 
 
-def end_process(who: Sequence[str], patience: float = 1.0) -> None:
+def is_gone(who: Sequence[str]) -> bool:
+    """Return whether a process of this host, given by its :func:`identity`, has ended."""
+    _, pid, started = who
+    return started != "" and _started(int(pid)) != started
+
+
+def end_frozen(who: Sequence[str], patience: float = 1.0) -> None:
     """Kill a process of this host, given by its :func:`identity`.
 
-    It is continued first, and has ``patience`` seconds to dump its stacks if urgent data are pending.
+    SIGABRT comes first: faulthandler then writes the stacks, also while a loop holds the interpreter's lock.
     """
-    _, pid, started = who
-    for number in (signal.SIGCONT, signal.SIGKILL):
-        if not started or started != _started(int(pid)):
+    for number in (signal.SIGABRT, signal.SIGCONT, signal.SIGKILL):
+        if not who[2] or is_gone(who):  # process ids are reused
             return
         with contextlib.suppress(OSError):
-            os.kill(int(pid), number)
+            os.kill(int(who[1]), number)
         if number == signal.SIGCONT:
             time.sleep(patience)
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process, in ticks since boot, because process ids are reused."""
+    """Return the start time of a process, in ticks since boot; empty if it has ended, or is a zombie."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
     return ""
 
 
@@ -133,7 +117,6 @@ def end_children_at_exit() -> None:
 def end_after(grace: float, message: str, unless: threading.Event) -> None:
     """Print ``message`` and end this process and its children after ``grace`` seconds, ``unless`` that is set."""
     if not unless.wait(grace):
-        print(f"lightning_hiercomm: {message}", file=sys.stderr)
-        sys.stderr.flush()
+        print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
         end_children()
         os._exit(1)

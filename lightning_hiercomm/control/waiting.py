@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__)
@@ -26,10 +28,7 @@ _COLLECTIVES = (
     "/torch/distributed/utils.py",
     "/torch/nn/parallel/distributed.py",
 )
-_BACKWARD = "/torch/autograd/graph.py"
-_WAITING = tuple(f"{_PACKAGE}/{folder}/" for folder in ("comm", "control"))
-_CALLING = tuple(f"{_PACKAGE}/{folder}/" for folder in ("_lightning", "nodes", "run", "schemes", "trainer"))
-_WRAPPERS = ("/torch/utils/_contextlib.py", "/torch/futures/__init__.py")
+_FUTURES = ("/torch/utils/_contextlib.py", "/torch/futures/__init__.py")
 _IDLE = 0.2  # of a core
 
 
@@ -53,19 +52,17 @@ class Wait:
 
 
 class MainThread:
-    """Watches whether the main thread of this process waits for other ranks.
+    """Finds out whether the main thread of this process waits for other ranks.
 
     It does if the innermost function of its stack is a collective of ``torch.distributed`` or of this package. It also
     does if the process is idle, and that function calls collectives in C++ (DDP's backward pass and its broadcast of
-    buffers) or ``wait`` of an object in C++ (a ``Work`` or a ``Future``). Any other long call (a computation, a
-    download, a debugger, ``time.sleep``) is no such wait.
+    buffers) or ``wait`` of an object in C++ (a ``Work`` or a ``Future``). Any other long call is no such wait.
 
     Args:
         count_collectives: Returns how many collectives this process has begun. A thread that begins more of them in the
             same place does not wait.
         gpu_is_busy: Returns whether a GPU of this process has work to do.
-        count_of_all_ranks: Returns how many collectives over all ranks this process has begun. They count from here,
-            because ranks may have begun unequal numbers before.
+        count_of_all_ranks: Returns how many collectives over all ranks this process has begun. They count from here.
     """
 
     def __init__(
@@ -75,19 +72,15 @@ class MainThread:
         count_of_all_ranks: Callable[[], int] = lambda: 0,
     ) -> None:
         self._count_of_all_ranks, self._first_count = count_of_all_ranks, count_of_all_ranks()
-        self._count_collectives = count_collectives
-        self._gpu_is_busy = gpu_is_busy
+        self._count_collectives, self._gpu_is_busy = count_collectives, gpu_is_busy
         self._position: object = None
-        self._since = 0.0
-        self._processor_time = 0.0
+        self._since = self._processor_time = 0.0
 
     def wait(self) -> Wait | None:
         """Return the wait of the main thread; None if it does not wait for other ranks."""
         frames = _frames_of_main_thread()
-        kind = _kind_of_wait(frames)
-        now = time.monotonic()
-        _, outer = _split(frames)
-        position = (*((each.f_code, each.f_lasti) for each in outer), self._count_collectives())
+        kind, now = _kind_of_wait(frames), time.monotonic()
+        position = (*((frame.f_code, frame.f_lasti) for frame in _outside(frames)), self._count_collectives())
         if position != self._position:
             self._position, self._since, self._processor_time = position, now, time.process_time()
         seconds = now - self._since
@@ -114,6 +107,11 @@ def describe_caller() -> tuple[str, bool]:
     return _line(frames), _is_saving(frames)
 
 
+def is_of_collective(error: BaseException) -> bool:
+    """Return whether an exception was raised by a collective, whose peer may have died."""
+    return _kind_of_wait([frame for frame, _ in walk_tb(error.__traceback__)][::-1]) is not None
+
+
 def _frames_of_main_thread() -> list[FrameType]:
     return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
 
@@ -126,103 +124,84 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
     return frames
 
 
-def _is_ours(file: str) -> bool:
-    return file.startswith(_PACKAGE)
+@lru_cache(maxsize=4096)
+def _owner(file: str) -> str:
+    """Return whose code a file is."""
+    installed = next((part for part in _INSTALLED if part in file), None)
+    if file.startswith("<") or file.endswith(_FUTURES) or (file.startswith(_STANDARD_LIBRARY) and installed is None):
+        return "wrapper"
+    if file.startswith(_PACKAGE):
+        folder = file.removeprefix(_PACKAGE).split("/")[1]
+        waits, calls = ("comm", "control"), ("_lightning", "nodes", "run", "schemes", "trainer")
+        return "our exchange" if folder in waits else "our call" if folder in calls else "our other"
+    if file.endswith("/torch/autograd/graph.py"):
+        return "backward"
+    if file.endswith(_COLLECTIVES):
+        return "collective"
+    library = file.rpartition(installed)[2].partition("/")[0] if installed else ""
+    return "library" if library in _LIBRARIES else "user"
 
 
-def _is_standard(file: str) -> bool:
-    return file.startswith("<") or (file.startswith(_STANDARD_LIBRARY) and not any(part in file for part in _INSTALLED))
-
-
-def _is_wrapper(file: str) -> bool:
-    return _is_standard(file) or file.endswith(_WRAPPERS)
+def _owner_of(frame: FrameType) -> str:
+    return _owner(frame.f_code.co_filename)
 
 
 def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
     """Return "collective", "collective if idle", "backward" or "work"; None if the innermost function is another."""
-    for frame in frames:
-        file = frame.f_code.co_filename
-        if _is_wrapper(file):
-            continue
-        if file.endswith(_COLLECTIVES) or file.startswith(_WAITING):
-            return "collective"
-        if file.endswith(_BACKWARD):
-            return "backward"
-        if file.startswith(_CALLING):
-            return "collective if idle"
-        is_work = all(inner.f_code.co_filename.endswith(_WRAPPERS) for inner in frames[: frames.index(frame)])
-        return "work" if is_work and _calls_wait(frame.f_code, frame.f_lasti) else None
-    return None
+    inner = [*takewhile(lambda frame: _owner_of(frame) == "wrapper", frames)]
+    if len(inner) == len(frames):
+        return None
+    frame = frames[len(inner)]
+    kinds = {"collective": "collective", "our exchange": "collective", "backward": "backward"}
+    if (kind := {**kinds, "our call": "collective if idle"}.get(_owner_of(frame))) is not None:
+        return kind
+    is_work = all(each.f_code.co_filename.endswith(_FUTURES) for each in inner)
+    return "work" if is_work and _calls_wait(frame.f_code, frame.f_lasti) else None
 
 
 @lru_cache(maxsize=64)
 def _calls_wait(code: CodeType, offset: int) -> bool:
     before = (each for each in dis.get_instructions(code) if each.offset <= offset)
-    names = [each.argval for each in before if each.opname in ("LOAD_ATTR", "LOAD_METHOD")]
-    return names[-1:] == ["wait"]
+    return [each.argval for each in before if each.opname in ("LOAD_ATTR", "LOAD_METHOD")][-1:] == ["wait"]
 
 
-def _split(frames: Sequence[FrameType]) -> tuple[list[FrameType], list[FrameType]]:
-    """Split a stack into the inner frames, of collectives and of this package, and the outer ones.
+def _is_inside(frame: FrameType) -> bool:
+    """Return whether a frame is of a collective or of this package: these may differ between ranks of one exchange."""
+    return _owner_of(frame) in ("wrapper", "collective") or _owner_of(frame).startswith("our")
 
-    Inner frames may differ between ranks with different roles in one exchange.
-    """
-    inner = 0
-    for frame in frames:
-        file = frame.f_code.co_filename
-        if not (_is_wrapper(file) or _is_ours(file) or file.endswith(_COLLECTIVES)):
-            break
-        inner += 1
-    return list(frames[:inner]), list(frames[inner:])
+
+def _outside(frames: Sequence[FrameType]) -> Sequence[FrameType]:
+    return frames[len([*takewhile(_is_inside, frames)]) :]
 
 
 def _call(frames: Sequence[FrameType], kind: str) -> str:
     """Return the name of the outermost among the innermost functions of one library."""
-    if kind == "backward":
-        return "backward"
-    if kind == "work":
-        return "torch.distributed.Work.wait"
-    name, owner = "", ""
-    for frame in frames:
-        file = frame.f_code.co_filename
-        if _is_wrapper(file) or file.endswith("c10d_logger.py"):
-            continue
-        its_owner = "lightning_hiercomm" if _is_ours(file) else "torch.distributed"
-        if (owner and its_owner != owner) or not (_is_ours(file) or file.endswith(_COLLECTIVES)):
-            break
-        name, owner = frame.f_code.co_name, its_owner
-    return f"{owner}.{name}" if owner == "torch.distributed" else f"{name} ({owner})"
+    if kind in ("backward", "work"):
+        return "backward" if kind == "backward" else "torch.distributed.Work.wait"
+    names = [
+        (frame.f_code.co_name, _owner_of(frame).startswith("our"))
+        for frame in takewhile(_is_inside, frames)
+        if _owner_of(frame) != "wrapper" and not frame.f_code.co_filename.endswith("c10d_logger.py")
+    ]
+    if not names:
+        return "torch.distributed"
+    name, is_ours = [*takewhile(lambda each: each[1] == names[0][1], names)][-1]
+    return f"{name} (lightning_hiercomm)" if is_ours else f"torch.distributed.{name}"
 
 
 def _place(frames: Sequence[FrameType]) -> str:
-    inner, outer = _split(frames)
-    functions = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in outer]
-    is_direct = bool(inner) and not any(_is_ours(frame.f_code.co_filename) for frame in inner)
-    call = _call(frames, "collective") if is_direct else ""
+    outside = _outside(frames)
+    inside = [_owner_of(frame) for frame in frames[: len(frames) - len(outside)]]
+    is_direct = bool(inside) and not any(owner.startswith("our") for owner in inside)
+    call = _call(frames, "collective") if is_direct and "collective" in inside else ""
+    functions = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in outside]
     return hashlib.blake2b(repr((functions, call)).encode(), digest_size=8).hexdigest()
 
 
 def _line(frames: Sequence[FrameType]) -> str:
-    for frame in frames:
-        file = frame.f_code.co_filename
-        if _is_standard(file) or _is_ours(file) or _library(file) in _LIBRARIES:
-            continue
-        return f"{os.path.basename(file)}:{frame.f_lineno} ({frame.f_code.co_name})"
-    return ""
-
-
-def _library(file: str) -> str:
-    """Return the name of a file's installed package; empty for files that are not installed."""
-    for part in _INSTALLED:
-        if part in file:
-            return file.rpartition(part)[2].partition("/")[0]
-    return ""
+    frame = next((frame for frame in frames if _owner_of(frame) == "user"), None)
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else ""
 
 
 def _is_saving(frames: Sequence[FrameType]) -> bool:
-    return any(
-        frame.f_code.co_name == "save_checkpoint"
-        and not _is_ours(frame.f_code.co_filename)
-        and _library(frame.f_code.co_filename) in _LIBRARIES
-        for frame in frames
-    )
+    return any(frame.f_code.co_name == "save_checkpoint" and _owner_of(frame) == "library" for frame in frames)

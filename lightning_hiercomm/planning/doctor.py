@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
-from lightning_hiercomm.control.hub import names_of_ranks
+from lightning_hiercomm.control.bootstrap import names_of_ranks
 from lightning_hiercomm.nodes.interfaces import interfaces, resolved, use_reachable_interface
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.planning.network import measured, round_trips
@@ -224,7 +224,7 @@ def _together(ranks: Ranks, environment: str, host: str, machines: Sequence[tupl
     topology = ranks.topology
     yield Finding("ok", f"{topology.world_size} ranks connected over {ranks.backend} by {environment}")
     yield from layout(topology.nodes, machines)
-    yield from control_port(topology, host)
+    yield from ephemeral_ports(topology, host)
     network = measured(topology, ranks.device)
     if network is not None:
         yield Finding(
@@ -255,18 +255,18 @@ def layout(nodes: Sequence[Sequence[int]], machines: Sequence[tuple[str, str]]) 
         yield Finding("note", "all ranks are one node: every scheme trains as DDP does")
 
 
-def control_port(topology: Topology, host: str) -> Iterator[Finding]:
-    """Check that every rank reaches rank 0 at a free port, as the control plane needs; collective."""
+def ephemeral_ports(topology: Topology, host: str) -> Iterator[Finding]:
+    """Check that every rank reaches rank 0 at a free port, as gloo and nccl need; collective."""
     port, seconds = round_trips(topology, host)
     shut_out = [rank for rank, own in enumerate(seconds) if own is None]
     if shut_out:
         yield Finding(
             "FAIL",
-            f"{names_of_ranks(shut_out)} cannot reach {host}:{port}: failures would show after the timeout only",
+            f"{names_of_ranks(shut_out)} cannot reach {host}:{port}, a free port",
             "open rank 0's ephemeral ports to the other nodes",
         )
     else:
-        yield Finding("ok", f"every rank reaches an ephemeral port of {host}, as the control plane needs")
+        yield Finding("ok", f"every rank reaches an ephemeral port of {host}")
     trips = [trip for trip in (seconds[ranks[0]] for ranks in topology.nodes[1:]) if trip is not None]
     if trips:
         yield Finding("ok", f"the longest round trip to the first node takes {shown_seconds(max(trips))}")

@@ -67,7 +67,8 @@ def connected(
         backend, device = "nccl", torch.device("cuda", environment.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     # gloo waits five times as long for a rank that does not connect
-    dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=size, timeout=timeout / 5)
+    store = meeting.store("process group")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout / 5)
     try:
         place = place_of(environment, environment.node_rank(), environment.local_rank(), starts_ranks=False)
         yield Ranks(connect_world(rank, size, place, ranks_per_node, timeout=timeout), device, backend)

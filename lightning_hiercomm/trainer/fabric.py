@@ -130,10 +130,8 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
                 f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks over which DDP averages"
                 " gradients: leave it out, or train the first steps with AllReduce"
             )
-        if (settings.health.hang_timeout, settings.health.control_port) != (Health.hang_timeout, Health.control_port):
-            raise ValueError(
-                f"health={settings.health}: the control plane needs a Trainer: leave out hang_timeout and control_port"
-            )
+        if settings.health.hang_timeout != Health.hang_timeout:
+            raise ValueError(f"health={settings.health}: the control plane needs a Trainer: leave out hang_timeout")
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
         self._starts_ranks = False

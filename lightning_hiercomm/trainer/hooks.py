@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hiercomm._lightning.collectives import store_of_default_group
 from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
 from lightning_hiercomm._lightning.places import begin_stateful_loader
 from lightning_hiercomm._lightning.saves import dump_within, restore_dump
@@ -28,7 +31,7 @@ from lightning_hiercomm._lightning.tree import check_tree, fabric, pass_to_ranks
 from lightning_hiercomm.checkpoints.sidecar import set_random_state
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
 from lightning_hiercomm.comm.torch import connecting_when_needed
-from lightning_hiercomm.control.bootstrap import Bootstrap
+from lightning_hiercomm.control.bootstrap import Bootstrap, connect_again
 from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
@@ -87,10 +90,10 @@ class HierarchicalHooks(CheckpointHooks):
             environment, size = self._environment, self.world_size
             address = environment.main_address, environment.main_port
             bootstrap = Bootstrap(*address, self.global_rank, size, self._timeout)
-            self._start_control(bootstrap.broadcast, bootstrap.gather)
             if (found := use_reachable_interface(environment.main_address, bootstrap.gather)) is not None:
                 pl.utilities.rank_zero_info(found)
-            store = bootstrap.store
+            self._start_control(bootstrap.store("control", own_connection=True), bootstrap.gather)
+            store = bootstrap.store("process group")
         elif self.world_size > 1:
             self.barrier()  # a new process group would wait for an ended process until the timeout
         with (
@@ -110,9 +113,12 @@ class HierarchicalHooks(CheckpointHooks):
             if self._settings.elastic is not None:
                 check_one_node(self.topology)
                 self.topology = ElasticTopology(self.topology)
-        if not is_first:
+        if self.world_size > 1 and not is_first:
             world = self.topology.world
-            self._start_control(self.broadcast, lambda own, alarm, among="", aloud=False: world.all_gather_object(own))
+            # not by `self.broadcast`, which does nothing while the exception of a fit before is handled
+            default, name = store_of_default_group(), world.all_gather_object(secrets.token_hex(8))[0]
+            control = None if default is None else PrefixStore(f"hiercomm/{name}/control", connect_again(default))
+            self._start_control(control, lambda own, among="": world.all_gather_object(own))
 
     def _start_process(self) -> None:
         """Let Lightning's strategy set up the device and the process group."""
@@ -121,15 +127,14 @@ class HierarchicalHooks(CheckpointHooks):
     def _place(self) -> Place:
         return place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks)
 
-    def _start_control(self, broadcast: Callable[[Any], Any], gather: Callable[..., list[Any]]) -> None:
+    def _start_control(self, store: dist.Store | None, gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
         if sizes is not None:
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
-        address = self._environment.main_address, self._settings.health.control_port or 0
         hang_timeout = self._settings.health.hang_timeout
         timeout = None if self._timeout is None else self._timeout.total_seconds()
-        self._control.start(self.global_rank, self.world_size, node, address, hang_timeout, broadcast, gather, timeout)
+        self._control.start(self.global_rank, self.world_size, node, store, hang_timeout, gather, timeout)
 
     # ---- a fit is set up -----------------------------------------------------------------------------------------
 

@@ -22,14 +22,11 @@ class Health:
         on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
             to be sent to other nodes. ``"raise"``: all ranks end, and the error names the rank and the parameter.
             ``"ignore"``: nothing is checked, and all nodes get them.
-        hang_timeout: Seconds without a message on the control plane after which a rank counts as frozen (stopped, on a
-            lost machine, holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
+        hang_timeout: Seconds without a heartbeat after which a rank counts as frozen (stopped, on a lost machine,
+            holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
             step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
             each other for as long in different collectives or at different batches. Long steps, validations and waits
             in one place continue. None: never. Only with a Trainer.
-        control_port: Port of rank 0's node on which the control plane listens. It exchanges a few bytes in parallel
-            with the collectives, to report which rank died and when to stop. Every rank must be able to reach it, and
-            takes one open file there. None (or 0): any free port. Only with a Trainer.
 
     Raises:
         ValueError: If a number is out of range.
@@ -38,7 +35,6 @@ class Health:
 
     on_nonfinite: Literal["raise", "ignore"] = "raise"
     hang_timeout: float | None = 300.0
-    control_port: int | None = None
 
     __repr__ = as_call
 
@@ -46,10 +42,6 @@ class Health:
         if self.hang_timeout is not None and not 1 <= self.hang_timeout < math.inf:
             raise ValueError(
                 f"hang_timeout={self.hang_timeout} must be a number of seconds from 1 on, or None for never"
-            )
-        if self.control_port is not None and not 0 <= self.control_port < 65536:
-            raise ValueError(
-                f"control_port={self.control_port} must be a port number, from 1 to 65535, or None for any"
             )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch.distributed import Store
+
 from lightning_hiercomm._lightning.collectives import (
     collectives_begun,
     collectives_of_default_group,
@@ -21,9 +23,9 @@ from lightning_hiercomm._lightning.trainer import (
     restore_sigterm_broadcast,
 )
 from lightning_hiercomm._lightning.tree import pl
-from lightning_hiercomm.control.hub import Purpose
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure
-from lightning_hiercomm.control.waiting import MainThread
+from lightning_hiercomm.control.verdict import Purpose
+from lightning_hiercomm.control.waiting import MainThread, is_of_collective
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +107,8 @@ class RunControl:
         rank: int,
         size: int,
         node: int,
-        address: tuple[str, int],
+        store: Store | None,
         hang_timeout: float | None,
-        broadcast: Callable[[Any], Any],
         gather: Callable[..., list[Any]],
         timeout: float | None = None,
     ) -> None:
@@ -117,21 +118,29 @@ class RunControl:
             rank: This rank.
             size: Number of ranks.
             node: This rank's node, for messages.
-            address: The address of rank 0, and the port on which it listens; 0 for any free port.
-            hang_timeout: Seconds without a message after which a rank counts as frozen; None: never.
-            broadcast: Broadcasts rank 0's value.
-            gather: Gathers every rank's value; its second argument may raise while it waits.
+            store: A new part of a store; None if the process group has none.
+            hang_timeout: Seconds without a heartbeat after which a rank counts as frozen; None: never.
+            gather: Returns at least the values of ranks with the same ``among``.
             timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
         """
         if self.plane is not None:
             return
         self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
-        if size > 1:
-            place = f"rank {rank} (node {node})"
-            main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
-            plane = ControlPlane(rank, size, place, hang_timeout=hang_timeout, main_thread=main_thread, timeout=timeout)
-            if plane.start(*address, broadcast, gather):
-                self.plane = plane
+        if size == 1:
+            return
+        if store is None:
+            log.warning("No control plane, because the default process group has no store: ranks wait for each other")
+            return
+        main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
+        self.plane = ControlPlane(
+            rank,
+            size,
+            f"rank {rank} (node {node})",
+            hang_timeout=hang_timeout,
+            main_thread=main_thread,
+            timeout=timeout,
+        )
+        self.plane.start(store, gather)
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on."""
@@ -204,8 +213,9 @@ class RunControl:
                 self.plane.report_failure(exception)
                 log.warning(self.plane.description(exception))
             return
-        # a collective with an ended peer fails before the report about it arrives
-        failure = self.plane.wait_for_failure(2.0) if isinstance(exception, RuntimeError) else self.plane.failure
+        # a collective with a dead peer fails before the report about it arrives
+        may_be_consequence = isinstance(exception, RuntimeError) and is_of_collective(exception)
+        failure = self.plane.wait_for_failure(5.0, collective_broke=True) if may_be_consequence else self.plane.failure
         if failure is None:
             self.plane.report_failure(exception)
             note = self.plane.description(exception)

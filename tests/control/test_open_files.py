@@ -27,6 +27,6 @@ def test_the_soft_limit_is_raised_as_far_as_the_hard_one_lets_it(monkeypatch, so
     assert limits[-1] == (then, hard)
 
 
-def test_ranks_beyond_a_full_mesh_open_one_file_each_at_the_store():
+def test_ranks_beyond_a_full_mesh_open_two_files_each_at_the_store():
     assert [open_files.has_mesh(ranks) for ranks in (1, 64, 65, 4096)] == [True, True, False, False]
-    assert [open_files.needed_files(ranks) for ranks in (64, 65)] == [256, 193]
+    assert [open_files.needed_files(ranks) for ranks in (64, 65)] == [320, 258]

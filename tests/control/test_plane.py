@@ -1,42 +1,81 @@
-"""The control plane, its ranks being threads of this process."""
+"""The control plane, its ranks being threads of this process with a store in memory."""
 
 from __future__ import annotations
 
-import errno
 import os
-import queue
-import socket
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_hiercomm.control import plane as control
-from lightning_hiercomm.control.connection import HubLink, Invitation, authenticate, connect
-from lightning_hiercomm.control.plane import ControlPlane, RankFailure
+from lightning_hiercomm.control.plane import ControlPlane, RankFailure, seconds_between_beats
+from lightning_hiercomm.control.waiting import MainThread, Wait
 
 
-class Star:
-    def __init__(self) -> None:
-        self.planes: list[ControlPlane] = []
-        self.invitation: Invitation
+class Silent(ControlPlane):
+    """A rank that has joined, and does nothing more."""
 
-    def __call__(self, size: int, host: str = "127.0.0.1", joining: int | None = None) -> list[ControlPlane]:
-        # `grace` is long: a rank that is not ended by its failure would take the test process with it
-        self.planes = [ControlPlane(rank, size, f"rank {rank} (node 0)", grace=60.0) for rank in range(size)]
-        self.invitation = self.planes[0].link.invite(host)
-        for plane in self.planes[:joining]:
-            plane.join(self.invitation)
-        return self.planes
+    def _run(self) -> None:
+        pass
+
+
+class Waits(MainThread):
+    """A main thread that waits somewhere, or nowhere."""
+
+    def __init__(self, wait: Wait | None) -> None:
+        self._wait = wait
+
+    def wait(self) -> Wait | None:
+        return self._wait
+
+    def line(self) -> str:
+        return "train.py:5 (log)"
+
+
+Start = Callable[..., list[ControlPlane]]
 
 
 @pytest.fixture
-def star() -> Iterator[Star]:
-    star = Star()
-    yield star
-    for plane in reversed(star.planes):
+def start(monkeypatch) -> Iterator[Start]:
+    """``start(size, **settings)``: connected ranks, the ``silent`` ones of which do nothing."""
+    monkeypatch.setattr(control.process.StuckDetector, "check", lambda self: ("", 0.0))  # pytest has stopped children
+    planes: list[ControlPlane] = []
+
+    def connect(
+        size: int,
+        silent: tuple[int, ...] = (),
+        waits: tuple[Wait | None, ...] = (),
+        stores: Callable[[], Store] | None = None,
+        hang_timeout: float | None = None,
+    ) -> list[ControlPlane]:
+        # `grace` is long: a rank that is not ended by its failure would take the test process with it
+        for rank in range(size):
+            kind = Silent if rank in silent else ControlPlane
+            thread = Waits(waits[rank]) if waits else None
+            planes.append(kind(rank, size, f"rank {rank} (node 0)", 60.0, hang_timeout, thread))
+        shared, together, values = HashStore(), threading.Barrier(size, timeout=20.0), {}
+
+        def join(plane: ControlPlane) -> None:
+            def gather(own: list, among: str = "") -> list:
+                values[plane.rank] = own
+                together.wait()
+                return [[rank, ["", "", ""]] for rank in range(size)]
+
+            plane.start(stores() if stores else shared, gather)
+
+        with ThreadPoolExecutor(size) as threads:
+            [*threads.map(join, planes)]
+        return planes
+
+    yield connect
+    for plane in reversed(planes):
         plane.close()
 
 
@@ -45,6 +84,187 @@ def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_reaches_every_rank_by_name(start):
+    planes = start(3)
+    planes[1].report_failure(ValueError("boom"))
+    for plane in (planes[0], planes[2]):
+        assert plane.wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: boom"
+        with pytest.raises(RankFailure, match=r"rank 1 \(node 0\) failed"):
+            plane.should_stop()
+
+
+def test_a_failure_of_many_words_is_cut(start):
+    planes = start(2)
+    planes[1].report_failure(ValueError("ä" * 100_000))
+    failure = planes[0].wait_for_failure(5.0)
+    assert failure is not None
+    assert failure.startswith("rank 1 (node 0) failed: ValueError: ää")
+    assert len(failure) == 2000
+
+
+def test_only_the_first_failure_counts(start):
+    planes = start(3)
+    planes[1].report_failure(ValueError("the first"))
+    assert "the first" in planes[0].wait_for_failure(5.0)
+    planes[0].report_failure(ValueError("the second"))
+    assert "the first" in planes[2].wait_for_failure(5.0)
+
+
+def test_a_failure_just_before_a_rank_leaves_is_reported(start):
+    planes = start(2)
+    planes[0].report_failure(ValueError("no"))
+    planes[0].close()
+    assert planes[1].wait_for_failure(5.0) == "rank 0 (node 0) failed: ValueError: no"
+
+
+def test_leaving_is_no_failure(start):
+    planes = start(3, waits=(None,) * 3, hang_timeout=1.0)
+    planes[2].close()
+    planes[1].close()
+    assert planes[0].wait_for_failure(1.5) is None  # it sees neither of them as frozen
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_an_ended_process_of_this_machine_is_a_death_unless_it_left(start, capfd, has_left):
+    planes = start(2)
+    if has_left:
+        planes[1].close()
+    planes[0].processes = {1: ["here", "2147483647", "12"]}
+    expected = None if has_left else "rank 1 (node 0) died"
+    assert planes[0].wait_for_failure(1.5 if has_left else 5.0) == expected
+    # it is printed at once, because a launcher may end everybody else
+    assert capfd.readouterr().err == ("" if has_left else f"lightning_hiercomm: {expected}\n")
+
+
+def test_a_silent_rank_has_died_if_a_collective_broke(start):
+    planes = start(3, silent=(2,), hang_timeout=10.0)
+    assert planes[1].wait_for_failure(1.0) is None
+    assert planes[0].wait_for_failure(10.0, collective_broke=True) == "rank 2 (node 0) died"
+
+
+def test_a_silent_rank_is_frozen_after_hang_timeout(start, capfd, monkeypatch):
+    ended = []
+    monkeypatch.setattr(control.process, "end_frozen", ended.append)
+    planes = start(3, silent=(2,), waits=(None,) * 3, hang_timeout=1.0)
+    for plane in planes[:2]:
+        plane.processes, plane.grace = {2: ["", "", ""]}, 0.2
+    monkeypatch.setattr(control.process, "end_after", lambda *_: None)
+    message = "rank 2 (node 0) is frozen: it sent nothing for 1 s, and before it was starting"
+    assert [plane.wait_for_failure(5.0) for plane in planes[:2]] == [message] * 2
+    wait_until(lambda: ended == [["", "", ""]] * 2)
+    said = capfd.readouterr().err
+    assert said.count(f"lightning_hiercomm: {message}\n") == 1
+    assert said.count(f"{message}. What rank ") == 2  # stacks
+
+
+def test_a_rank_whose_worker_is_stuck_reports_itself(start, monkeypatch):
+    planes = start(2, hang_timeout=1.0)
+    monkeypatch.setattr(control.process.StuckDetector, "check", lambda self: ("its worker 7", 1.5))
+    assert "is frozen: its worker 7 has been stopped or stuck for 1 s" in planes[0].wait_for_failure(5.0)
+
+
+def test_a_rank_that_was_stopped_itself_does_not_take_that_for_silence(start, monkeypatch):
+    planes = start(2, hang_timeout=2.0)
+    stopped, clock = threading.Event(), time.monotonic
+    monkeypatch.setattr(control.time, "monotonic", lambda: clock() + 1000.0 * stopped.is_set())
+    stopped.set()
+    assert planes[0].wait_for_failure(1.0) is planes[1].failure is None
+
+
+# ---- ranks that make no progress -------------------------------------------------------------------------------------
+
+BACKWARD = Wait(60.0, "backward", "a", "train.py:9 (main)", 3)
+GATHER = Wait(60.0, "torch.distributed.all_gather", "b", "", 3)
+
+
+def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(start, capfd):
+    planes = start(2, waits=(BACKWARD, GATHER), hang_timeout=1.0)
+    table = planes[1].wait_for_failure(5.0)
+    assert "rank 1 (node 0) | torch.distributed.all_gather | starting" in table
+    assert capfd.readouterr().err.count(f"lightning_hiercomm: {table}\n") == 1
+
+
+def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(start, capfd):
+    planes = start(2, waits=(BACKWARD, None), hang_timeout=1.0)
+    assert planes[0].wait_for_failure(3.0) is None
+    said = capfd.readouterr().err
+    assert (
+        said.count("no rank made progress for 1 s (hang_timeout), and the run goes on: rank 0 (node 0), starting,") == 1
+    )
+    assert "waits in backward in train.py:9 (main); rank 1 (node 0), starting, is busy in train.py:5 (log)\n" in said
+    assert [said.count(f"what rank {rank} (node 0) does, which is starting:") for rank in (0, 1)] == [1, 1]
+
+
+# ---- barriers --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_wait_for_each_other_at_each_barrier(start):
+    planes, passed = start(3), []
+
+    def come(plane):
+        plane.barrier()
+        passed.append(plane.rank)
+
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            first = [pool.submit(come, plane) for plane in planes[1:]]
+            time.sleep(0.1)
+            assert not passed
+            come(planes[0])
+            for each in first:
+                each.result(timeout=10)
+        assert sorted(passed) == [0, 1, 2]
+        passed.clear()
+
+
+def test_ranks_with_different_reasons_at_a_barrier_fail(start):
+    planes = start(2)
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(planes[0].barrier, "save"), pool.submit(planes[1].barrier, "run", " trainer.fit")]:
+            with pytest.raises(RankFailure, match=r"rank 1 called trainer\.fit.*, and rank 0 called trainer\.save_che"):
+                each.result(timeout=10)
+
+
+def test_a_rank_that_trains_on_past_a_barrier_ends_the_run(start):
+    planes = start(2)
+    planes[1].should_stop()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(planes[1].barrier, "end")
+        assert not any(planes[0].should_stop() for _ in range(2))
+        message = r"rank 1 \(node 0\) ended training after 1 batches of the run.*, and rank 0 \(node 0\) trains on with"
+        with pytest.raises(RankFailure, match=message):
+            waiting.result(timeout=10)
+
+
+@pytest.mark.parametrize("ending", [ControlPlane.close, lambda plane: plane.report_failure(ValueError("no"))])
+def test_a_barrier_to_which_rank_zero_does_not_come_raises(start, ending):
+    planes = start(2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(planes[1].barrier)
+        time.sleep(0.2)
+        ending(planes[0])
+        with pytest.raises(RankFailure, match=r"and rank 0 \(node 0\) has ended its run|failed: ValueError: no"):
+            waiting.result(timeout=10)
+
+
+def test_a_barrier_ends_after_the_timeout(start, monkeypatch):
+    plane = start(2)[1]
+    monkeypatch.setattr(plane, "_timeout", 0.2)
+    with pytest.raises(RankFailure, match=r"rank 1 .* has waited in test_plane\.py:\d+ .* for timeout=0\.2 s"):
+        plane.barrier()
+
+
+# ---- common stops ----------------------------------------------------------------------------------------------------
+
+
+def begin(planes: list[ControlPlane], batches: tuple[int, ...]) -> None:
+    for plane, begun in zip(planes, batches, strict=True):
+        assert not any(plane.should_stop() for _ in range(begun))
 
 
 def stopping_batches(planes: list[ControlPlane], batches: tuple[int, ...]) -> list[int]:
@@ -58,93 +278,19 @@ def stopping_batches(planes: list[ControlPlane], batches: tuple[int, ...]) -> li
     return stopped_at
 
 
-def test_a_failure_reaches_every_rank_by_name(star):
-    planes = star(3)
-    planes[1].report_failure(ValueError("boom"))
-    for plane in (planes[0], planes[2]):
-        assert plane.wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: boom"
-        with pytest.raises(RankFailure, match=r"rank 1 \(node 0\) failed"):
-            plane.should_stop()
-
-
-def test_a_failure_of_many_words_is_cut(star):
-    planes = star(2)
-    planes[1].report_failure(ValueError("ä" * 100_000))
-    failure = planes[0].wait_for_failure(5.0)
-    assert failure is not None
-    assert failure.startswith("rank 1 (node 0) failed: ValueError: ää")
-    assert len(failure) == 2000
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_a_connection_that_breaks_is_a_death(star, capfd, host):
-    planes = star(2, host, joining=1)
-    channel, _ = authenticate(connect(star.invitation, 5.0), star.invitation.token, 1, planes[1].place)
-    channel.close()
-    assert planes[0].wait_for_failure(5.0) == "rank 1 (node 0) died"
-    # the hub says so itself, because a launcher may end everybody else at once
-    assert capfd.readouterr().err == "lightning_hiercomm: rank 1 (node 0) died\n"
-
-
-def test_leaving_is_no_failure(star):
-    planes = star(3)
-    planes[2].close()
-    planes[0].close()
-    assert planes[1].wait_for_failure(0.5) is None
-
-
-def test_ranks_wait_for_each_other_at_a_barrier(star):
-    planes, passed = star(3), []
-
-    def come(plane):
-        plane.barrier()
-        passed.append(plane.rank)
-
-    with ThreadPoolExecutor(3) as pool:
-        first = [pool.submit(come, plane) for plane in planes[1:]]
-        time.sleep(0.2)
-        assert not passed
-        come(planes[0])
-        for each in first:
-            each.result(timeout=10)
-    assert sorted(passed) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("ending", [ControlPlane.close, lambda plane: plane.report_failure(ValueError("no"))])
-def test_a_barrier_to_which_rank_zero_does_not_come_raises(star, ending):
-    planes = star(2)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(planes[1].barrier)
-        time.sleep(0.2)
-        ending(planes[0])
-        with pytest.raises(
-            RankFailure, match=r"rank 0 (has ended its run, .* for it|\(node 0\) failed: ValueError: no)"
-        ):
-            waiting.result(timeout=10)
-
-
-def test_a_barrier_ends_after_the_timeout(star, monkeypatch):
-    plane = star(2)[1]
-    monkeypatch.setattr(plane, "_timeout", 0.2)
-    with pytest.raises(RankFailure, match=r"rank 1 .* has waited in test_plane\.py:\d+ .* for timeout=0\.2 s"):
-        plane.barrier()
-
-
 @pytest.mark.parametrize("asking", [0, 1, 2])
-def test_all_ranks_stop_at_one_batch_however_far_apart_they_are(star, asking):
-    planes, begun = star(3), (3, 10, 6)
-    for plane, batches in zip(planes, begun, strict=True):
-        assert not any(plane.should_stop() for _ in range(batches))
+def test_all_ranks_stop_at_one_batch_however_far_apart_they_are(start, asking):
+    planes, begun = start(3), (3, 10, 6)
+    begin(planes, begun)
     planes[asking].request_stop()
     wait_until(lambda: all(plane.stop_requested for plane in planes))
     assert stopping_batches(planes, begun) == [11, 11, 11]
     assert all(plane.stops_together for plane in planes)
 
 
-def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
-    planes, begun = star(3), (3, 10, 6)
-    for plane, batches in zip(planes, begun, strict=True):
-        assert not any(plane.should_stop() for _ in range(batches))
+def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(start):
+    planes, begun = start(3), (3, 10, 6)
+    begin(planes, begun)
     for plane in planes[:2]:  # SLURM signals one a little before the other, and the third later
         plane.request_requeue()
     wait_until(lambda: all(plane.requeue_requested for plane in planes))
@@ -162,149 +308,90 @@ def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(star):
     assert stopping_batches(planes, (15, 11, 11)) == [16, 16, 16]
 
 
-def test_stop_during_requeue_does_both(star):
-    planes, begun = star(2), (3, 6)
-    for plane, batches in zip(planes, begun, strict=True):
-        assert not any(plane.should_stop() for _ in range(batches))
+def test_stop_during_requeue_does_both(start):
+    planes, begun = start(2), (3, 6)
+    begin(planes, begun)
     planes[0].request_requeue()
     planes[0].request_stop()
     wait_until(lambda: all(plane.requeue_requested for plane in planes))
     assert stopping_batches(planes, begun) == [7, 7]
     for plane in planes:
         plane.go_on()
-    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    time.sleep(1.5)  # a heartbeat: the rank that asked does not show when it begins to wait
+    assert all(plane.stop_requested for plane in planes)
     assert stopping_batches(planes, (7, 7)) == [8, 8]
     assert not any(plane.requeue_requested for plane in planes)
 
 
-def test_without_a_hub_ranks_continue_and_stop_alone(star, caplog):
-    planes = star(2)
+# ---- the store -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen, Callable[[], Store]]]:
+    """The process of a store, and a function that connects to it."""
+    start = "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); print(store.port, flush=True)"
+    program = f"import time; from torch.distributed import TCPStore; {start}; time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    port = int(process.stdout.readline())
+    yield process, lambda: TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "named"),
+    [
+        (signal.SIGKILL, "rank 0 died, and torch's store with it"),
+        (signal.SIGSTOP, "rank 0 is frozen: torch's store there has not answered for 1 s"),
+    ],
+)
+def test_a_store_that_is_lost_is_the_end_of_rank_zero(start, server, number, named):
+    planes = start(2, stores=server[1], hang_timeout=1.0)
+    os.kill(server[0].pid, number)
+    assert [plane.wait_for_failure(8.0) for plane in planes] == [named] * 2
+
+
+def test_a_requeue_after_the_end_of_rank_zero_raises(start, server):
+    planes = start(2, stores=server[1])
+    planes[0].close()
+    planes[1].request_requeue()
+    wait_until(lambda: planes[1].requeue_requested)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(planes[1].barrier)
-        os.kill(planes[0].link.process.pid, 9)
-        waiting.result(timeout=10)
-    wait_until(lambda: sum("lost the control plane's hub and continues" in each for each in caplog.messages) == 2)
-    assert not planes[1].should_stop()
-    planes[1].request_stop()
-    assert planes[1].should_stop()
-    assert not planes[1].stops_together
-    assert not planes[0].should_stop()
-    assert planes[0].failure is planes[1].failure is None
+        waiting = pool.submit(planes[1].should_stop)
+        time.sleep(0.2)
+        server[0].kill()
+        with pytest.raises(RankFailure, match=r"^rank 0 has ended its run, and rank 1 \(node 0\) waits for it$"):
+            waiting.result(timeout=10)
 
 
-def test_a_hub_that_is_lost_with_rank_zero_is_a_death(star):
-    planes = star(2)
-    hub, planes[0].link.process = planes[0].link.process, None
-    planes[0]._closing.set()  # noqa: SLF001
-    assert planes[0].link.listener is not None
-    planes[0].link.listener.close()
-    planes[0].link.listener = None
-    hub.kill()
-    hub.communicate()
-    assert planes[1].wait_for_failure(5.0) == "rank 0 died, and the control plane's hub with it"
+class CountingStore(Store):
+    """Counts the requests of one rank."""
+
+    def __init__(self, shared: Store, requests: list[str]) -> None:
+        super().__init__()
+        self._shared, self._requests = shared, requests
+
+    def __getattribute__(self, name: str) -> object:
+        if name.startswith("_"):
+            return super().__getattribute__(name)
+        self._requests.append(name)
+        return getattr(self._shared, name)
 
 
-# ---- joining together or not at all ----------------------------------------------------------------------------------
+def test_a_heartbeat_is_two_requests_and_a_batch_is_none(start):
+    requests: list[str] = []
+    shared = HashStore()
+    planes = start(2, stores=lambda: CountingStore(shared, requests), hang_timeout=5.0)
+    wait_until(lambda: requests.count("multi_get") >= 4)
+    del requests[:]
+    assert not any(planes[0].should_stop() for _ in range(1000))
+    time.sleep(1.2)
+    assert {*requests} == {"set", "multi_get"}
+    assert len(requests) <= 2 * 2 * (1.3 / 0.5 + 1)
 
 
-class Gathering:
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=20.0)
-        self._values: dict[int, object] = {}
-
-    def __call__(self, rank: int, value: object) -> list:
-        self._values[rank] = value
-        self._barrier.wait()
-        values = [self._values[rank] for rank in range(self.size)]
-        self._barrier.wait()
-        return values
-
-
-def start_all(size: int, host: str, port: int = 0) -> list[ControlPlane | None]:
-    gathering = Gathering(size)
-
-    def start(rank: int) -> ControlPlane | None:
-        plane = ControlPlane(rank, size, f"rank {rank} (node {rank})")
-        gather = lambda own, alarm, among="", aloud=False: gathering(rank, own)  # noqa: E731
-        return plane if plane.start(host, port, lambda own: gathering(rank, own)[0], gather) else None
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(start, range(size)))
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
-def test_all_ranks_join_with_any_form_of_address(host, caplog):
-    planes = start_all(3, host)
-    assert all(plane is not None and plane.is_connected for plane in planes)
-    assert all(list(plane.processes) == [0, 1, 2] for plane in planes)
-    assert {plane.processes[2][1] for plane in planes} == {str(os.getpid())}
-    for plane in reversed(planes):
-        plane.close()
-    assert not caplog.messages
-
-
-def test_a_frozen_rank_is_ended_by_its_neighbours_before_they_leave(star, monkeypatch):
-    first, _ = star(2)
-    ended: list[object] = []
-    monkeypatch.setattr(control.process, "end_process", ended.append)
-    first.processes, first.grace = {1: ["here", "4711", "12"]}, 0.2
-    monkeypatch.setattr(control.process, "end_after", lambda *_: None)
-    first.receive({"kind": "failed", "message": "rank 1 is frozen", "frozen": True, "silent": [0, 1]})
-    assert not ended  # it is still dumping its stacks
-    first.close()
-    assert ended == [["here", "4711", "12"]]
-
-
-def test_only_the_address_of_the_ranks_listens(star):
-    star(1)
-    assert star.planes[0].link.listener.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", star.invitation.port), timeout=5.0)
-
-
-def test_no_rank_uses_a_hub_that_one_rank_cannot_reach(monkeypatch, caplog):
-    connect_rank = HubLink.connect
-
-    def connect_if_not_rank_two(self, *arguments):
-        if self.rank == 2:
-            raise OSError(errno.EHOSTUNREACH, "No route to host")
-        return connect_rank(self, *arguments)
-
-    monkeypatch.setattr(HubLink, "connect", connect_if_not_rank_two)
-    assert start_all(3, "127.0.0.1") == [None] * 3
-    (message,) = caplog.messages
-    assert message.startswith("No control plane: rank 2 (node 2) cannot reach 127.0.0.1:")
-    assert "No route to host" in message
-    assert "HierarchicalStrategy(health=Health(control_port=...))" in message
-
-
-def test_a_name_that_does_not_resolve_leaves_all_ranks_without(caplog):
-    assert start_all(2, "no.such.host.invalid") == [None] * 2
-    assert "rank 1 (node 1) cannot reach no.such.host.invalid:" in caplog.text
-
-
-def test_a_port_that_is_taken_leaves_all_ranks_without(caplog):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert start_all(2, "127.0.0.1", port) == [None] * 2
-    assert f"rank 0 (node 0) cannot listen on port {port}: [Errno {errno.EADDRINUSE}]" in caplog.text
-
-
-@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b'{"kind": "welcome"}\n', b""])
-def test_a_port_with_another_service_is_not_joined(says):
-    plane, calls = ControlPlane(1, 2, "rank 1 (node 1)"), queue.Queue()
-
-    def answer(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        connection.sendall(says)
-        connection.close()
-        calls.put("answered")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
-        threads.submit(answer, listener)
-        invitation = Invitation("127.0.0.1", listener.getsockname()[1], "token")
-        with pytest.raises(OSError, match=r"server at this address is not|closed by the peer|reset by peer"):
-            authenticate(connect(invitation, 5.0), invitation.token, 1, plane.place)
-    assert not plane.is_connected
-    assert not plane.should_stop()
+@pytest.mark.parametrize(
+    ("size", "hang_timeout", "seconds"), [(4, None, 1.0), (4, 5.0, 0.5), (1000, 300.0, 1.0), (4000, 300.0, 4.0)]
+)
+def test_heartbeats_are_seconds_apart(size, hang_timeout, seconds):
+    assert seconds_between_beats(size, hang_timeout) == seconds

@@ -37,7 +37,7 @@ def state_of(pid: int) -> str:
 
 def test_a_stopped_process_is_ended_by_who_knows_it(stopped):
     child, identity = stopped
-    process.end_process(identity, patience=0.1)
+    process.end_frozen(identity, patience=0.1)
     deadline = time.monotonic() + 5
     while state_of(child) != "Z":
         assert time.monotonic() < deadline
@@ -48,7 +48,7 @@ def test_a_stopped_process_is_ended_by_who_knows_it(stopped):
 def test_no_other_process_is(stopped, started):
     child, identity = stopped
     identity[2] = started
-    process.end_process(identity)
+    process.end_frozen(identity)
     time.sleep(0.05)
     assert state_of(child) == "T"
 

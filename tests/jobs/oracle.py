@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import errno
 import json
 import multiprocessing
 import os
@@ -75,11 +74,6 @@ class Oracle(pl.LightningModule):
             os._exit(0)
         return []
 
-    def on_train_start(self) -> None:
-        control = self.trainer.strategy._control.plane  # noqa: SLF001
-        if control is not None and control.rank == 0:
-            (self.arguments.out / "hub").write_text(str(control.link.process.pid))
-
     def on_train_batch_end(self, *_: object) -> None:
         self.trace.append(self.x.item())
 
@@ -140,9 +134,7 @@ def main() -> None:
     parser.add_argument("--start-method", default="popen")
     parser.add_argument("--inter-node", default="torch")
     parser.add_argument("--python", default=sys.executable, help="what Lightning is to start ranks with")
-    parser.add_argument("--control-port", type=int)
     parser.add_argument("--hang-timeout", type=float, default=300.0)
-    parser.add_argument("--cut-off", type=int, default=-1, help="the rank that cannot reach the control plane")
     parser.add_argument("--host-name", help="what this machine says it is called")
     parser.add_argument("--kubeflow", action="store_true", help="give the Trainer Kubeflow's environment")
     parser.add_argument("--steps", type=int, default=5)
@@ -165,12 +157,6 @@ def main() -> None:
     multiprocessing.set_executable(arguments.python)
     if arguments.host_name:
         socket.gethostname = lambda: arguments.host_name
-    if arguments.cut_off == int(os.environ.get("RANK", 0)):
-
-        def create_connection(address: tuple[str, int], *_: object, **__: object) -> socket.socket:
-            raise OSError(errno.EHOSTUNREACH, "No route to host")
-
-        socket.create_connection = create_connection
     model = Oracle(arguments)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -181,7 +167,7 @@ def main() -> None:
             PeriodicAveraging(arguments.sync_every),
             ranks_per_node=arguments.ranks_per_node,
             transport=Transport(inter_node=arguments.inter_node),
-            health=Health(control_port=arguments.control_port, hang_timeout=arguments.hang_timeout),
+            health=Health(hang_timeout=arguments.hang_timeout),
             start_method=arguments.start_method,
         ),
         max_epochs=arguments.epochs,

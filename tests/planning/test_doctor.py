@@ -125,7 +125,7 @@ def in_threads(work, size=3):
 
 
 def test_a_reachable_port_is_ok():
-    found = in_threads(lambda topology: list(doctor.control_port(topology, "127.0.0.1")))
+    found = in_threads(lambda topology: list(doctor.ephemeral_ports(topology, "127.0.0.1")))
     assert [levels(each) for each in found] == [["ok", "ok"]] * 3
     assert "the longest round trip to the first node takes " in found[1][1].text
 
@@ -135,7 +135,7 @@ def test_ranks_that_cannot_reach_the_port_are_named(monkeypatch):
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    for (found,) in in_threads(lambda topology: list(doctor.control_port(topology, "127.0.0.1"))):
+    for (found,) in in_threads(lambda topology: list(doctor.ephemeral_ports(topology, "127.0.0.1"))):
         assert found.level == "FAIL"
         assert "ranks 1-2 cannot reach 127.0.0.1" in found.text
 

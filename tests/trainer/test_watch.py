@@ -17,6 +17,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Oracle, one_trainer
+from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
@@ -60,7 +61,7 @@ def test_ranks_that_stop_together_exit_with_0(control):
 def test_ctrl_c_is_an_interruption_that_one_rank_logs_in_one_line(control, caplog, monkeypatch, rank, heard):
     control.plane = ControlPlane(rank, 4, f"rank {rank} (node 0)")
     reported = []
-    monkeypatch.setattr(control.plane, "wait_for_failure", lambda timeout: heard)
+    monkeypatch.setattr(control.plane, "wait_for_failure", lambda timeout, **_: heard)
     monkeypatch.setattr(control.plane, "report_failure", reported.append)
     error = KeyboardInterrupt()
     control.note_exception(error)
@@ -91,8 +92,8 @@ def test_the_next_run_reports_the_failure_again(control, monkeypatch):
     control.note_exception(ValueError("in the run before"))
     control.plane = None
     assert control.is_interrupted(None)
-    monkeypatch.setattr(ControlPlane, "start", lambda *_: True)
-    control.start(1, 2, 1, ("localhost", 0), None, broadcast=lambda said: said, gather=lambda said: [said])
+    monkeypatch.setattr(ControlPlane, "start", lambda *_: None)
+    control.start(1, 2, 1, HashStore(), None, gather=lambda said: [said])
     assert not control.is_interrupted(None)
     reported = []
     monkeypatch.setattr(control.plane, "report_failure", reported.append)
