@@ -133,7 +133,13 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
         Raises:
             ValueError: If an argument has no possible value, or contradicts another one.
             TypeError: If an argument has a wrong type or is unknown.
+            RuntimeError: With a torch older than 2.9.
         """
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+            raise RuntimeError(
+                f"{type(self).__name__} needs torch 2.9 or newer, which can slice a node's mesh; this is torch"
+                f" {torch.__version__}. Install a newer torch, or use HierarchicalStrategy"
+            )
         given = {**kwargs, "process_group_backend": process_group_backend, "timeout": timeout}
         check_keywords(type(self), given, refused=_REFUSED)
         self._settings = Settings.of(

@@ -28,6 +28,12 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.topology import Topology
 
 
+def test_a_torch_that_cannot_slice_the_mesh_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cu128")
+    with pytest.raises(RuntimeError, match=r"needs torch 2\.9 or newer"):
+        HierarchicalModelParallelStrategy()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
