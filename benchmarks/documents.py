@@ -395,6 +395,13 @@ def _elastic() -> str:
     return "\n".join(lines)
 
 
+def _unequal_speeds() -> str:
+    """Return the table of `benchmarks.studies.unequal_speeds`, from its stored runs."""
+    from benchmarks.studies.unequal_speeds import table  # needs scikit-learn
+
+    return table(json.loads((RESULTS / "unequal-speeds.json").read_text()))
+
+
 _KINDS: dict[str, Callable[..., str]] = {
     "tuned": _tuned,
     "across": _across,
@@ -418,5 +425,6 @@ _KINDS: dict[str, Callable[..., str]] = {
     "help": _help,
     "language": language_passage,
     "passage": _passage,
+    "unequal_speeds": _unequal_speeds,
     "reference": reference,
 }
