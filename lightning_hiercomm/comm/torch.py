@@ -436,8 +436,12 @@ def _own_group(
 
 def group_names_are_equal() -> bool:
     """Whether members name a group alike, even if they were in unequal numbers of groups before."""
-    major, minor = (int(number) for number in torch.__version__.split(".")[:2])
-    return (major, minor) >= (2, 14)
+    return torch_version() >= (2, 14)
+
+
+def torch_version() -> tuple[int, ...]:
+    """Return the installed torch's major and minor version."""
+    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @contextmanager

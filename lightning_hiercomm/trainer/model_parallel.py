@@ -20,7 +20,7 @@ from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
 from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
 from lightning_hiercomm.comm.dtensor import local
-from lightning_hiercomm.comm.torch import without_splitting_gloo
+from lightning_hiercomm.comm.torch import torch_version, without_splitting_gloo
 from lightning_hiercomm.nodes.ignored import ignored_by_ddp
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import broadcast_values, trained_by
@@ -135,7 +135,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
             TypeError: If an argument has a wrong type or is unknown.
             RuntimeError: With a torch older than 2.9.
         """
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 9):
+        if torch_version() < (2, 9):
             raise RuntimeError(
                 f"{type(self).__name__} needs torch 2.9 or newer, which can slice a node's mesh; this is torch"
                 f" {torch.__version__}. Install a newer torch, or use HierarchicalStrategy"
