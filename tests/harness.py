@@ -23,7 +23,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
+from lightning_hiercomm.schemes.gradient_path import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.samples import SampleWeights
 

@@ -30,7 +30,7 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import Every
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
 PERIODIC = """
 trainer:

@@ -13,7 +13,7 @@ from benchmarks.language.power_sgd import PowerSGD
 from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
-from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.gradient_path import GradientPath
 
 MakePath = Callable[[Topology, nn.Module], GradientPath]
 

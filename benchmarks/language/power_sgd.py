@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.gradient_path import GradientPath
 
 _MEMORIES = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
 _one_at_a_time = threading.Lock()

@@ -23,7 +23,7 @@ from benchmarks.language import corpus
 from benchmarks.language.methods import METHODS
 from benchmarks.language.model import SIZES
 from benchmarks.language.nodes import Outcome, Plan, train
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 
 STORED = Path(__file__).resolve().parents[1] / "results" / "language"
 _MOST_RUNGS = 6  # of a ladder

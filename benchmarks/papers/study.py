@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.papers.paired import difference
 from benchmarks.simulate.simulation import Curve, Experiment, Site, simulate
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 
 _LOOKS = 20
 

@@ -28,7 +28,7 @@ from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas, trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.gradient_path import GradientPath
 
 _LONGEST_WAIT = 600.0
 _SECONDS_BETWEEN_WAKES = 1e-4

@@ -78,8 +78,8 @@ class Checkpoints:
         """
         state: dict[str, Any] = {
             "format": FORMAT,
-            "schemes": run.schedules.state(together or is_own),
-            "trained": run.schedules.trained(),
+            "schemes": run.scheme_states.state(together or is_own),
+            "trained": run.scheme_states.trained(),
             "without_mean": sorted(run.replicas.without_mean),
         }
         if is_own:
@@ -291,7 +291,7 @@ class Checkpoints:
             ValueError: If the checkpoint does not match this run.
         """
         run.exclude(self._loaded.get("without_mean"))
-        with run.schedules.training(self.trained):
+        with run.scheme_states.training(self.trained):
             sidecar, self._sidecar = self._sidecar, None
             if sidecar is not None:
                 check_sidecar(sidecar, run)
@@ -304,7 +304,7 @@ class Checkpoints:
                 else:
                     set_random_state(sidecar["random"])
             elif self._loaded:
-                run.schedules.load(self._loaded["schemes"])
+                run.scheme_states.load(self._loaded["schemes"])
                 run.loss.load_state_dict(self._loaded["loss"])
         self._loaded = {}  # an outer optimizer's state is as large as the model
         run.remember_values()

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from lightning_hiercomm.elastic.data_partition import DataShards
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.history import ElasticHistory
-from lightning_hiercomm.elastic.partition import DataShards
 from lightning_hiercomm.elastic.quorum import Progress, Quorum, Request
 from lightning_hiercomm.elastic.rendezvous import Rendezvous
 from lightning_hiercomm.elastic.surroundings import Surroundings

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.elastic.membership import Membership
 from lightning_hiercomm.elastic.surroundings import Participant
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 
 
 class Transaction:

@@ -20,7 +20,7 @@ from lightning_hiercomm.nodes.versions import version_of
 from lightning_hiercomm.run.means import RankMeans
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 

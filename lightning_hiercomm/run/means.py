@@ -14,7 +14,7 @@ from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas, broadcast_values, has_mean
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 

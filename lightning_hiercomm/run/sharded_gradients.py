@@ -17,7 +17,7 @@ from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import placed_as, shard_specs
-from lightning_hiercomm.schemes.gradients import InterNodeMean
+from lightning_hiercomm.schemes.gradient_path import InterNodeMean
 
 
 class ShardedGradients:

@@ -20,13 +20,13 @@ from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.losses import EpochLoss
 from lightning_hiercomm.run.misuse import Misuse
 from lightning_hiercomm.run.replicas import Replicas, trained_by
-from lightning_hiercomm.run.schedules import Schedules
+from lightning_hiercomm.run.scheme_states import SchemeStates
 from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
-from lightning_hiercomm.schemes.gradients import GradientPath, PhasedGradients, gradient_path
+from lightning_hiercomm.schemes.gradient_path import GradientPath, PhasedGradients, gradient_path
 from lightning_hiercomm.schemes.guard import Policy
-from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class TrainingRun:
     Attributes:
         schemes: One per optimizer, in their order.
         averaged_model: Writes the averaged model to the module.
-        schedules: Saves and restores the schemes.
+        scheme_states: Saves and restores the schemes.
         loss: The mean loss of the epoch, which some schemes follow.
         misuse: Checks the first steps.
         has_begun: Whether training has begun in this process.
@@ -97,7 +97,7 @@ class TrainingRun:
         if isinstance(self.gradients, PhasedGradients):
             self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
         self.averaged_model = AveragedModel(self.schemes, replicas, topology, samples)
-        self.schedules = Schedules(self.schemes, replicas)
+        self.scheme_states = SchemeStates(self.schemes, replicas)
         follows_loss = bool(self.schemes) and self.schemes[0].config.watches_loss
         self.loss = EpochLoss(follows_loss, topology, replicas.device)
         self.has_begun = False
@@ -144,7 +144,7 @@ class TrainingRun:
             of_trained: Whether to compare only parameters that the schemes train at the moment.
         """
         now = self.replicas.checksums()
-        names = self.schedules.trained() if of_trained else [*now, *self._known]
+        names = self.scheme_states.trained() if of_trained else [*now, *self._known]
         differs = any(now.get(name) != self._known.get(name) for name in names)
         changed = torch.tensor(int(differs), device=self.replicas.device)
         self.topology.world.all_reduce(changed.view(1), op="max").wait()
@@ -223,7 +223,7 @@ class TrainingRun:
             run: The user's own step: forward, backward, clipping, ``optimizer.step()``.
             last: Whether it is known to be the last step of the epoch.
         """
-        self.schedules.forget_last()
+        self.scheme_states.forget_last()
         scheme = self.scheme_of(optimizer)
         self._follow(scheme, optimizer)
 
@@ -255,7 +255,7 @@ class TrainingRun:
             scheme.replica.find_buffers()
             scheme.finish()
         self.has_finished = True
-        self.schedules.keep_last()
+        self.scheme_states.keep_last()
         self.replicas.have_written()
         self.remember_values()
 

@@ -17,11 +17,11 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.guard import NonFiniteGuard, Policy
-from lightning_hiercomm.schemes.health.preflight import launch
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
+from lightning_hiercomm.schemes.preflight import launch
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.samples import SampleWeights
-from lightning_hiercomm.schemes.state import SchemeState, Scope
+from lightning_hiercomm.schemes.scheme_state import SchemeState, Scope
 
 _CHECK_EVERY = 10
 """Steps between two checks for non-finite parameters, where every step synchronizes gradients."""

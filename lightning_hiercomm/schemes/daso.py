@@ -24,7 +24,7 @@ from lightning_hiercomm.schemes.phases import (
 )
 from lightning_hiercomm.schemes.plateau import Plateau, PlateauDetector
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.state import TRANSIENT
+from lightning_hiercomm.schemes.scheme_state import TRANSIENT
 
 log = logging.getLogger(__name__)
 

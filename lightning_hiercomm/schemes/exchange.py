@@ -19,13 +19,13 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.merges import Merge
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
-from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.graphs import Graph
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange, PendingExchanges
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
+from lightning_hiercomm.schemes.reducers.sharded import LeaderAllReduce, ShardedAllReduce
 from lightning_hiercomm.schemes.reference import ReferenceParameters
-from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
+from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 
 ALL_REDUCERS: dict[str, type[ShardedAllReduce]] = {"sharded": ShardedAllReduce, "leader": LeaderAllReduce}
 """The reducers over all nodes, by name."""

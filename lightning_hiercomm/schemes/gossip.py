@@ -27,7 +27,7 @@ from lightning_hiercomm.schemes.reducers.graphs import (
 from lightning_hiercomm.schemes.reducers.in_flight import PendingExchanges
 from lightning_hiercomm.schemes.reducers.neighbors import Peers
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
+from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 

@@ -16,7 +16,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.health.nonfinite import (
+from lightning_hiercomm.schemes.nonfinite import (
     NonfiniteError,
     OnNonfinite,
     find_unfit,
@@ -24,10 +24,10 @@ from lightning_hiercomm.schemes.health.nonfinite import (
     values_of,
 )
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
 from lightning_hiercomm.schemes.reducers.base import Reducer
+from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 from lightning_hiercomm.schemes.samples import SampleWeights
-from lightning_hiercomm.schemes.state import SchemeState
+from lightning_hiercomm.schemes.scheme_state import SchemeState
 
 
 @dataclass(frozen=True)

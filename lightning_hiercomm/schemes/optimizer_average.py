@@ -18,9 +18,9 @@ from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.health.nonfinite import OnNonfinite
+from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
 _LARGEST_DECREASE = 0.5
 """The largest relative decrease of a root in one average: Adam divides by it, and it may round to zero."""

@@ -15,7 +15,7 @@ from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.state import TRANSIENT
+from lightning_hiercomm.schemes.scheme_state import TRANSIENT
 
 
 class PeriodicAveraging(ParameterSync):

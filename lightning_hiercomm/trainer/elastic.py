@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from lightning_hiercomm._lightning.healing import (
+from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
+from lightning_hiercomm._lightning.state_transfer import (
     begin_as,
     end_training,
     note_stage_of_dataloaders,
@@ -22,7 +23,6 @@ from lightning_hiercomm._lightning.healing import (
     stop_reloading_train_data,
     take_state,
 )
-from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
 from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.checkpoints.plain import Checkpoints

@@ -32,7 +32,7 @@ from lightning_hiercomm.run.replicas import (
     tensors_without,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.trainer.gradients import gradient_group, warn_of_unused
+from lightning_hiercomm.trainer.gradient_group import gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.settings import Settings
 
 
@@ -114,8 +114,8 @@ class FabricModule:
         """The schemes' schedules, which are equal on all ranks, and which tensors they concern. Collective."""
         run = self.required_run
         return {
-            "schedules": run.schedules.state(),
-            "trained": run.schedules.trained(),
+            "schedules": run.scheme_states.state(),
+            "trained": run.scheme_states.trained(),
             "without_mean": sorted(run.replicas.without_mean),
             "loss": run.loss.common_state_dict(),
         }
@@ -124,8 +124,8 @@ class FabricModule:
         """Restore :meth:`state_dict`, except the loss, which belongs to an epoch. Collective."""
         run = self.required_run
         run.exclude(state["without_mean"])
-        with run.schedules.training(state["trained"]):
-            run.schedules.load(state["schedules"])
+        with run.scheme_states.training(state["trained"]):
+            run.scheme_states.load(state["schedules"])
 
     def load_inside_loop(self, state: Mapping[str, Any], epochs: int | None, steps: int | None) -> None:
         """Restore :meth:`state_dict`, except the epoch and the step in it. Collective."""

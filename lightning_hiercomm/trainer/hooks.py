@@ -48,7 +48,7 @@ from lightning_hiercomm.run.replicas import (
 )
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.gradient_path import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
 from lightning_hiercomm.trainer.checkpoint_hooks import CheckpointHooks
@@ -235,7 +235,7 @@ class HierarchicalHooks(CheckpointHooks):
             self._broadcast_tensors(tensors_without(self._module, own))
             self._run.begin_from_module()
         else:  # a teacher, say
-            kept = {*self._run.schedules.trained(), *self._run.replicas.not_averaged}
+            kept = {*self._run.scheme_states.trained(), *self._run.replicas.not_averaged}
             self._broadcast_tensors([p for name, p in self._module.named_parameters() if name not in kept])
             self._run.remember_values()
 

@@ -28,7 +28,7 @@ from lightning_hiercomm.run.sharded_gradients import ShardedGradients
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, SCHEMES, Scheme, SchemeName
-from lightning_hiercomm.schemes.gradients import GradientPath, InterNodeMean, LocalGradients
+from lightning_hiercomm.schemes.gradient_path import GradientPath, InterNodeMean, LocalGradients
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.options import Health, Transport
@@ -357,7 +357,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
         if self._is_fitting:
             run, path = self._run, Path(self.broadcast(checkpoint_path))
             run.begin_from_module()
-            with run.schedules.training(self._checkpoints.trained):  # torch leaves out the states of frozen parameters
+            with run.scheme_states.training(self._checkpoints.trained):  # torch omits the states of frozen ones
                 states = checkpoint.pop("optimizer_states", [])
                 if run.optimizers:
                     load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)

@@ -26,7 +26,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
-from lightning_hiercomm.schemes.gradients import GradientPath
+from lightning_hiercomm.schemes.gradient_path import GradientPath
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
 

@@ -33,8 +33,8 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
-from lightning_hiercomm.schemes.gradients import GradientPath
-from lightning_hiercomm.trainer.gradients import gradient_group, warn_of_unused
+from lightning_hiercomm.schemes.gradient_path import GradientPath
+from lightning_hiercomm.trainer.gradient_group import gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
 from lightning_hiercomm.trainer.settings import (

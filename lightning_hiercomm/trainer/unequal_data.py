@@ -33,8 +33,8 @@ from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import ParameterSync, Scheme
-from lightning_hiercomm.schemes.health.preflight import launch
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
+from lightning_hiercomm.schemes.preflight import launch
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.options import UnequalData
 

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from problems import Stream
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
-from lightning_hiercomm._lightning.healing import note_stage_of_dataloaders
 from lightning_hiercomm._lightning.places import (
     begin_stateful_loader,
     draws_another_order,
@@ -23,6 +22,7 @@ from lightning_hiercomm._lightning.places import (
     places_in_data,
     restores_module,
 )
+from lightning_hiercomm._lightning.state_transfer import note_stage_of_dataloaders
 
 
 class Loader(DataLoader):

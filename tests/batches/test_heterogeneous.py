@@ -19,7 +19,7 @@ from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import Context
-from lightning_hiercomm.schemes.gradients import NodeMean, gradient_path
+from lightning_hiercomm.schemes.gradient_path import NodeMean, gradient_path
 
 on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

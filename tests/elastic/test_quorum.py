@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lightning_hiercomm.elastic.partition import DataPartition, partition_for_epoch, partition_within_epoch
+from lightning_hiercomm.elastic.data_partition import DataPartition, partition_for_epoch, partition_within_epoch
 from lightning_hiercomm.elastic.quorum import (
     FINISHED,
     MUST_NOT_BEGIN,

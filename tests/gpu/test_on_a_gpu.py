@@ -22,7 +22,7 @@ from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import DASO, AllReduce, Context, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
-from lightning_hiercomm.schemes.gradients import gradient_path
+from lightning_hiercomm.schemes.gradient_path import gradient_path
 from lightning_hiercomm.schemes.guard import Policy
 
 pytestmark = pytest.mark.gpu

@@ -38,7 +38,7 @@ from lightning_hiercomm import (
     HierarchicalStrategy,
     PeriodicAveraging,
 )
-from lightning_hiercomm._lightning.healing import state_of
+from lightning_hiercomm._lightning.state_transfer import state_of
 from lightning_hiercomm.checkpoints.sidecar import random_state
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous, topology, vote

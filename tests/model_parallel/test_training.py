@@ -29,7 +29,7 @@ from lightning_hiercomm import (
     Transport,
 )
 from lightning_hiercomm.schemes import OuterOptimizer
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 
 pytestmark = pytest.mark.timeout(900)  # the first test's fixture is a launch of some forty fits
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import ShardSpec
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

@@ -14,7 +14,7 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.sharded_gradients import ShardedGradients
-from lightning_hiercomm.schemes.gradients import InterNodeMean
+from lightning_hiercomm.schemes.gradient_path import InterNodeMean
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

@@ -597,10 +597,10 @@ def test_non_contiguous_parameters_train_and_are_saved(scheme):
                     run.step(optimizer, lambda: optimizer.step(), last=step == 3)  # which schemes replace
                 run.end_epoch()
                 with run.averaged_model():
-                    run.schedules.state()
+                    run.scheme_states.state()
                     run.averaged_model.own_values()
                 run.finish()
-                run.schedules.load(run.schedules.state())
+                run.scheme_states.load(run.scheme_states.state())
                 return [*module.images.flatten().tolist(), *module.matrix.flatten().tolist()]
             finally:
                 run.close(timeout=5.0)

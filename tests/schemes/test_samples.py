@@ -9,7 +9,7 @@ import torch
 from harness import Rank, on_nodes, on_ranks, place
 
 from lightning_hiercomm import AllReduce, DiLoCo, ParameterSync, PeriodicAveraging
-from lightning_hiercomm.schemes.health.preflight import launch
+from lightning_hiercomm.schemes.preflight import launch
 from lightning_hiercomm.schemes.samples import SampleWeights, normalized
 
 pytestmark = pytest.mark.usefixtures("device")

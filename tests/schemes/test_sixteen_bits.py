@@ -13,7 +13,7 @@ from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import DirectedExponential, ParameterSync, RandomPermutation, Ring
-from lightning_hiercomm.schemes.reducers.all_reduce import LeaderAllReduce, ShardedAllReduce
+from lightning_hiercomm.schemes.reducers.sharded import LeaderAllReduce, ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

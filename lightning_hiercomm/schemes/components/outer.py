@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.bucket import Bucket
-from lightning_hiercomm.schemes.components.history import History, Run, TensorState, between, joined
 from lightning_hiercomm.schemes.components.merges import Merge, Replace
+from lightning_hiercomm.schemes.components.tensor_state import History, Run, TensorState, between, joined
 from lightning_hiercomm.schemes.optimizer_state import (
     changed,
     copied,

@@ -15,8 +15,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
-from lightning_hiercomm.schemes.health.preflight import Preflight
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 
@@ -65,7 +65,7 @@ class Reducer(ABC):
             step: The optimizer steps this rank has taken.
             number: The number of the exchange.
             leaving: The buckets that are about to be sent. Default: all.
-            counts: See :func:`~lightning_hiercomm.schemes.health.preflight.launch`.
+            counts: See :func:`~lightning_hiercomm.schemes.preflight.launch`.
             inbound: The background of :meth:`start`. Its result is then known before the first bucket has arrived.
                 Default: waits for it.
         """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.base import Handle, finished
-from lightning_hiercomm.schemes.health.preflight import Preflight
+from lightning_hiercomm.schemes.preflight import Preflight
 
 _OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
 

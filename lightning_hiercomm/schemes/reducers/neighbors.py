@@ -15,7 +15,7 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, Topology
-from lightning_hiercomm.schemes.health.preflight import Preflight
+from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.reducers.graphs import Graph, Partners, partners_of
@@ -232,7 +232,7 @@ class NeighborExchange(Reducer):
         through: A duplicate of it.
         background: Completes exchanges in parallel with training.
         wire: The encoding of parameters, not of differences, because peers have no common reference.
-        update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.all_reduce.ShardedAllReduce`.
+        update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.sharded.ShardedAllReduce`.
         check: Raises an error if buckets cannot be sent.
     """
 

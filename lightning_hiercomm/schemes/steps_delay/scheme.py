@@ -18,10 +18,10 @@ from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder, values_of
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.state import LOCAL, TRANSIENT, SchemeState
-from lightning_hiercomm.schemes.steps_delay.bucket import ServedBucket
-from lightning_hiercomm.schemes.steps_delay.checks import check_optimizer
+from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate
+from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket
+from lightning_hiercomm.schemes.steps_delay.served_optimizers import check_optimizer
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
 GroupValues = list[dict[str, Any]]

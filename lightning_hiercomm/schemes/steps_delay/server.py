@@ -17,7 +17,7 @@ from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.optimizer_state import copied
-from lightning_hiercomm.schemes.steps_delay.bucket import ServedBucket, served_buckets
+from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket, served_buckets
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import AllReduce
-from lightning_hiercomm.schemes.gradients import InterNodeMean, LocalGradients, NodeMean, WorldMean, gradient_path
+from lightning_hiercomm.schemes.gradient_path import InterNodeMean, LocalGradients, NodeMean, WorldMean, gradient_path
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

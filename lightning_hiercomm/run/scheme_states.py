@@ -16,7 +16,7 @@ _COUNTERS = ("steps", "step_in_epoch", "epoch")
 """The entries that mean the same in every scheme."""
 
 
-class Schedules:
+class SchemeStates:
     """Saves and restores the schemes of a run, one per optimizer."""
 
     def __init__(self, schemes: Sequence[RunningScheme[Scheme]], replicas: Replicas) -> None:

@@ -12,9 +12,9 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError
-from lightning_hiercomm.schemes.health.preflight import launch
-from lightning_hiercomm.schemes.reducers.all_reduce import ShardedAllReduce
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
+from lightning_hiercomm.schemes.preflight import launch
+from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 

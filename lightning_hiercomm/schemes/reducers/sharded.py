@@ -20,8 +20,8 @@ from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, Topology
-from lightning_hiercomm.schemes.health.nonfinite import NonfiniteError, OnNonfinite, find_unfit, is_unfit, values_of
-from lightning_hiercomm.schemes.health.preflight import Preflight, launch
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError, OnNonfinite, find_unfit, is_unfit, values_of
+from lightning_hiercomm.schemes.preflight import Preflight, launch
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from problems import Stream, warnings_with
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_hiercomm._lightning.healing import (
+from lightning_hiercomm._lightning.state_transfer import (
     begin_as,
     end_training,
     note_stage_of_dataloaders,

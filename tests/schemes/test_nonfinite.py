@@ -26,7 +26,7 @@ from lightning_hiercomm.schemes import (
     Scheme,
     StepsDelay,
 )
-from lightning_hiercomm.schemes.health.nonfinite import (
+from lightning_hiercomm.schemes.nonfinite import (
     NonfiniteError,
     find_unfit,
     is_unfit,

@@ -1,1 +1,0 @@
-"""Checks for non-finite values and ranks at unequal steps."""
