@@ -19,7 +19,7 @@ demo: $(VENV)/.installed-demo  ## train digits on two nodes of two ranks, all on
 	$(BIN)/python examples/digits/main.py fit --config examples/digits/config.yaml
 	@echo 'Curves of loss, accuracy and traffic: $(BIN)/tensorboard --logdir runs'
 
-# Three workers on two cores, because many tests wait for processes. Files are in the order of tests/pairwise.py, longest first. A worker
+# Three workers on two cores, because many tests wait for processes. Files are in the order of tests/support/pairwise.py, longest first. A worker
 # that crashes is not replaced, because xdist would then hang. `make test NIGHTLY=--nightly` runs all tests.
 test: $(VENV)/.installed-dev  ## all checks and tests, against the installed package
 	$(BIN)/ruff check .

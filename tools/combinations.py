@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tools")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/support", "tools")]
 
 import torch
 from harness import Rank, attached, flattened, on_a_gpu, on_ranks, reloaded, with_policy

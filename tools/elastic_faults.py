@@ -33,7 +33,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
 CHECKOUT = TESTS.parent
-for folder in (TESTS, TESTS / "startup", TESTS / "jobs"):
+for folder in (TESTS / "support", TESTS / "startup", TESTS / "jobs"):
     sys.path.append(str(folder))
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])

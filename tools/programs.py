@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tools")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/support", "tools")]
 
 import lightning.pytorch as pl
 import torch

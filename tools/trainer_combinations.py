@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tools")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/support", "tools")]
 
 import combinations
 import lightning.pytorch as pl

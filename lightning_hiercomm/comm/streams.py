@@ -5,7 +5,7 @@ stream that allocated it, even if another stream still reads it ("CUDA streams" 
 https://docs.pytorch.org/docs/stable/notes/cuda.html).
 
 The package uses streams through this module only, so that tests can replace it by a fake device that detects uses
-without order (``tools/fake_streams.py``).
+without order (``tests/support/fake_streams.py``).
 """
 
 from __future__ import annotations

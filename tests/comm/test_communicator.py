@@ -575,7 +575,7 @@ def test_tensors_made_in_inference_mode_are_moved(rank):
 @pytest.mark.parametrize("is_nccl", [False, True])
 def test_moves_of_a_gpu_s_tensors_are_those_that_torch_knows_of_them(rank, is_nccl):
     """As torch is asked for moves of a GPU's tensors, which lie on the CPU here, where gloo moves them."""
-    sys.path.append(str(Path(__file__).parents[2] / "tools"))
+    sys.path.append(str(Path(__file__).parents[1] / "support"))
     from fake_streams import FakeDevice
 
     group = rank.group()

@@ -22,7 +22,7 @@ for name in (
     importlib.import_module(name)
 # its own may be a connection's before it is used
 lightning_environment = importlib.import_module("lightning.fabric.plugins.environments.lightning")
-sys.path.append(str(Path(__file__).parents[1]))  # Python gives the server only what is on PYTHONPATH
+sys.path.append(str(Path(__file__).parents[1] / "support"))  # Python gives the server only what is on PYTHONPATH
 lightning_environment.find_free_network_port = importlib.import_module("ports").free_port  # type: ignore[attr-defined]
 sys.path.pop()
 # torchrun's agents look for the name of each caller, for a record that no test reads, among all of these modules

@@ -36,7 +36,6 @@ from lightning_hiercomm import Health, HierarchicalStrategy
 from lightning_hiercomm._lightning.launcher import settle_as_fork
 
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
-_TESTS = Path(__file__).parent
 settings.register_profile("unhurried", deadline=None)  # the time of an example depends on the load of the machine
 settings.load_profile("unhurried")
 registry.entry_points = functools.cache(registry.entry_points)  # every Trainer reads the entry points of all packages
@@ -60,7 +59,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout, which is not to count the wait
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Run a test marked ``alone`` while other workers wait."""
-    with open(__file__) as turn, open(_TESTS / "conftest.py") as running:
+    with open(__file__) as turn, open(Path(__file__).with_name("harness.py")) as running:
         fcntl.flock(turn, fcntl.LOCK_EX)  # otherwise it might wait for ever
         fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         fcntl.flock(turn, fcntl.LOCK_UN)

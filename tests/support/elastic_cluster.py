@@ -18,8 +18,8 @@ from ports import free_port
 
 from lightning_hiercomm.elastic.quorum import FINISHED_EXIT_CODE
 
-JOB = Path(__file__).parent / "jobs" / "elastic_node.py"
-LIGHTHOUSE = Path(__file__).parent / "jobs" / "elastic_lighthouse.py"
+_JOBS = Path(__file__).parents[1] / "jobs"
+JOB, LIGHTHOUSE = _JOBS / "elastic_node.py", _JOBS / "elastic_lighthouse.py"
 
 
 class Process(Protocol):
