@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_hiercomm._lightning import require_attribute
-
 
 def process_groups() -> Iterable[Any]:
     """Return all process groups of this process; torch has no public list of them."""
@@ -38,9 +36,14 @@ def collectives_of_default_group() -> int:
 
 
 def _begun_in(group: Any) -> int:
+    """Return the sum over a group's backends, one per kind of device: the group's own number is that of only one."""
+    count = 0
     with contextlib.suppress(RuntimeError):  # another thread may destroy a group meanwhile
-        return sum(backend._get_sequence_number_for_group() for backend in counting_backends(group))
-    return 0
+        backends = [group._get_backend(device) for device in group._device_types]
+        for backend in {id(backend): backend for backend in backends}.values():
+            with contextlib.suppress(RuntimeError):  # backends of third parties need not have one
+                count += backend._get_sequence_number_for_group()
+    return count
 
 
 def gpu_is_busy() -> bool:
@@ -53,19 +56,3 @@ def gpu_is_busy() -> bool:
     torch_c: Any = torch._C
     used = filter(torch_c._cuda_hasPrimaryContext, range(torch.cuda.device_count()))
     return any(not torch.cuda.default_stream(index).query() for index in used)
-
-
-def counting_backends(group: Any) -> list[Any]:
-    """Return the backends of a process group, one per kind of device, that have a sequence number.
-
-    The number of a group with several backends is that of only one of them.
-    """
-    require_attribute(group, "_device_types")
-    require_attribute(group, "_get_backend")
-    backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}
-    counting = []
-    for backend in backends.values():
-        with contextlib.suppress(RuntimeError):  # backends of third parties need not have one
-            backend._get_sequence_number_for_group()
-            counting.append(backend)
-    return counting

@@ -34,20 +34,14 @@ def is_not_insisted_on(backward: Backward) -> Backward:
     return functools.wraps(fabric.strategies.strategy.Strategy.backward)(backward)  # type: ignore[return-value]
 
 
-def unused_parameters(module: nn.Module | None) -> list[str]:
-    """Return the names of trainable parameters without a gradient after a backward pass, if others have one."""
-    trained = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    unused = [name for name, parameter in trained if parameter.grad is None]
-    return unused if len(unused) < len(trained) else []
-
-
-def warning_of_unused_parameters(unused: Sequence[str], strategy: type, loss: str = "training_step") -> str:
-    """Return a warning about unused parameters in a run without DDP, which would end the same run on larger nodes."""
-    return (
-        f"{_were_not_used(unused, loss)} They are not trained. Nodes of several ranks would wait for their gradients,"
-        f" and end with an error: set {_FIND_UNUSED.format(strategy.__name__)}, or freeze them with"
-        " `requires_grad_(False)`."
-    )
+def warn_of_unused_parameters(module: nn.Module, strategy: type, loss: str = "training_step") -> None:
+    """Warn of parameters without gradients in a run without DDP, which would end the same run on larger nodes."""
+    if unused := _unused_parameters(module):
+        fabric.utilities.rank_zero_warn(
+            f"{_were_not_used(unused, loss)} They are not trained. Nodes of several ranks would wait for their"
+            f" gradients, and end with an error: set {_FIND_UNUSED.format(strategy.__name__)}, or freeze them with"
+            " `requires_grad_(False)`."
+        )
 
 
 def explain_unused_parameters(exception: BaseException, module: nn.Module | None) -> None:
@@ -57,10 +51,17 @@ def explain_unused_parameters(exception: BaseException, module: nn.Module | None
     """
     if any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
         exception.args = (
-            f"{_were_not_used(unused_parameters(module))} If this is intentional, you must enable the detection of"
+            f"{_were_not_used(_unused_parameters(module))} If this is intentional, you must enable the detection of"
             f" unused parameters in DDP, by setting the flag in the strategy with"
             f" {_FIND_UNUSED.format('HierarchicalStrategy')}.",
         )
+
+
+def _unused_parameters(module: nn.Module | None) -> list[str]:
+    """Return the names of trainable parameters without a gradient after a backward pass, if others have one."""
+    trained = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    unused = [name for name, parameter in trained if parameter.grad is None]
+    return unused if len(unused) < len(trained) else []
 
 
 def _were_not_used(unused: Sequence[str], loss: str = "training_step") -> str:
@@ -215,14 +216,6 @@ class SettledDDP(CopiedDDP):
             self._begins_step = self.require_forward_param_sync = ends_step
         return output
 
-    def forward_nothing(self) -> None:
-        """Take part in the broadcast of buffers that other ranks begin in :meth:`forward`."""
-        ends_step = self.require_backward_grad_sync
-        self.require_forward_param_sync = self._begins_step
-        if self._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
-            self._sync_buffers()  # type: ignore[no-untyped-call]
-        self._begins_step = self.require_forward_param_sync = ends_step
-
 
 def in_ddp(
     module: nn.Module,
@@ -301,10 +294,14 @@ def time_buffer_broadcasts(model: DistributedDataParallel, waiting: Callable[[],
 
 
 def forward_nothing(model: nn.Module | None) -> None:
-    """Take part in what DDP exchanges in other ranks' forward passes; DDP does this only inside of ``join``."""
-    if isinstance(model, SettledDDP):
-        require_attribute(model, "_check_sync_bufs_pre_fwd")
-        model.forward_nothing()
+    """Take part in the broadcast of buffers in other ranks' forward passes; DDP does this only inside of ``join``."""
+    if not isinstance(model, SettledDDP):
+        return
+    require_attribute(model, "_check_sync_bufs_pre_fwd")
+    model.require_forward_param_sync = model._begins_step
+    if model._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]
+        model._sync_buffers()  # type: ignore[no-untyped-call]
+    model._begins_step = model.require_forward_param_sync = model.require_backward_grad_sync
 
 
 @torch.no_grad()

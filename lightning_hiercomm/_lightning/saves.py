@@ -72,11 +72,6 @@ def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, An
     connector.dump_checkpoint = dump_checkpoint  # type: ignore[method-assign]
 
 
-def restore_dump(trainer: pl.Trainer) -> None:
-    """Undo :func:`dump_within`, so that the trainer can be pickled and used with another strategy."""
-    vars(trainer._checkpoint_connector).pop("dump_checkpoint", None)
-
-
 def number_names_by_own_files(trainer: pl.Trainer) -> None:
     """Make every ``ModelCheckpoint`` number its files by those in its state.
 
@@ -89,12 +84,6 @@ def number_names_by_own_files(trainer: pl.Trainer) -> None:
             return filepath in (*callback.best_k_models, callback.best_model_path, callback.last_model_path)
 
         callback.file_exists = file_exists  # type: ignore[method-assign]
-
-
-def restore_numbering(trainer: pl.Trainer) -> None:
-    """Undo :func:`number_names_by_own_files`."""
-    for callback in model_checkpoints(trainer):
-        vars(callback).pop("file_exists", None)
 
 
 def model_checkpoints(trainer: pl.Trainer) -> list[pl.callbacks.ModelCheckpoint]:

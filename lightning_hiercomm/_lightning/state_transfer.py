@@ -201,11 +201,6 @@ def reload_train_data_when_due(trainer: pl.Trainer, is_due: Callable[[], bool]) 
     loop.setup_data = setup_data  # type: ignore[method-assign]
 
 
-def stop_reloading_train_data(trainer: pl.Trainer) -> None:
-    """Undo :func:`reload_train_data_when_due`."""
-    vars(trainer.fit_loop).pop("setup_data", None)
-
-
 class _Later(Iterable[Any]):
     """Yields batches of indices; in the first iteration it skips some."""
 

@@ -7,45 +7,48 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import chain, islice
 from traceback import walk_tb
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from lightning_hiercomm._lightning import require_attribute
+from lightning_hiercomm._lightning.saves import model_checkpoints
 from lightning_hiercomm._lightning.tree import lr_finder, pl
+from lightning_hiercomm.control.plane import ControlPlane
 
 
-class TogetherAtBatches(Protocol):
-    """Stops ranks at a common batch."""
+class OneRank:
+    """Replaces the control plane on a node with one rank."""
+
+    stops_together = True
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self.requeue_requested = False
 
     @property
-    def requeue_requested(self) -> bool:
-        """Whether ranks save there to be queued again, and then continue."""
-
-    @property
-    def stops_together(self) -> bool:
-        """Whether all ranks stop, or this one alone because it has lost the others."""
+    def stop_requested(self) -> bool:
+        return self._trainer.received_sigterm
 
     def should_stop(self) -> bool:
-        """Return whether ranks stop before this batch; called before every batch on every rank."""
+        return self.requeue_requested or self.stop_requested
 
     def request_stop(self) -> None:
-        """Called when this process receives a SIGTERM."""
+        mark_sigterm_received(self._trainer)
 
     def request_requeue(self) -> None:
-        """Called when this process receives SLURM's signal that the time is nearly up."""
+        self.requeue_requested = True
 
     def go_on(self) -> None:
-        """Called after the ranks have saved."""
+        self.requeue_requested = False
 
 
 def replace_sigterm_broadcast(
-    trainer: pl.Trainer, ranks: TogetherAtBatches, leave: Callable[[], object] | None = None
+    trainer: pl.Trainer, ranks: ControlPlane | OneRank, leave: Callable[[], object] | None = None
 ) -> Callable[[], None]:
     """Replace Lightning's handling of SIGTERM and of SLURM's signal.
 
@@ -101,11 +104,19 @@ def replace_sigterm_broadcast(
     return before_batch
 
 
-def restore_sigterm_broadcast(trainer: pl.Trainer) -> None:
-    """Undo :func:`replace_sigterm_broadcast`, so that the trainer can be pickled and used with another strategy."""
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+def restore_trainer(trainer: pl.Trainer) -> None:
+    """Undo what this package has replaced in a trainer, so that it can be pickled and used with another strategy."""
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    vars(epoch).pop("_broadcast_sigterm_tensor", None)
+    vars(epoch._results).pop("update_metrics", None)
+    vars(fit).pop("setup_data", None)
+    vars(fit._data_source).pop("dataloader", None)
+    vars(trainer._checkpoint_connector).pop("dump_checkpoint", None)
+    vars(trainer._data_connector).pop("_prepare_dataloader", None)
     for handler in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-        trainer._signal_connector.__dict__.pop(handler, None)
+        vars(trainer._signal_connector).pop(handler, None)
+    for callback in model_checkpoints(trainer):
+        vars(callback).pop("file_exists", None)
 
 
 def mark_sigterm_received(trainer: pl.Trainer) -> None:
@@ -205,13 +216,8 @@ def leave_train_dataloaders_alone(trainer: pl.Trainer) -> None:
     connector._prepare_dataloader = prepare  # type: ignore[method-assign]
 
 
-def prepare_train_dataloaders_again(trainer: pl.Trainer) -> None:
-    """Undo :func:`leave_train_dataloaders_alone`."""
-    trainer._data_connector.__dict__.pop("_prepare_dataloader", None)
-
-
-def mark_means_of_a_step(trainer: pl.Trainer, mark: Callable[[], AbstractContextManager[None]]) -> None:
-    """Enter ``mark()`` while ``self.log`` of a training hook reduces a value over the ranks.
+def mark_means_of_a_step(trainer: pl.Trainer) -> None:
+    """Make :func:`reduces_mean_of_a_step` True while ``self.log`` of a training hook reduces a value over the ranks.
 
     ``Strategy.reduce`` gets both the values of ``on_step=True``, which are means over a rank's batch, and the sums that
     ``on_epoch=True`` makes of them and of the batch sizes. Only the former need weights.
@@ -221,15 +227,18 @@ def mark_means_of_a_step(trainer: pl.Trainer, mark: Callable[[], AbstractContext
     original = type(results).update_metrics
 
     def update_metrics(key: str, value: Any, batch_size: int) -> None:
-        with mark():
+        vars(results)["_reduces_mean"] = True
+        try:
             original(results, key, value, batch_size)
+        finally:
+            del vars(results)["_reduces_mean"]
 
     results.update_metrics = update_metrics
 
 
-def unmark_means_of_a_step(trainer: pl.Trainer) -> None:
-    """Undo :func:`mark_means_of_a_step`."""
-    trainer.fit_loop.epoch_loop._results.__dict__.pop("update_metrics", None)
+def reduces_mean_of_a_step(trainer: pl.Trainer) -> bool:
+    """Return whether Lightning now reduces a mean over a rank's batch, after :func:`mark_means_of_a_step`."""
+    return "_reduces_mean" in vars(trainer.fit_loop.epoch_loop._results)
 
 
 def takes_dataloader_iter(module: pl.LightningModule) -> bool:
@@ -264,11 +273,6 @@ def wrap_train_dataloaders(trainer: pl.Trainer, wrap: Callable[[Any], object]) -
     require_attribute(source, "dataloader")
     original = type(source).dataloader
     source.__dict__["dataloader"] = lambda: wrap(original(source))
-
-
-def unwrap_train_dataloaders(trainer: pl.Trainer) -> None:
-    """Undo :func:`wrap_train_dataloaders`."""
-    trainer.fit_loop._data_source.__dict__.pop("dataloader", None)
 
 
 def batches_begun(trainer: pl.Trainer) -> int:

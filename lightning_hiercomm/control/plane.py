@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import json
 import logging
+import multiprocessing.util
 import sys
 import threading
 import time
@@ -471,7 +472,8 @@ class ControlPlane:
                 return
             self.failure = message
         self._failed.set()
-        process.end_children_at_exit()
+        # if this process ends by itself, before multiprocessing waits for its children
+        multiprocessing.util.Finalize(None, process.end_children, exitpriority=100)
         if is_frozen:
             process.dump_stacks(f"{message}. What {self.place} does:")
         for rank in {*silent} & {*self.processes} - {self.rank}:

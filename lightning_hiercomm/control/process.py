@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import multiprocessing
-import multiprocessing.util
 import os
 import signal
 import socket
@@ -107,11 +106,6 @@ def end_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a dataloader's worker is killed
     for child in multiprocessing.active_children():
         child.kill()
-
-
-def end_children_at_exit() -> None:
-    """Call :func:`end_children` when this process ends by itself, before multiprocessing waits for them."""
-    multiprocessing.util.Finalize(None, end_children, exitpriority=100)
 
 
 def end_after(grace: float, message: str, unless: threading.Event) -> None:

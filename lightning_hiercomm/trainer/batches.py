@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from lightning_hiercomm._lightning.trainer import (
     leave_train_dataloaders_alone,
     mark_means_of_a_step,
-    prepare_train_dataloaders_again,
     restart_train_dataloaders,
     takes_dataloader_iter,
-    unmark_means_of_a_step,
 )
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.batches.running import RunningBatches
@@ -23,36 +18,12 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 """Layers that refuse a single sample: always, or if it has a single value in a channel."""
 
 
-class WeightedMeans:
-    """Whether a mean over ranks must be weighted by the sizes of the ranks' batches."""
-
-    def __init__(self) -> None:
-        self.apply_now = False
-
-    @contextmanager
-    def applying(self) -> Iterator[None]:
-        """Inside, it must: Lightning reduces means of a step."""
-        self.apply_now = True
-        try:
-            yield
-        finally:
-            self.apply_now = False
-
-
-def attach_batches(
-    batches: RunningBatches, trainer: pl.Trainer, topology: Topology, means: WeightedMeans, device: torch.device
-) -> None:
+def attach_batches(batches: RunningBatches, trainer: pl.Trainer, topology: Topology, device: torch.device) -> None:
     """Let ``batches`` divide the train dataloaders of a trainer, before their length is used. Collective."""
     has_batch_norm = any(isinstance(layer, _BATCH_NORMS) for layer in trainer.lightning_module.modules())
     batches.bind(topology, topology.meter, device, least=2 if has_batch_norm else 1)
     leave_train_dataloaders_alone(trainer)
-    mark_means_of_a_step(trainer, means.applying)
-
-
-def detach_batches(trainer: pl.Trainer) -> None:
-    """Undo :func:`attach_batches`."""
-    prepare_train_dataloaders_again(trainer)
-    unmark_means_of_a_step(trainer)
+    mark_means_of_a_step(trainer)
 
 
 def begin_batches(batches: RunningBatches, trainer: pl.Trainer) -> None:

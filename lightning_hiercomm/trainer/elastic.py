@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from lightning_hiercomm._lightning.saves import number_names_by_own_files, restore_numbering
+from lightning_hiercomm._lightning.saves import number_names_by_own_files
 from lightning_hiercomm._lightning.state_transfer import (
     begin_as,
     end_training,
@@ -20,10 +20,8 @@ from lightning_hiercomm._lightning.state_transfer import (
     reload_train_data_when_due,
     skip_sanity_check,
     state_of,
-    stop_reloading_train_data,
     take_state,
 )
-from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import random_state, set_random_state
@@ -223,9 +221,6 @@ class ElasticNode(pl.Callback):
         self._has_left = True
         self.give_up()
         self.membership.leave(at_once=at_once and not self._received_sigterm, is_over=not at_once)
-        prepare_train_dataloaders_again(self._trainer)
-        stop_reloading_train_data(self._trainer)
-        restore_numbering(self._trainer)
 
 
 def elastic_node(

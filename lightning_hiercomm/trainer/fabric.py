@@ -106,18 +106,8 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
             ValueError: If an argument has no possible value, contradicts another one, or needs a Trainer.
             TypeError: If an argument has a wrong type or is unknown.
         """
-        name = type(self).__name__
-        check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, name), _NEEDS_TRAINER)
-        self._settings = settings = Settings.of(
-            SCHEMES,
-            scheme=scheme,
-            ranks_per_node=ranks_per_node,
-            wire_dtype=wire_dtype,
-            average_buffers=average_buffers,
-            average_optimizer_state=average_optimizer_state,
-            health=health,
-            transport=transport,
-        )
+        check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__), _NEEDS_TRAINER)
+        self._settings = settings = Settings.of(SCHEMES, locals())
         super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
         scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
         if isinstance(scheme, DASO) and scheme.monitor is not None:

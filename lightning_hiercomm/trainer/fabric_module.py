@@ -17,6 +17,7 @@ from lightning_hiercomm._lightning.ddp import (
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
+    warn_of_unused_parameters,
 )
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.base import Communicator
@@ -32,8 +33,8 @@ from lightning_hiercomm.run.replicas import (
     tensors_without,
 )
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.trainer.gradient_group import gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.settings import Settings
+from lightning_hiercomm.trainer.strategy import gradient_group
 
 
 class FabricModule:
@@ -185,7 +186,7 @@ class FabricModule:
         """After the first backward pass on a node of one rank, warn of unused parameters."""
         if self._expects_all_used and any(p.grad is not None for p in self.module.parameters()):
             self._expects_all_used = False
-            warn_of_unused(self.module, strategy, "the forward pass")
+            warn_of_unused_parameters(self.module, strategy, "the forward pass")
 
 
 class _BeforeForward:

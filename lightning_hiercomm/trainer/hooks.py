@@ -18,13 +18,15 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.collectives import store_of_default_group
 from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
 from lightning_hiercomm._lightning.places import begin_stateful_loader
-from lightning_hiercomm._lightning.saves import dump_within, restore_dump
+from lightning_hiercomm._lightning.saves import dump_within
 from lightning_hiercomm._lightning.trainer import (
     draw_first_indices,
     is_between_batches,
     put_callback_first,
     raw_optimizer,
+    reduces_mean_of_a_step,
     remove_callback,
+    restore_trainer,
     skips_backward,
 )
 from lightning_hiercomm._lightning.tree import check_tree, fabric, pass_to_ranks, pl
@@ -50,7 +52,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradient_path import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
-from lightning_hiercomm.trainer.batches import attach_batches, begin_batches, detach_batches
+from lightning_hiercomm.trainer.batches import attach_batches, begin_batches
 from lightning_hiercomm.trainer.checkpoint_hooks import CheckpointHooks
 from lightning_hiercomm.trainer.checks import check_launch, check_training
 from lightning_hiercomm.trainer.elastic import elastic_node
@@ -63,7 +65,8 @@ from lightning_hiercomm.trainer.unequal_data import UnequalNodes
 class HierarchicalHooks(CheckpointHooks):
     """Adds the synchronization of nodes to one of Lightning's strategies, which trains inside a node.
 
-    That strategy is the next base class, as in ``class HierarchicalStrategy(HierarchicalHooks, DDPStrategy)``.
+    That strategy is the next base class, as in ``class HierarchicalStrategy(HierarchicalHooks, DDPStrategy)``, whose
+    hooks are for gradients. Hooks for checkpoints are in ``CheckpointHooks``, attributes in ``StrategyState``.
     """
 
     # ---- processes start, and connect ----------------------------------------------------------------------------
@@ -149,7 +152,7 @@ class HierarchicalHooks(CheckpointHooks):
             self._unequal = UnequalNodes(self._settings.unequal_data, self.scheme, self._topology, self.root_device)
             self._unequal.attach(trainer)
         if self.batches is not None:  # setting up optimizers may need the dataloaders' length
-            attach_batches(self.batches, trainer, self._topology, self._means, self.root_device)
+            attach_batches(self.batches, trainer, self._topology, self.root_device)
         super().setup(trainer)
         self._run_or_none = self._new_run()
         self._run.averaged_model.barrier = self._control.barrier
@@ -303,13 +306,13 @@ class HierarchicalHooks(CheckpointHooks):
             self._unequal.check_outside_step("self.log(..., sync_dist=True) at a step", group)
         if not self._ranks_are_together:
             return tensor
+        trainer = self._trainer_or_none if group is None else None
         if isinstance(tensor, Tensor) and str(reduce_op).lower() in ("mean", "avg"):
             if not tensor.is_floating_point():
                 tensor = tensor.float()  # the mean of integers is seldom an integer
-            if self._means.apply_now and self.batches is not None and group is None:
+            if self.batches is not None and trainer is not None and reduces_mean_of_a_step(trainer):
                 tensor, reduce_op = tensor * self.batches.share, "sum"
-        trainer = self._trainer_or_none
-        if isinstance(tensor, Tensor) and group is None and trainer is not None and is_between_batches(trainer):
+        if isinstance(tensor, Tensor) and trainer is not None and is_between_batches(trainer):
             operation = getattr(reduce_op, "op", reduce_op)  # the text of a ReduceOp differs between ranks
             what = f" ({operation} of {str(tensor.dtype).removeprefix('torch.')})"
             self._control.barrier("reduce", what)  # a value that only some ranks log must not mix with others
@@ -353,22 +356,17 @@ class HierarchicalHooks(CheckpointHooks):
 
     @override
     def teardown(self) -> None:
-        trainer = self._trainer_or_none
-        if self._unequal is not None and trainer is not None:
-            self._unequal.detach(trainer)
-        self._unequal = None
+        trainer, unequal, self._unequal = self._trainer_or_none, self._unequal, None
         if self._may_communicate and not self._run.has_begun and self._elastic_node is None:
             self._run.finish()  # there was nothing to train, perhaps no more, and so no `on_train_end`
             self._run.averaged_model.average_module()
         if trainer is not None:
-            if self._epoch_clock is not None:
-                remove_callback(trainer, self._epoch_clock)
-                restore_dump(trainer)
-            detach_batches(trainer)
+            for own in (unequal, self._epoch_clock, self._elastic_node):
+                if own is not None:
+                    remove_callback(trainer, own)
+            restore_trainer(trainer)
         if self._elastic_node is not None:
             self._elastic_node.leave(at_once=self._control.is_interrupted(trainer))
-            if trainer is not None:
-                remove_callback(trainer, self._elastic_node)
         if self._run_or_none is not None:
             self._run_or_none.close(timeout=1.0)
         self._checkpoints.random_state = None

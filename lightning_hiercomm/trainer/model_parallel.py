@@ -142,17 +142,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
             )
         given = {**kwargs, "process_group_backend": process_group_backend, "timeout": timeout}
         check_keywords(type(self), given, refused=_REFUSED)
-        self._settings = Settings.of(
-            _SCHEMES,
-            scheme=scheme,
-            ranks_per_node=ranks_per_node,
-            wire_dtype=wire_dtype,
-            average_buffers=average_buffers,
-            evaluate=evaluate,
-            checkpoint_replicas=checkpoint_replicas,
-            health=health,
-            transport=transport,
-        )
+        self._settings = Settings.of(_SCHEMES, locals())
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")

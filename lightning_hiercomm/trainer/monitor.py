@@ -83,8 +83,14 @@ class CommunicationMonitor(pl.Callback):
         """Start counting for the table, or warn that the strategy has nothing to report."""
         if stage != "fit":
             return
-        self._watches = _can_watch(trainer)
-        if self._watches:
+        check_tree([trainer])
+        self._watches = isinstance(trainer.strategy, HierarchicalHooks)
+        if not self._watches:
+            pl.utilities.rank_zero_warn(
+                f"CommunicationMonitor logs nothing in this run: it needs a HierarchicalStrategy, but the strategy is"
+                f" {type(trainer.strategy).__name__}"
+            )
+        else:
             # an earlier fit of this process is counted too; the first broadcast of the parameters comes later
             self._before = _strategy(trainer).total_communication() if self.summary else {}
             self._begun = time.perf_counter()
@@ -126,8 +132,9 @@ class CommunicationMonitor(pl.Callback):
             if isinstance(logger, _LOGGERS_OF_TEXT):
                 metrics["hiercomm/phase_name"] = self._phase
             logger.log_metrics(metrics, step=x)
-            if phase != self._phase and trainer.is_global_zero:
-                _log_text(logger, "hiercomm/phase_name", self._phase, x)
+            is_new = phase != self._phase and trainer.is_global_zero
+            if is_new and isinstance(logger, pl.loggers.TensorBoardLogger):
+                logger.experiment.add_text("hiercomm/phase_name", self._phase, x)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the progress bar, and make the table, with the last synchronization."""
@@ -193,17 +200,6 @@ class CommunicationMonitor(pl.Callback):
             self._restore_progress_bar = None
 
 
-def _can_watch(trainer: pl.Trainer) -> bool:
-    check_tree([trainer])
-    if isinstance(trainer.strategy, HierarchicalHooks):
-        return True
-    pl.utilities.rank_zero_warn(
-        f"CommunicationMonitor logs nothing in this run: it needs a HierarchicalStrategy, but the strategy is"
-        f" {type(trainer.strategy).__name__}"
-    )
-    return False
-
-
 def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:
     strategy = trainer.strategy
     assert isinstance(strategy, HierarchicalHooks)
@@ -224,8 +220,3 @@ def _compared(total: dict[str, float], ddp_bytes: float) -> str:
     if ddp_bytes < sent:
         return f"{megabytes}; {sent / ddp_bytes:.1f} times that was sent (inter + world)"
     return f"{megabytes}, {ddp_bytes / sent:.1f} times what was sent (inter + world)" if sent else megabytes
-
-
-def _log_text(logger: pl.loggers.Logger, name: str, text: str, step: int) -> None:
-    if isinstance(logger, pl.loggers.TensorBoardLogger):
-        logger.experiment.add_text(name, text, step)

@@ -154,13 +154,14 @@ class Settings:
                 raise ValueError(message.format(given=self))
 
     @classmethod
-    def of(cls, schemes: Mapping[str, Callable[[], Scheme]], **given: Any) -> Settings:
+    def of(cls, schemes: Mapping[str, Callable[[], Scheme]], arguments: Mapping[str, Any]) -> Settings:
         """Check a strategy's arguments as users write them, with names of schemes and short forms.
 
         Args:
             schemes: By the name that a user may give.
-            **given: The arguments of the strategy's constructor.
+            arguments: The ``locals()`` of the strategy's constructor; those of other names are ignored.
         """
+        given = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         transport = given["transport"]
         if isinstance(transport, str):
             raise TypeError(f"transport={transport!r} must be a Transport: write transport=Transport({transport!r})")
@@ -182,14 +183,10 @@ class Settings:
         """Size of the buckets in which parameters travel."""
         return max(1, int(self.transport.bucket_mb * 2**20))
 
-    def changed(self) -> dict[str, Any]:
-        """Return the arguments that are not the default, except the scheme."""
-        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self)[1:])
-        return {name: value for name, value, default in values if value != default}
-
-    def as_written(self, sizes: Sequence[int] | None) -> str:
+    def as_written(self, sizes: Sequence[int] | None = None) -> str:
         """Return the arguments as a user writes them, with the sizes of the nodes if they are known."""
-        written = {name: repr(value) for name, value in self.changed().items()}
+        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self)[1:])
+        written = {name: repr(value) for name, value, default in values if value != default}
         if sizes is not None:
             equal = len(sizes) > 8 and len(set(sizes)) == 1
             written["ranks_per_node"] = f"[{sizes[0]}] * {len(sizes)}" if equal else repr(list(sizes))

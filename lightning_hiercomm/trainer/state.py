@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +20,6 @@ from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
-from lightning_hiercomm.trainer.batches import WeightedMeans
 from lightning_hiercomm.trainer.elastic import ElasticNode
 from lightning_hiercomm.trainer.epoch_clock import EpochClock
 from lightning_hiercomm.trainer.settings import Settings
@@ -52,7 +52,6 @@ class StrategyState(pl.strategies.ParallelStrategy):
         self.wire = settings.wire
         self._checkpoints = Checkpoints(settings.checkpoint_replicas)
         self._control = RunControl()
-        self._means = WeightedMeans()
         self._starts_ranks = False
         # these exist only inside a process that trains, and go into no pickle and no copy
         self.topology = None
@@ -188,8 +187,7 @@ def announce(settings: Settings, topology: Topology, schemes: Sequence[RunningSc
             " environment does not report them: set ranks_per_node."
         )
         return
-    changed = {name: value for name, value in settings.changed().items() if name != "ranks_per_node"}
-    written = ", ".join([repr(settings.scheme), *(f"{name}={value!r}" for name, value in changed.items())])
+    written = replace(settings, ranks_per_node=None).as_written()  # the nodes are listed before it
     nodes = " ".join(str(list(ranks)) for ranks in topology.nodes[:8]) + (" ..." if topology.num_nodes > 8 else "")
     pl.utilities.rank_zero_info(
         f"{topology.num_nodes} nodes {nodes} over {settings.transport.inter_node}; {written};"

@@ -21,6 +21,7 @@ from lightning_hiercomm._lightning.ddp import (
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
+    warn_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
@@ -30,11 +31,12 @@ from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.replica import Replica
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradient_path import GradientPath
-from lightning_hiercomm.trainer.gradient_group import gradient_group, warn_of_unused
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
 from lightning_hiercomm.trainer.settings import (
@@ -130,21 +132,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             TypeError: If an argument has a wrong type or is unknown.
         """
         check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__))
-        self._settings = Settings.of(
-            SCHEMES,
-            scheme=scheme,
-            ranks_per_node=ranks_per_node,
-            wire_dtype=wire_dtype,
-            batches=batches,
-            average_buffers=average_buffers,
-            average_optimizer_state=average_optimizer_state,
-            evaluate=evaluate,
-            checkpoint_replicas=checkpoint_replicas,
-            health=health,
-            transport=transport,
-            elastic=elastic,
-            unequal_data=unequal_data,
-        )
+        self._settings = Settings.of(SCHEMES, locals())
         super().__init__(
             gradient_as_bucket_view=gradient_as_bucket_view,
             # these are set here so that the command line's help leaves them out
@@ -205,12 +193,12 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
 
     def _wrap_in_ddp(self) -> None:
         # with a process group of its own, DDP finds the parameters that no rank used: they get no gradient
-        group = process_group(self._group_of_gradients or self._topology.intra)
-        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": group}
+        group = self._group_of_gradients
+        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group or self._topology.intra)}
         reduced = self._known.keys() - {id(parameter) for parameter in self._frozen}
         self._known = {id(parameter): parameter for parameter in self._module.parameters()}
         self._frozen = [p for p in self._known.values() if not p.requires_grad]
-        crosses = self._gradients_cross_ranks()
+        crosses = group is not None and group.size > 1  # otherwise DDP has nothing to do
         # programs with unused parameters toggle them: one that is frozen for another optimizer's turn returns
         returning = reduced if crosses and self._ddp_kwargs.get("find_unused_parameters") else ()
         toggled = [p for p in self._frozen if id(p) in returning]
@@ -222,11 +210,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         self.model = PassThroughDDP(self._module, self.determine_ddp_device_ids(), self._ddp_kwargs)
         finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
         self._expects_all_used = not crosses and self._gradients_over != "none" and not finds_unused
-
-    def _gradients_cross_ranks(self) -> bool:
-        """Whether DDP has anything to do: not on a node of one rank whose gradients stay on the node."""
-        group = self._group_of_gradients
-        return group is not None and group.size > 1
 
     @property
     def _group_of_gradients(self) -> Communicator | None:
@@ -302,7 +285,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             )
         if self._expects_all_used and not self.is_idle:
             self._expects_all_used = False
-            warn_of_unused(self._module, type(self))
+            warn_of_unused_parameters(self._module, type(self))
         return result
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
@@ -328,6 +311,11 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
 
     def _end_backward(self) -> None:
         self._run.gradients.end_backward(self._topology.meter, self.root_device)
+
+
+def gradient_group(topology: Topology, gradients: Gradients) -> Communicator | None:
+    """Return the ranks that average their gradients, or None if every rank keeps its own."""
+    return {"node": topology.intra, "world": topology.world, "none": None}[gradients]
 
 
 @contextmanager

@@ -23,10 +23,8 @@ from lightning_hiercomm._lightning.trainer import (
     batches_begun,
     parts_of_loader,
     put_callback_first,
-    remove_callback,
     share_logged_names,
     takes_dataloader_iter,
-    unwrap_train_dataloaders,
     wrap_train_dataloaders,
 )
 from lightning_hiercomm._lightning.tree import fabric, pl
@@ -265,11 +263,6 @@ class UnequalNodes(pl.Callback):
             return self._loader
 
         wrap_train_dataloaders(trainer, wrap)
-
-    def detach(self, trainer: pl.Trainer) -> None:
-        """Undo :meth:`attach`."""
-        unwrap_train_dataloaders(trainer)
-        remove_callback(trainer, self)
 
     def _every(self, trainer: pl.Trainer) -> int:
         """Return the number of batches between two checks for the end of an epoch: where nodes synchronize anyway."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +18,10 @@ from lightning_hiercomm._lightning.collectives import (
 )
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
+    OneRank,
     is_interrupted,
     mark_sigterm_received,
     replace_sigterm_broadcast,
-    restore_sigterm_broadcast,
 )
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure
@@ -33,57 +34,24 @@ log = logging.getLogger(__name__)
 _IS_CONSEQUENCE = "_is_consequence_of_another_rank"
 
 
-class BriefHook:
-    """A ``sys.excepthook`` that prints the message alone of an exception that another rank has caused.
-
-    Args:
-        show: The hook before it, which prints.
-    """
-
-    def __init__(self, show: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
-        self._show = show
-
-    def __call__(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        if hasattr(value, _IS_CONSEQUENCE):
-            value.__cause__ = value.__context__ = value.__traceback__ = traceback = None
-        self._show(kind, value, traceback)
+def _show(
+    before: Callable[..., Any], kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print the message alone of an exception that another rank has caused; other exceptions by the hook before."""
+    if hasattr(value, _IS_CONSEQUENCE):
+        value.__cause__ = value.__context__ = value.__traceback__ = traceback = None
+    before(kind, value, traceback)
 
 
 def print_without_traceback(exception: BaseException) -> None:
     """Let this process, if the exception ends it, print the message alone: another rank, the cause, prints more."""
     setattr(exception, _IS_CONSEQUENCE, True)  # a reference would keep the model in memory if the program continues
-    if not isinstance(sys.excepthook, BriefHook):
-        sys.excepthook = BriefHook(sys.excepthook)
+    if getattr(sys.excepthook, "func", None) is not _show:
+        sys.excepthook = partial(_show, sys.excepthook)
 
 
 class LeavesTogether(pl.utilities.exceptions.SIGTERMException):
     """Ends all ranks of a node at the same batch, after one of them received a signal."""
-
-
-class OneRank:
-    """Replaces the control plane on a node with one rank."""
-
-    stops_together = True
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-        self.requeue_requested = False
-
-    @property
-    def stop_requested(self) -> bool:
-        return self._trainer.received_sigterm
-
-    def should_stop(self) -> bool:
-        return self.requeue_requested or self.stop_requested
-
-    def request_stop(self) -> None:
-        mark_sigterm_received(self._trainer)
-
-    def request_requeue(self) -> None:
-        self.requeue_requested = True
-
-    def go_on(self) -> None:
-        self.requeue_requested = False
 
 
 class RunControl:
@@ -227,10 +195,8 @@ class RunControl:
             exception.add_note(f"lightning_hiercomm: {note}")
 
     def stop(self, trainer: pl.Trainer | None) -> None:
-        """Restore the trainer, and disconnect."""
+        """Disconnect."""
         self._ranks = self._before_batch = self.steps = None
-        if trainer is not None:
-            restore_sigterm_broadcast(trainer)
         if self.plane is not None:
             if self.plane.stop_requested and trainer is not None:
                 mark_sigterm_received(trainer)

@@ -20,10 +20,9 @@ from lightning_hiercomm._lightning.state_transfer import (
     reload_train_data_when_due,
     skip_sanity_check,
     state_of,
-    stop_reloading_train_data,
     take_state,
 )
-from lightning_hiercomm._lightning.trainer import prepare_train_dataloaders_again, put_callback_first
+from lightning_hiercomm._lightning.trainer import put_callback_first, restore_trainer
 from lightning_hiercomm.elastic.transport import packed, unpacked
 
 
@@ -298,7 +297,7 @@ def test_train_data_are_drawn_again_before_an_epoch_where_that_is_due():
     trainer.fit(model, Data())
     assert asked == [0, 0, 1, 2], "when the run begins, and before each epoch"
     assert trainer.global_step == 6 + 4 + 4
-    stop_reloading_train_data(trainer)
+    restore_trainer(trainer)
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
@@ -321,5 +320,5 @@ def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
         assert isinstance(made.sampler, DistributedSampler)
     assert seen == [RunningStage.TRAINING, RunningStage.VALIDATING]
     assert current == [None]
-    prepare_train_dataloaders_again(trainer)
+    restore_trainer(trainer)
     assert "_prepare_dataloader" not in vars(connector)

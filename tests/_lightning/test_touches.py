@@ -39,7 +39,6 @@ from lightning_hiercomm._lightning import collectives
 from lightning_hiercomm._lightning.collectives import (
     collectives_begun,
     collectives_of_default_group,
-    counting_backends,
     gpu_is_busy,
     store_of_default_group,
 )
@@ -67,8 +66,6 @@ from lightning_hiercomm._lightning.saves import (
     entries_of_rank,
     holds_averaged_weights,
     number_names_by_own_files,
-    restore_dump,
-    restore_numbering,
     taking_shapes,
 )
 from lightning_hiercomm._lightning.trainer import (
@@ -85,18 +82,16 @@ from lightning_hiercomm._lightning.trainer import (
     mark_sigterm_received,
     names_logged_in_training,
     parts_of_loader,
-    prepare_train_dataloaders_again,
     put_callback_first,
     raw_optimizer,
+    reduces_mean_of_a_step,
     remove_callback,
     replace_sigterm_broadcast,
     restart_train_dataloaders,
-    restore_sigterm_broadcast,
+    restore_trainer,
     share_logged_names,
     skips_backward,
     takes_dataloader_iter,
-    unmark_means_of_a_step,
-    unwrap_train_dataloaders,
     validates_by_the_clock,
     wrap_train_dataloaders,
 )
@@ -149,7 +144,7 @@ def test_the_replaced_broadcast_stops_the_run_and_can_be_put_back():
     with pytest.raises(SIGTERMException):
         run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert run.received_sigterm
-    restore_sigterm_broadcast(run)
+    restore_trainer(run)
     assert "_broadcast_sigterm_tensor" not in vars(run.fit_loop.epoch_loop)
     assert {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}.isdisjoint(vars(run._signal_connector))
 
@@ -431,26 +426,20 @@ def test_train_dataloaders_are_left_alone_and_others_are_not():
     leave_train_dataloaders_alone(run)
     assert prepared(RunningStage.TRAINING) is loader
     assert isinstance(prepared(RunningStage.VALIDATING).sampler, DistributedSampler)
-    prepare_train_dataloaders_again(run)
+    restore_trainer(run)
     assert isinstance(prepared(RunningStage.TRAINING).sampler, DistributedSampler)
 
 
 def test_means_of_a_step_are_marked_and_sums_of_an_epoch_are_not(process_group):
-    heard, marked = [], []
-
-    @contextmanager
-    def mark():
-        marked.append(True)
-        yield
-        marked.pop()
+    heard = []
 
     class Reducing(DDPStrategy):
         def setup(self, trainer):
             super().setup(trainer)
-            mark_means_of_a_step(trainer, mark)
+            mark_means_of_a_step(trainer)
 
         def reduce(self, tensor, *arguments, **keywords):
-            heard.append(bool(marked))
+            heard.append(reduces_mean_of_a_step(self.lightning_module.trainer))
             return tensor
 
     class Logging(BoringModel):
@@ -466,7 +455,7 @@ def test_means_of_a_step_are_marked_and_sums_of_an_epoch_are_not(process_group):
     assert heard[:2] == [True, True]
     assert heard[2:]
     assert not any(heard[2:])
-    unmark_means_of_a_step(run)
+    restore_trainer(run)
     assert "update_metrics" not in vars(run.fit_loop.epoch_loop._results)
 
 
@@ -835,7 +824,7 @@ def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():
     assert copied["state_dict"]._metadata == checkpoint["state_dict"]._metadata
     assert copied["state_dict"]["layer.weight"] is not checkpoint["state_dict"]["layer.weight"]
     assert copied["state_dict"]["layer.bias"] is checkpoint["state_dict"]["layer.bias"]
-    restore_dump(trainer)
+    restore_trainer(trainer)
     pickle.dumps(trainer._checkpoint_connector.dump_checkpoint(True)["loops"])
     assert said == ["before", "module", "after", "module"]
     assert "dump_checkpoint" not in vars(trainer._checkpoint_connector)
@@ -851,7 +840,7 @@ def test_files_are_numbered_by_the_callback_not_by_the_folder(tmp_path):
     assert name(metrics, run) == str(tmp_path / "epoch=0.ckpt")
     callback.best_k_models[str(tmp_path / "epoch=0.ckpt")] = torch.tensor(1.0)
     assert name(metrics, run).endswith("epoch=0-v1.ckpt")
-    restore_numbering(run)
+    restore_trainer(run)
     assert "file_exists" not in vars(callback)
 
 
@@ -914,9 +903,9 @@ def test_a_backend_without_sequence_numbers_counts_nothing(process_group):
         def _get_backend(self, device):
             return Backend()
 
-    assert counting_backends(Group()) == []
-    (world,) = collectives.process_groups()
-    assert len(counting_backends(world)) == 1
+    dist.barrier()
+    assert collectives._begun_in(Group()) == 0
+    assert collectives._begun_in(dist.group.WORLD) > 0
 
 
 def test_a_group_that_is_destroyed_meanwhile_ends_no_count(process_group, monkeypatch):
@@ -1015,7 +1004,7 @@ def test_train_dataloaders_are_wrapped_before_their_length_counts(tmp_path):
             wrap_train_dataloaders(trainer, wrap)
 
         def teardown(self, trainer, pl_module, stage):
-            unwrap_train_dataloaders(trainer)
+            restore_trainer(trainer)
 
     trainer.callbacks.append(Wraps())
     trainer.fit(module)
