@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -25,6 +23,7 @@ from lightning_hiercomm.checkpoints.sidecar import (
     replicas_folder,
     restore_sidecar,
     set_random_state,
+    sidecar_name,
     sidecar_path,
 )
 from lightning_hiercomm.nodes.buffers import is_of_numbers
@@ -55,8 +54,6 @@ class Checkpoints:
         self._sidecar: dict[str, Any] | None = None
         self.random_state: Mapping[str, Any] | None = None
         self._places_differ = self._has_warned = False
-        self._paths: dict[str, str] = {}  # rank 0's paths of checkpoints, by the paths on this rank
-        self._written: dict[str, str] = {}  # the identity of this rank's newest sidecar, by the checkpoint's path
 
     def add_to(
         self,
@@ -141,108 +138,58 @@ class Checkpoints:
                     stacklevel=2,
                 )
 
-    @contextmanager
-    def saving(
+    def write_sidecars(
         self,
         checkpoint: dict[str, Any],
         run: TrainingRun,
         io: fabric.plugins.CheckpointIO,
         filepath: Any,
-        sidecar: Callable[[str], dict[str, Any]] | None = None,
+        state: Callable[[], dict[str, Any]],
         storage_options: Any | None = None,
-    ) -> Iterator[None]:
-        """Inside, rank 0 writes the checkpoint; before it, all write their sidecars. Collective if there are any.
+    ) -> str:
+        """Write every rank's sidecar before the checkpoint, and return their identity; collective.
 
-        The same random identity is in the checkpoint and in the names of its sidecars. So they become valid together,
-        when the checkpoint's file is renamed. Until then, and after an error, the previous checkpoint stays complete.
+        The same random identity is in the checkpoint and in the path of its sidecars. So they become valid together,
+        when the checkpoint's file is renamed. Until then the previous checkpoint stays complete.
 
         Args:
             checkpoint: The checkpoint, after :meth:`add_to`; it gets the identity.
             run: The run to save.
             io: Writes the files.
             filepath: Of the checkpoint. Its name may differ between ranks; rank 0's counts.
-            sidecar: Returns this rank's sidecar, given the identity.
+            state: Returns this rank's sidecar.
             storage_options: For ``io``.
 
         Raises:
-            OSError: On every rank, if one could not write its sidecar.
+            OSError: If a rank could not write its sidecar, on every rank; on rank 0, if it does not see all of them.
         """
-        topology, path, identity = run.topology, str(filepath), None
-        if sidecar is None:
-            yield
-        else:
-            identity, path = topology.world.all_gather_object((secrets.token_hex(8), path))[0]
-            checkpoint[_KEY]["identity"] = identity
-            for scheme in run.schemes:
-                scheme.state.settle()
-            replaced, are_written = _version_at(path), False
-            try:
-                own = partial(sidecar, identity)
-                self._write_together(topology, io, own, sidecar_path(path, topology.rank, identity), storage_options)
-                are_written = True
-                self._remove_replaced(topology.rank, identity)
-                yield
-            except BaseException:
-                if are_written and topology.rank != 0:
-                    raise  # rank 0 may still write the checkpoint of this sidecar
-                if _version_at(path) == replaced:  # otherwise the checkpoint was complete before a Ctrl-C
-                    _delete(_replaced(path, topology.rank, lambda each: each == identity))
-                raise
-            self._written[path] = identity
-            self._paths[str(filepath)] = path
-        if topology.rank == 0:
-            remove_replaced(io, path, identity)
-
-    def _write_together(
-        self,
-        topology: Topology,
-        io: fabric.plugins.CheckpointIO,
-        state: Callable[[], dict[str, Any]],
-        path: str,
-        storage_options: Any | None,
-    ) -> None:
-        own: Exception | None = None
+        topology, own = run.topology, None
+        identity: str
+        identity, path = topology.world.all_gather_object((secrets.token_hex(8), str(filepath)))[0]
+        checkpoint[_KEY]["identity"] = identity
+        for scheme in run.schemes:
+            scheme.state.settle()
         try:
-            io.save_checkpoint(state(), path, storage_options)
+            io.save_checkpoint(state(), sidecar_path(path, topology.rank, identity), storage_options)
             wait_for_saves(io)
         except Exception as error:
             own = error
-        message = None if own is None else f"{type(own).__name__}: {own}"
-        for rank, failure in enumerate(topology.world.all_gather_object(message)):
-            if failure is not None:
-                raise OSError(
-                    f"rank {rank} could not write its sidecar next to {path} (existing checkpoints are complete):"
-                    f" {failure}. Solve that, or set checkpoint_replicas=False."
-                ) from own
-
-    def settle(self, topology: Topology, io: fabric.plugins.CheckpointIO) -> None:
-        """Delete replaced sidecars after all pending writes; collective."""
-        if self.with_replicas and self._written:
-            wait_for_saves(io)
-            topology.world.barrier()
-            self._remove_replaced(topology.rank)
-
-    def _remove_replaced(self, rank: int, new: str | None = None) -> None:
-        """Delete this rank's replaced sidecars, if rank 0 does not share its disk, except those with identity ``new``.
-
-        No writes are pending on any rank.
-        """
-        written, self._written = self._written, {}
-        kept = {*written.values(), new}
-        if rank != 0:
-            for filepath in written:
-                _delete(_replaced(filepath, rank, lambda identity: identity not in kept))
-
-    def remove(self, io: fabric.plugins.CheckpointIO, filepath: Any, rank: int) -> None:
-        """Delete a checkpoint, on rank 0, and the sidecars that this rank has to delete, after all pending writes."""
-        path = self._paths.pop(str(filepath), filepath)
-
-        def remove() -> None:
-            if rank == 0:
-                io.remove_checkpoint(filepath)
-            _delete(_replaced(path, rank, lambda _: True))
-
-        after_saves(io, remove)
+        cause = f"{type(own).__name__}: {own}"
+        message = None if own is None else f"rank {topology.rank} could not write its sidecar: {cause}"
+        message = next(filter(None, topology.world.all_gather_object(message)), None)
+        folder = f"{replicas_folder(path)}/{identity}"
+        if message is None and topology.rank == 0:
+            missing = {*map(sidecar_name, range(topology.world_size))} - {*_names(folder)}
+            if missing and sidecar_name(0) not in missing:  # otherwise a plugin gives its files other names
+                message = f"rank 0 does not see {', '.join(sorted(missing))} in {folder}: all nodes must share it"
+        if message is not None:
+            if topology.rank == 0:
+                _delete(_folders(path, lambda each: each == identity))
+            raise OSError(
+                f"there is no new checkpoint {path} (existing ones are complete): {message}. Solve that, or set"
+                " checkpoint_replicas=False."
+            ) from own
+        return identity
 
     def take(
         self,
@@ -325,43 +272,40 @@ class Checkpoints:
                 )
 
 
+def remove_checkpoint(io: fabric.plugins.CheckpointIO, filepath: Any) -> None:
+    """Delete a checkpoint and its sidecars, after all pending writes; on rank 0."""
+    after_saves(io, lambda: io.remove_checkpoint(filepath))
+    remove_replaced(io, filepath, None)
+
+
 def remove_replaced(io: fabric.plugins.CheckpointIO, filepath: Any, identity: str | None) -> None:
-    """Delete the sidecars of a replaced checkpoint, after the new one is written; on rank 0."""
+    """Delete the sidecars of replaced checkpoints, after the new one is written; on rank 0."""
     # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
-    replaced = _replaced(filepath, 0, lambda each: each != identity)
-    after_saves(io, lambda: _delete(replaced))
+    replaced = _folders(filepath, lambda each: each != identity)
+    if replaced:
+        after_saves(io, lambda: _delete(replaced))
 
 
-def _version_at(filepath: Any) -> str | None:
-    """Return a value that changes with the file; None if there is no file, or no file system."""
-    try:
-        file_system, path = url_to_fs(str(filepath))
-        file_system.invalidate_cache(os.path.dirname(path))
-        return str(file_system.ukey(path))
-    except (FileNotFoundError, ImportError, ValueError):
-        return None
-
-
-def _replaced(filepath: Any, rank: int, is_replaced: Callable[[str], bool]) -> list[str]:
-    """Return the folders that a rank has to delete, by their identities: of all ranks if all are replaced.
-
-    Rank 0 deletes all that it sees. Another rank deletes its own if it does not share rank 0's disk, otherwise none.
-    """
+def _folders(filepath: Any, is_meant: Callable[[str], bool]) -> list[str]:
+    """Return the folders of sidecars with some identities; the one that holds all, if it holds no others."""
     folder = replicas_folder(filepath)
+    there = _names(folder)
+    meant = [f"{folder}/{name}" for name in there if is_meant(name)]
+    return [folder] if meant and len(meant) == len(there) else meant
+
+
+def _names(folder: str) -> list[str]:
+    """Return the names in a folder; none if there is no folder, or no file system."""
     try:
         file_system, path = url_to_fs(folder)
-        if rank != 0 and file_system.exists(url_to_fs(str(filepath))[1]):
-            return []
         file_system.invalidate_cache(path)
-        identities = [each.rstrip("/").rpartition("/")[2] for each in file_system.ls(path, detail=False)]
-    except (FileNotFoundError, ImportError, ValueError):  # no folder, or no file system
+        return [each.rstrip("/").rpartition("/")[2] for each in file_system.ls(path, detail=False)]
+    except (FileNotFoundError, ImportError, ValueError):
         return []
-    replaced = [identity for identity in identities if is_replaced(identity)]
-    return [folder] if len(replaced) == len(identities) else [f"{folder}/{identity}" for identity in replaced]
 
 
-def _delete(folders: Sequence[str]) -> None:
-    for folder in (*folders, *folders):  # again: another rank may have deleted the same folder at the same time
-        file_system, path = url_to_fs(folder)
+def _delete(paths: Sequence[str]) -> None:
+    for each in paths:
+        file_system, path = url_to_fs(each)
         with suppress(FileNotFoundError):
             file_system.rm(path, recursive=True)

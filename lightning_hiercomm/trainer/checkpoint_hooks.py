@@ -16,6 +16,7 @@ from lightning_hiercomm._lightning.saves import copied_where, entries_of_rank, t
 from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tuner, raw_optimizer
 from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.plain import remove_checkpoint, remove_replaced
 from lightning_hiercomm.checkpoints.sidecar import sidecar_state
 from lightning_hiercomm.run.replicas import not_averaged
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values
@@ -104,14 +105,15 @@ class CheckpointHooks(StrategyState):
             checkpoints.check_places(places, redrawn, run.topology)
         if self._elastic_node is not None and not self._elastic_node.writes:
             return  # another node writes
-        sidecar = None
+        io, identity = self.checkpoint_io, None
         if has_sidecars:
             # a tuner restores its file before the epoch's dataloader draws a seed
             mid_epoch = not self._module.trainer.is_last_batch and not of_tuner
-            precision = self.precision_plugin.state_dict()
-            sidecar = partial(sidecar_state, run=run, mid_epoch=mid_epoch, precision=precision, entries=entries)
-        with checkpoints.saving(checkpoint, run, self.checkpoint_io, filepath, sidecar, storage_options):
-            self._write(checkpoint, filepath, storage_options)
+            state = partial(sidecar_state, run, mid_epoch, self.precision_plugin.state_dict(), entries)
+            identity = checkpoints.write_sidecars(checkpoint, run, io, filepath, state, storage_options)
+        self._write(checkpoint, filepath, storage_options)
+        if self.global_rank == 0:
+            remove_replaced(io, filepath, identity)
 
     def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
         """Let Lightning's strategy write a checkpoint."""
@@ -119,8 +121,8 @@ class CheckpointHooks(StrategyState):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self._elastic_node is None or self._elastic_node.writes:
-            self._checkpoints.remove(self.checkpoint_io, filepath, self.global_rank)
+        if self.global_rank == 0 and (self._elastic_node is None or self._elastic_node.writes):
+            remove_checkpoint(self.checkpoint_io, filepath)
 
     # ---- loading -------------------------------------------------------------------------------------------------
 

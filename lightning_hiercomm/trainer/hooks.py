@@ -346,7 +346,6 @@ class HierarchicalHooks(CheckpointHooks):
         if self._may_communicate:  # callbacks have written their own averages to the module
             self._control.barrier()
             self._run.averaged_model.average_module()
-            self._checkpoints.settle(self._topology, self.checkpoint_io)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

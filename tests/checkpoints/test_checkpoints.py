@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import weakref
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -218,10 +217,10 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
         checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
         entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
         checkpoints.add_to(checkpoint, run, None)
-        sidecar = partial(sidecar_state, run=run, mid_epoch=False, entries=entries)
-        with checkpoints.saving(checkpoint, run, io, path, sidecar):
-            if rank == 0:
-                io.save_checkpoint(checkpoint, path)
+        state = partial(sidecar_state, run, mid_epoch=False, entries=entries)
+        checkpoints.write_sidecars(checkpoint, run, io, path, state)
+        if rank == 0:
+            io.save_checkpoint(checkpoint, path)
         world.barrier()
         read = io.load_checkpoint(path, weights_only=False)
         checkpoints.take(read, path, None, io, run.topology)
@@ -230,21 +229,17 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
     assert on_two_nodes(scheme("periodic"), work) == [([{"shard": rank}], [{"best": float(rank)}]) for rank in range(2)]
 
 
-def test_a_rank_that_ends_after_all_shards_are_written_keeps_its_own(tmp_path):
-    path, io = tmp_path / "saved.ckpt", DurableCheckpointIO()
+def test_nodes_without_a_common_folder_are_refused_before_the_checkpoint(tmp_path):
+    class OwnDisk(DurableCheckpointIO):
+        def save_checkpoint(self, checkpoint, path, storage_options=None):
+            super().save_checkpoint(checkpoint, tmp_path / "disk of node 1" / Path(path).name, storage_options)
 
     def work(run):
-        rank, world, checkpoint = run.topology.rank, run.topology.world, {"global_step": 5}
-        checkpoints = Checkpoints(with_replicas=True)
+        rank, checkpoint = run.topology.rank, {"global_step": 5}
+        checkpoints, io = Checkpoints(with_replicas=True), OwnDisk() if rank else DurableCheckpointIO()
         checkpoints.add_to(checkpoint, run, None)
-        sidecar = partial(sidecar_state, run=run, mid_epoch=False)
-        with suppress(KeyboardInterrupt), checkpoints.saving(checkpoint, run, io, path, sidecar):
-            if rank == 1:
-                raise KeyboardInterrupt
-            world.barrier()
-            io.save_checkpoint(checkpoint, path)
-        if rank == 1:
-            world.barrier()
+        checkpoints.write_sidecars(checkpoint, run, io, tmp_path / "saved.ckpt", partial(sidecar_state, run, False))
 
-    on_two_nodes(scheme("periodic"), work)
-    assert sorted(each.name for each in tmp_path.glob("saved.ckpt.replicas/*/*")) == ["rank-0000", "rank-0001"]
+    with pytest.raises(OSError, match=r"rank 0 does not see rank-0001 in .*: all nodes must share it"):
+        on_two_nodes(scheme("periodic"), work)
+    assert [each.name for each in tmp_path.iterdir()] == ["disk of node 1"]

@@ -254,11 +254,11 @@ def test_unsafe_state_of_all_ranks_fails_as_lightning_fails(borrow):
 def test_state_that_cannot_be_pickled_ends_the_save_on_all_ranks_by_name(borrow):
     def main(folder):
         rank = int(os.environ["LOCAL_RANK"])
-        with pytest.raises(OSError, match=r"rank 1 could not write its sidecar .*lock"):
+        with pytest.raises(OSError, match=r"rank 1 could not write its sidecar: .*lock"):
             fitted(folder / "saved.ckpt", {"lock": threading.Lock() if rank == 1 else None})
-        return [file.name for file in folder.glob(f"saved*rank-{rank:04}*")]  # each rank deletes its own
+        return rank or [*folder.glob("saved*")]  # rank 0 deletes what others have written
 
-    assert borrow(main, ranks=2) == [[], []]
+    assert borrow(main, ranks=2) == [[], 1]
 
 
 class RankZeroOnly(pl.Callback):
