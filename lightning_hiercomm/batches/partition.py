@@ -33,6 +33,26 @@ class StepCost:
         return StepCost(self.fixed * factor, self.speed / factor)
 
 
+@dataclass(frozen=True)
+class Speeds:
+    """The speeds of all ranks.
+
+    Attributes:
+        costs: The cost of a step on every rank; empty until they are measured.
+        given: Samples per second of every rank, if the user gives them.
+        spreads: How much each rank's step times varied; empty if they were not measured in this run.
+    """
+
+    costs: Sequence[StepCost]
+    given: list[float] | Literal["measure"]
+    spreads: Sequence[float] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether costs are in seconds; speeds that a user gives have any unit."""
+        return self.given == "measure"
+
+
 def divide(
     total: int, costs: Sequence[StepCost], limits: Sequence[int | None] | None = None, least: int = 1
 ) -> list[int]:

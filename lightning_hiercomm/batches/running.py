@@ -8,16 +8,16 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
-from lightning_hiercomm.batches.partition import StepCost, divide, rank_weights
+from lightning_hiercomm.batches.partition import Speeds, StepCost, divide, rank_weights
 from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
 from lightning_hiercomm.batches.speed import SpeedMeasurement, StepClock
 from lightning_hiercomm.batches.table import table
-from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -33,98 +33,71 @@ _SCATTERS = 0.1
 
 
 class RunningBatches:
-    """The batches of a run on this rank: measures speeds, and divides the train dataloaders.
+    """The batches of a fit on this rank: measures speeds, and divides the train dataloaders.
 
-    A copy or a pickle has the configuration and what was loaded from a checkpoint, and nothing of a run.
+    Made before dataloaders are; collective. Speeds that are to be measured count as equal until then.
 
     Args:
         config: What the user wrote.
-        loaded: From a checkpoint, as for :meth:`load_state_dict`.
+        topology: The ranks.
+        device: The device on which this rank computes.
+        least: The fewest samples that the module trains on.
+        state: The :meth:`state_dict` of a checkpoint, which applies if the number of ranks is the same.
+        may_change_in_epoch: Whether the Trainer counts batches, and sets how many of them an optimizer step takes.
+        print_: Prints on rank zero.
 
     Attributes:
         config: As above.
-        division: Samples per batch of every rank; None before :meth:`bind`.
+        division: Samples per batch of every rank.
         clock: Times this rank's steps while that is needed.
     """
 
-    def __init__(self, config: HeterogeneousBatches, loaded: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: HeterogeneousBatches,
+        topology: Topology,
+        device: torch.device,
+        least: int = 1,
+        state: Mapping[str, Any] | None = None,
+        may_change_in_epoch: bool = True,
+        print_: Callable[[str], object] = print,
+    ) -> None:
         self.config = config
-        self._loaded = loaded
-        self.division: Division | None = None
-        self.clock: StepClock | None = None
-        self._topology: Topology
-        self._costs: list[StepCost] | None = None
-        self._spreads: list[float] = []
-        self._source: list[float] | Literal["measure"] = "measure"  # of the costs
-        self._limits: list[int | None] = []
-        self._least = 1
-        self._seed = 0
-        self._samplers: list[DividedBatchSampler | StreamBatches] = []
-        self._batch_sizes: list[int | None] = []
-        self._has_begun = False
-        self._measurement: SpeedMeasurement | None = None
-        self._print: Callable[[str], object] = print
-        self._may_change_in_epoch = True
-        self._first_batch: int | None = None  # of the loader's iteration, in the Trainer's count
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.config, self._loaded)
-
-    # ---- a run begins --------------------------------------------------------------------------------------------
-
-    def bind(self, topology: Topology, meter: Meter, device: torch.device, least: int = 1) -> None:
-        """Set the ranks and their weights, before dataloaders are made. Collective.
-
-        Speeds that are to be measured count as equal until then.
-
-        Args:
-            topology: The ranks.
-            meter: Measures how long a rank waits.
-            device: The device on which this rank computes.
-            least: The fewest samples that the module trains on.
-        """
         self._topology = topology
+        self._may_change_in_epoch = may_change_in_epoch
+        self._print = print_
         # torch seeds may differ between ranks, the order of the dataset must not, nor how it is divided
         of_ranks = topology.world.all_gather_object((int(os.environ.get("PL_GLOBAL_SEED", 0)), least))
         self._seed, self._least = of_ranks[0][0], max(fewest for _, fewest in of_ranks)
-        self._limits = self.config.limits_of_ranks(topology.world_size)
-        self._forget_loaders()
-        self._costs, self._spreads, self._first_batch = None, [], None
-        self._source = self.config.speeds_of_ranks(topology.world_size)
-        sizes: list[int] | None = None
-        if self._loaded is not None and len(self._loaded["sizes"]) == topology.world_size:
-            self._costs = [StepCost(fixed, speed) for fixed, speed in zip(*self._loaded["costs"], strict=True)]
-            sizes = list(self._loaded["sizes"])
-            with_limits = zip(sizes, self._limits, strict=True)
-            is_beyond = any(limit is not None and size > limit for size, limit in with_limits)
-            if sum(sizes) != self.config.global_batch_size or is_beyond:
-                sizes = None
-            before = self._loaded["speeds"]
-            if self._source in ("measure", before):
-                self._source = before
-            else:
-                self._costs, sizes = [StepCost(0.0, float(speed)) for speed in self._source], None
-        elif self._source != "measure":
-            self._costs = [StepCost(0.0, float(speed)) for speed in self._source]
-        elif topology.world_size == 1:
-            self._costs = [StepCost(0.0, 1.0)]
-        is_measured = self._costs is None
-        self.clock = (
-            StepClock(meter, device) if is_measured or self.config.rebalance_every_n_epochs is not None else None
-        )
+        self._speeds, sizes = self._known_speeds(state or {})
+        is_measured = not self._speeds.costs
+        self.clock = StepClock(topology.meter, device) if is_measured or config.rebalance_every_n_epochs else None
         self._measurement = SpeedMeasurement(self.clock) if is_measured and self.clock is not None else None
-        equal = [StepCost(0.0, 1.0)] * topology.world_size
-        self.division = Division(topology.rank, [])
-        self._take(sizes or self._divided(self._costs or equal))
+        self._loaders: list[tuple[DividedBatchSampler | StreamBatches, int | None]] = []  # with the user's batch size
+        self._has_begun = False
+        self._first_batch: int | None = None  # of the loader's iteration, in the Trainer's count
+        self.division = Division(topology.rank, sizes or self._divided())
+        self._take(self.division.sizes)
+
+    def _known_speeds(self, state: Mapping[str, Any]) -> tuple[Speeds, list[int] | None]:
+        """Return the speeds that are given or were saved, without costs if there are none, and the saved division."""
+        ranks, total = self._topology.world_size, self.config.global_batch_size
+        given, limits = self.config.speeds_of_ranks(ranks), self.config.limits_of_ranks(ranks)
+        if state and len(state["sizes"]) == ranks and given in ("measure", state["speeds"]):
+            costs = [StepCost(fixed, speed) for fixed, speed in zip(*state["costs"], strict=True)]
+            fits = all(limit is None or size <= limit for size, limit in zip(state["sizes"], limits, strict=True))
+            return Speeds(costs, state["speeds"]), [*state["sizes"]] if fits and sum(state["sizes"]) == total else None
+        if given == "measure":
+            return Speeds([StepCost(0.0, 1.0)] if ranks == 1 else [], given), None
+        return Speeds([StepCost(0.0, speed) for speed in given], given), None
 
     def process_dataloader(self, loader: object) -> object:
         """Return a train dataloader that gives this rank its part. Collective.
 
         The first one of an epoch replaces those of the epoch before.
         """
-        assert self.division is not None
         if self._has_begun:
-            self._forget_loaders()
+            self._loaders, self._has_begun = [], False
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         may_change = self._measurement is not None or self.config.rebalance_every_n_epochs is not None
         on_load = self.clock.load if self.clock is not None else None
@@ -138,42 +111,25 @@ class RunningBatches:
                 f"the ranks' train datasets have unequal lengths: {lengths} samples. HeterogeneousBatches divides one"
                 " dataset among all ranks: give every rank the whole of it."
             )
-        self._samplers.append(sampler)
-        self._batch_sizes.append(batch_size)
-        if len(set(self._batch_sizes)) > 1:
+        self._loaders.append((sampler, batch_size))
+        batch_sizes = [size for _, size in self._loaders]
+        if len(set(batch_sizes)) > 1:
             raise ValueError(
-                f"the train dataloaders have different batch sizes, {self._batch_sizes}, but there is one"
+                f"the train dataloaders have different batch sizes, {batch_sizes}, but there is one"
                 " global_batch_size: give all of them the same, or join the datasets into one."
             )
         return divided
 
-    def _forget_loaders(self) -> None:
-        self._samplers, self._batch_sizes, self._has_begun = [], [], False
-
-    def begin(self, print_: Callable[[str], object] = print, may_change_in_epoch: bool = True) -> None:
-        """Begin training, and print the division unless it is to be measured.
-
-        Args:
-            print_: Prints on rank zero.
-            may_change_in_epoch: Whether the Trainer counts batches, and sets how many of them an optimizer step takes.
-        """
-        self._print, self._may_change_in_epoch = print_, may_change_in_epoch
-        if self._measurement is None:
-            self._announce()
-
-    def _announce(self) -> None:
-        """Print the division on rank zero, and warn if the step times varied much."""
-        if self._topology.rank != 0 or self._topology.world_size == 1:
+    def announce(self) -> None:
+        """Print the division on rank zero, unless it is to be measured; warn if the step times varied much."""
+        if self._measurement is not None or self._topology.rank != 0 or self._topology.world_size == 1:
             return
-        assert self.division is not None
-        assert self._costs is not None
-        equal = self._divided([StepCost(0.0, 1.0)] * self._topology.world_size)
-        is_measured = self._source == "measure"
-        self._print(table(self._topology, self.division.sizes, equal, self._costs, is_measured, self._spreads))
-        if self._spreads and max(self._spreads) > _SCATTERS:
-            rank = self._spreads.index(max(self._spreads))
+        equal, spreads = self._divided(replace(self._speeds, costs=[])), self._speeds.spreads
+        self._print(table(self._topology, self.division.sizes, equal, self._speeds))
+        if spreads and max(spreads) > _SCATTERS:
+            rank = spreads.index(max(spreads))
             warnings.warn(
-                f"the step times of rank {rank} scattered by ±{self._spreads[rank]:.0%} while they were measured, so"
+                f"the step times of rank {rank} scattered by ±{spreads[rank]:.0%} while they were measured, so"
                 " the division may be off by as much, and was not changed for less: something else keeps that machine"
                 " busy. Measure when it is idle, give the speeds=[...] you know, or use rebalance_every_n_epochs=1.",
                 stacklevel=2,
@@ -185,19 +141,18 @@ class RunningBatches:
         Returns:
             Whether dataloader workers have loaded another epoch, or other sizes, and must begin again.
         """
-        for sampler in self._samplers:
+        for sampler, _ in self._loaders:
             sampler.sampler.set_epoch(epoch)
-        return any(sampler.is_stale(epoch) for sampler in self._samplers)
+        return any(sampler.is_stale(epoch) for sampler, _ in self._loaders)
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch, and divide again if that is due and makes steps faster. Collective."""
-        assert self.division is not None
         self._has_begun, self._first_batch = True, None
         if self.division.change is not None:
             self._change(self.division.change[1])
         orders = [
             sampler.sampler.fingerprint()
-            for sampler in self._samplers
+            for sampler, _ in self._loaders
             if isinstance(sampler, DividedBatchSampler) and sampler.sampler.is_drawn
         ]
         if orders and len(set(map(tuple, self._topology.world.all_gather_object(orders)))) > 1:
@@ -221,7 +176,6 @@ class RunningBatches:
             self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader begins again
         if self.clock is not None:
             self.clock.end_load()
-        assert self.division is not None
         change = self.division.change
         if change is not None and change[0] == batch - self._first_batch:
             self._change(change[1])
@@ -244,7 +198,6 @@ class RunningBatches:
     @property
     def batch_size(self) -> int:
         """Samples per batch on this rank, B_i."""
-        assert self.division is not None
         return self.division.own
 
     @property
@@ -254,47 +207,42 @@ class RunningBatches:
 
     def scalars(self) -> dict[str, float]:
         """Return ``batch_size`` of this rank, and ``batch_size/<rank>`` of every rank."""
-        if self.division is None:
-            return {}
         every = {f"batch_size/{rank}": float(size) for rank, size in enumerate(self.division.sizes)}
         return {"batch_size": float(self.batch_size), **every}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the division and the ranks' costs, as primitives; empty while these are being measured."""
-        if self.division is None or self._costs is None:
+        if not self._speeds.costs:
             return {}
         sizes = self.division.sizes if self.division.change is None else self.division.change[1]
-        costs = [[cost.fixed for cost in self._costs], [cost.speed for cost in self._costs]]
-        return {"sizes": list(sizes), "costs": costs, "speeds": self._source}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict` in the next :meth:`bind`, if the number of ranks is the same."""
-        self._loaded = dict(state) if state else None
+        costs = [[cost.fixed for cost in self._speeds.costs], [cost.speed for cost in self._speeds.costs]]
+        return {"sizes": list(sizes), "costs": costs, "speeds": self._speeds.given}
 
     # ---- dividing ------------------------------------------------------------------------------------------------
 
-    def _divided(self, costs: Sequence[StepCost]) -> list[int]:
-        least = self._least
-        if self._source == "measure":  # a rank that was disturbed once is not left almost without samples
-            least = max(least, math.ceil(_LEAST_PART * self.config.global_batch_size / len(costs)))
-        return divide(self.config.global_batch_size, costs, self._limits, least)
+    def _divided(self, speeds: Speeds | None = None) -> list[int]:
+        speeds, ranks, least = speeds or self._speeds, self._topology.world_size, self._least
+        if speeds.is_measured:  # a rank that was disturbed once is not left almost without samples
+            least = max(least, math.ceil(_LEAST_PART * self.config.global_batch_size / ranks))
+        costs = speeds.costs or [StepCost(0.0, 1.0)] * ranks
+        return divide(self.config.global_batch_size, costs, self.config.limits_of_ranks(ranks), least)
 
     def _measure(self, measurement: SpeedMeasurement, accumulated: int) -> None:
         """Divide by the measured costs, if there are enough, from the first batch that no rank has begun to load."""
-        assert self.division is not None
         assert self._first_batch is not None
         handed_out = sys.maxsize  # not in this epoch
-        if self._may_change_in_epoch and len(self._samplers) == 1:
-            (sampler,) = self._samplers
+        if self._may_change_in_epoch and len(self._loaders) == 1:
+            ((sampler, _),) = self._loaders
             if isinstance(sampler, DividedBatchSampler):
                 handed_out = sampler.handed_out
         of_ranks = self._topology.world.all_gather_object((measurement.cost(self.batch_size), handed_out))
         found = [each for each, _ in of_ranks if each is not None]
         if len(found) < len(of_ranks):
             return
-        self._costs, self._spreads = [cost for cost, _ in found], [spread for _, spread in found]
-        sizes = self._divided(self._costs)
-        if _gain(self._costs, self.division.sizes, sizes) < max(self._spreads):
+        costs, spreads = [cost for cost, _ in found], [spread for _, spread in found]
+        self._speeds = replace(self._speeds, costs=costs, spreads=spreads)
+        sizes = self._divided()
+        if _gain(costs, self.division.sizes, sizes) < max(spreads):
             sizes = [*self.division.sizes]
         if measurement.end_round(self.batch_size) or sizes == self.division.sizes:
             self._measurement = None
@@ -306,21 +254,19 @@ class RunningBatches:
         self._take(sizes)
         if self.clock is not None:
             self.clock.reset()
-        if self._measurement is None:
-            self._announce()
-            if self.config.rebalance_every_n_epochs is None:
-                self.clock = None
+        self.announce()
+        if self._measurement is None and self.config.rebalance_every_n_epochs is None:
+            self.clock = None
 
     def _rebalance(self, epoch: int) -> None:
         assert self.clock is not None
-        assert self.division is not None
-        sizes, costs = list(self.division.sizes), self._costs
+        sizes, costs = list(self.division.sizes), self._speeds.costs
         times = self._topology.world.all_gather_object(self.clock.seconds)
-        if costs is None or any(seconds is None for seconds in times):
+        if any(seconds is None for seconds in times):
             return
         costs = [cost.through(size, seconds) for cost, size, seconds in zip(costs, sizes, times, strict=True)]
-        new = self._divided(costs)
-        self._costs = costs
+        self._speeds = replace(self._speeds, costs=costs)
+        new = self._divided()
         if _gain(costs, sizes, new) < _WORTH_A_CHANGE:
             return
         self._take(new)
@@ -330,9 +276,8 @@ class RunningBatches:
             log.warning("epoch %d: speeds changed, samples per step are now %s", epoch, changes)
 
     def _take(self, sizes: Sequence[int]) -> None:
-        assert self.division is not None
         self.division.sizes[:], self.division.change = sizes, None
-        costs = self._costs or [StepCost(0.0, 1.0)] * len(sizes)
+        costs = self._speeds.costs or [StepCost(0.0, 1.0)] * len(sizes)
         speeds = [size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)]
         self._topology.set_weights(rank_weights(self.config.weighting, sizes, speeds))
 

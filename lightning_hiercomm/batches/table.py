@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_hiercomm.batches.partition import StepCost, relative_speeds
+from lightning_hiercomm.batches.partition import Speeds, StepCost, relative_speeds
 from lightning_hiercomm.nodes.topology import Topology
 
 
-def table(
-    topology: Topology,
-    sizes: Sequence[int],
-    equal: Sequence[int],
-    costs: Sequence[StepCost],
-    is_measured: bool,
-    spreads: Sequence[float],
-) -> str:
+def table(topology: Topology, sizes: Sequence[int], equal: Sequence[int], ranks: Speeds) -> str:
     """Return the ranks' speeds, batch sizes and weights, and the time of a step that they predict.
 
     Args:
         topology: The ranks, with their weights.
         sizes: Samples per step of every rank.
         equal: The same, if all ranks were equally fast.
-        costs: The cost of a step on every rank.
-        is_measured: Whether costs are in seconds; speeds that a user gives have any unit.
-        spreads: How much each rank's step times varied; empty if they were not measured.
+        ranks: Their speeds.
     """
+    costs, is_measured, spreads = ranks.costs, ranks.is_measured, ranks.spreads
     speeds = relative_speeds([size / cost.seconds(size) for size, cost in zip(sizes, costs, strict=True)])
     columns = f"{'fixed ms':>9} {'ms/sample':>10} {'samples/s':>10} " if is_measured else ""
     lines = [

@@ -195,17 +195,15 @@ class Checkpoints:
         self,
         checkpoint: dict[str, Any],
         filepath: Any,
-        batches: RunningBatches | None,
         io: fabric.plugins.CheckpointIO | None = None,
         topology: Topology | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Keep a loaded checkpoint until :meth:`restore`; restore ``batches`` and entries of callbacks now.
+        """Keep a loaded checkpoint until :meth:`restore`; restore entries of callbacks now.
 
         Args:
             checkpoint: The checkpoint, which gets this rank's own entries from the sidecar.
             filepath: Of the checkpoint.
-            batches: The batches to restore.
             io: Reads the sidecar. Without it or a topology, no sidecar is read.
             topology: The nodes.
             weights_only: As for the checkpoint.
@@ -218,8 +216,6 @@ class Checkpoints:
         self._loaded = checkpoint.get(_KEY, {})
         self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
         self._sidecar = None
-        if batches is not None:
-            batches.load_state_dict(self._loaded.get("batches", {}))
         # a tuner restores the state of every rank after its trial
         has_sidecars = self.with_replicas or (is_of_tuner(filepath) and self._loaded.get("identity") is not None)
         if has_sidecars and io is not None and topology is not None:
@@ -230,6 +226,11 @@ class Checkpoints:
     def trained(self) -> list[str] | None:
         """Names of the parameters that were trained at the save; None in a checkpoint of Lightning's strategies."""
         return self._loaded.get("trained")
+
+    @property
+    def loaded_batches(self) -> Mapping[str, Any] | None:
+        """The state of ``RunningBatches``."""
+        return self._loaded.get("batches")
 
     def restore(self, run: TrainingRun, precision: pl.plugins.Precision | None = None) -> None:
         """Restore this rank's sidecar, or else the schemes' schedules.

@@ -133,8 +133,7 @@ class CheckpointHooks(StrategyState):
             self._control.note_exception(exception, self._module)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._is_fitting:
-            io, topology = self.checkpoint_io, self._topology
-            self._checkpoints.take(checkpoint, checkpoint_path, self.batches, io, topology, weights_only)
+            self._checkpoints.take(checkpoint, checkpoint_path, self.checkpoint_io, self._topology, weights_only)
         return checkpoint
 
     @override

@@ -77,7 +77,7 @@ class ElasticNode(pl.Callback):
         reload_train_data_when_due(trainer, self._begin_epoch)
         state = transaction.begin(self._begin_equal, admits=True)
         if state is not None:
-            self._checkpoints.take(take_state(trainer, state), None, None)
+            self._checkpoints.take(take_state(trainer, state), None)
             run.replicas.slots = state["slots"]
             self._recovered = state
             self._is_in_epoch = state["moment"] == "batch"

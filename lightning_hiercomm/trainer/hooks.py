@@ -58,7 +58,7 @@ from lightning_hiercomm.trainer.checks import check_launch, check_training
 from lightning_hiercomm.trainer.elastic import elastic_node
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values, check_one_node, check_trainer
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
-from lightning_hiercomm.trainer.state import announce
+from lightning_hiercomm.trainer.state import announce, required
 from lightning_hiercomm.trainer.unequal_data import UnequalNodes
 
 
@@ -151,8 +151,9 @@ class HierarchicalHooks(CheckpointHooks):
         if self._settings.unequal_data is not None:
             self._unequal = UnequalNodes(self._settings.unequal_data, self.scheme, self._topology, self.root_device)
             self._unequal.attach(trainer)
-        if self.batches is not None:  # setting up optimizers may need the dataloaders' length
-            attach_batches(self.batches, trainer, self._topology, self.root_device)
+        if self._settings.batches is not None:  # setting up optimizers may need the dataloaders' length
+            config, state = self._settings.batches, self._checkpoints.loaded_batches
+            self.batches = attach_batches(config, trainer, self._topology, self.root_device, state)
         super().setup(trainer)
         self._run_or_none = self._new_run()
         self._run.averaged_model.barrier = self._control.barrier
@@ -195,8 +196,9 @@ class HierarchicalHooks(CheckpointHooks):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self.batches is not None and self._module.trainer.training:
-            return self.batches.process_dataloader(dataloader)
+        if self._settings.batches is not None and self._module.trainer.training:
+            batches = required(self.batches, "division of batches", "Strategy.setup, after the module's setup hook")
+            return batches.process_dataloader(dataloader)
         trainer = self._trainer_or_none
         if trainer is not None and self._is_fitting:
             begin_stateful_loader(dataloader, trainer.current_epoch)

@@ -34,7 +34,7 @@ class StrategyState(pl.strategies.ParallelStrategy):
 
     Attributes:
         scheme: As the user configured it.
-        batches: Batch sizes by the ranks' speeds, or None.
+        batches: Batch sizes by the ranks' speeds, of the present or the last ``fit``, or None.
         topology: The nodes; None before a Trainer has started the processes.
     """
 
@@ -48,13 +48,13 @@ class StrategyState(pl.strategies.ParallelStrategy):
     def _configure(self) -> None:
         settings = self._settings
         self.scheme = settings.scheme
-        self.batches = None if settings.batches is None else RunningBatches(settings.batches)
         self.wire = settings.wire
         self._checkpoints = Checkpoints(settings.checkpoint_replicas)
         self._control = RunControl()
         self._starts_ranks = False
         # these exist only inside a process that trains, and go into no pickle and no copy
         self.topology = None
+        self.batches: RunningBatches | None = None
         self._run_or_none: TrainingRun | None = None
         self._epoch_clock: EpochClock | None = None
         self._elastic_node: ElasticNode | None = None
@@ -64,7 +64,7 @@ class StrategyState(pl.strategies.ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         # spawn pickles a strategy before it trains, and programs copy and pickle Trainers at any time
         state: dict[str, Any] = super().__getstate__()
-        absent = ("topology", "_run_or_none", "_epoch_clock", "_elastic_node", "_unequal")
+        absent = ("topology", "batches", "_run_or_none", "_epoch_clock", "_elastic_node", "_unequal")
         return {**state, **dict.fromkeys(absent), "_control": RunControl()}
 
     @property

@@ -28,12 +28,9 @@ def on_ranks(nodes, work):
     return harness.on_ranks(lambda topology: work(topology.rank, topology), nodes)
 
 
-def bound(topology, *arguments, state=None, least=1, **named):
-    batches = RunningBatches(HeterogeneousBatches(*arguments, **named))
-    if state is not None:
-        batches.load_state_dict(state)
-    batches.bind(topology, topology.meter, harness.place.device, least=least)
-    return batches
+def bound(topology, *arguments, state=None, least=1, may_change=True, **named):
+    config = HeterogeneousBatches(*arguments, **named)
+    return RunningBatches(config, topology, harness.place.device, least, state, may_change)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +55,7 @@ def test_given_speeds_make_batches_and_weights(weighting, expected):
 def train(clock, batches, seconds, steps=400, epochs=1):
     """Train epochs of so many steps, which take ``seconds(size)``; return the batch sizes, and the indices."""
     sampler = batches.process_dataloader(DataLoader(range(steps * batches.config.global_batch_size))).batch_sampler
-    batches.begin()
+    batches.announce()
     sizes, indices = [], []
     for epoch in range(epochs):
         sampler.sampler.set_epoch(epoch)
@@ -127,7 +124,7 @@ def test_batches_that_are_accumulated_are_of_one_size(clock, first, accumulated)
     def work(rank, topology):
         batches = bound(topology, 32)
         sampler = batches.process_dataloader(DataLoader(range(32 * 400))).batch_sampler
-        batches.begin()
+        batches.announce()
         sizes = []
         for batch, indices in enumerate(sampler, first):
             batches.begin_step(batch, accumulated)
@@ -147,7 +144,7 @@ def test_batches_that_are_loaded_ahead_keep_their_sizes(clock):
     def work(rank, topology):
         batches = bound(topology, 32)
         sampler = batches.process_dataloader(DataLoader(range(32 * 400))).batch_sampler
-        batches.begin()
+        batches.announce()
         indices, ahead, sizes = iter(sampler), [], []
         for batch in range(400):
             while len(ahead) < 3 + 4 * rank and (more := next(indices, None)) is not None:
@@ -171,9 +168,9 @@ def test_batches_that_are_loaded_ahead_keep_their_sizes(clock):
 )
 def test_changes_are_deferred_to_the_next_epoch(clock, datasets, may_change):
     def work(rank, topology):
-        batches = bound(topology, 32)
+        batches = bound(topology, 32, may_change=may_change)
         loaders = [batches.process_dataloader(DataLoader(dataset)) for dataset in datasets]
-        batches.begin(may_change_in_epoch=may_change)
+        batches.announce()
         sizes = []
         for epoch in range(3):
             batches.begin_epoch(epoch)
@@ -202,7 +199,7 @@ def test_the_step_that_is_predicted_is_that_of_the_slowest_rank(clock, capsys):
 
 
 def test_given_speeds_are_announced_without_seconds(capsys):
-    on_ranks([[0, 1], [2]], lambda rank, topology: bound(topology, 70, [4, 2, 1]).begin())
+    on_ranks([[0, 1], [2]], lambda rank, topology: bound(topology, 70, [4, 2, 1]).announce())
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "A global batch of 70 samples on 3 ranks, by given speeds"
     assert [line.split() for line in said[2:5]] == [
@@ -247,7 +244,7 @@ def test_a_rank_whose_speed_is_measured_keeps_a_quarter_of_an_equal_share(clock,
 
 
 def test_one_rank_has_nothing_to_announce(capsys):
-    on_ranks([[0]], lambda rank, topology: bound(topology, 8).begin())
+    on_ranks([[0]], lambda rank, topology: bound(topology, 8).announce())
     assert capsys.readouterr().out == ""
 
 
@@ -352,7 +349,7 @@ def test_waiting_for_slower_ranks_to_compare_is_no_loading(clock, monkeypatch):
 
         batches = bound(topology, 32)
         loader = batches.process_dataloader(DataLoader(range(32 * 400), 32))
-        batches.begin()
+        batches.announce()
         batches.begin_epoch(0)
         monkeypatch.setattr(topology.world, "all_gather_object", slowly)
         for step, samples in enumerate(loader):
@@ -405,7 +402,7 @@ def test_a_resumed_run_keeps_to_the_limits_and_speeds_that_it_is_given(before, n
 
 def test_speeds_that_a_resumed_run_keeps_are_announced_as_given(capsys):
     def work(rank, topology):
-        bound(topology, 70, state=bound(topology, 70, [4, 2, 1]).state_dict()).begin()
+        bound(topology, 70, state=bound(topology, 70, [4, 2, 1]).state_dict()).announce()
 
     on_ranks([[0, 1], [2]], work)
     said = capsys.readouterr().out.splitlines()
@@ -530,7 +527,7 @@ def test_a_run_leaves_its_configuration_as_it_was_written():
     batches = HeterogeneousBatches(12, [2, 1])
 
     def work(rank, topology):
-        RunningBatches(batches).bind(topology, topology.meter, harness.place.device)
+        RunningBatches(batches, topology, harness.place.device)
 
     on_ranks([[0], [1]], work)
     assert repr(batches) == "HeterogeneousBatches(global_batch_size=12, speeds=[2, 1])"

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairwise import on_push
-from problems import SaveAfter, SaveAfterEpoch, Stream
+from problems import SaveAfter, SaveAfterEpoch, Stream, one_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hiercomm import AllReduce, HeterogeneousBatches, StepsDelay
+from lightning_hiercomm import AllReduce, HeterogeneousBatches, HierarchicalStrategy, StepsDelay
 from lightning_hiercomm.batches import speed
 from lightning_hiercomm.batches.partition import StepCost
 from lightning_hiercomm.schemes import SCHEMES
@@ -376,3 +376,13 @@ def test_a_loader_that_cannot_be_divided_is_refused_before_training(fit):
 
     with pytest.raises(Exception, match="the dataset makes the batches"):
         fit(Whole(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, forked=True)
+
+
+def test_dataloaders_are_not_made_before_there_is_a_division(tmp_path):
+    class Early(Net):
+        def setup(self, stage):
+            self.steps = self.trainer.estimated_stepping_batches  # makes the dataloaders
+
+    trainer = one_trainer(tmp_path, strategy=HierarchicalStrategy(batches=HeterogeneousBatches(4)))
+    with pytest.raises(RuntimeError, match="no division of batches yet"):
+        trainer.fit(Early())

@@ -83,7 +83,7 @@ def test_a_checkpoint_of_any_scheme_is_resumed_by_any_other(before, after):
 
     def work(run):
         checkpoints = Checkpoints()
-        checkpoints.take(checkpoint, "saved.ckpt", None)
+        checkpoints.take(checkpoint, "saved.ckpt")
         checkpoints.restore(run, DurableCheckpointIO())
         checkpoints.check_equal(run.topology)
         (resumed,) = run.schemes
@@ -105,7 +105,7 @@ def test_a_checkpoint_goes_to_other_nodes(name, nodes):
 
     def work(run):
         checkpoints = Checkpoints()
-        checkpoints.take(checkpoint, "saved.ckpt", None)
+        checkpoints.take(checkpoint, "saved.ckpt")
         checkpoints.restore(run)
         train(run, 1, 5)
         run.finish()
@@ -133,7 +133,7 @@ def test_a_rank_that_is_alone_with_an_error_can_save_without_the_others(name):
 
     def resumed(run):
         checkpoints = Checkpoints()
-        checkpoints.take(alone, "saved.ckpt", None)
+        checkpoints.take(alone, "saved.ckpt")
         checkpoints.restore(run, DurableCheckpointIO())
         return run.schemes[0].state.steps
 
@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_format_is_refused(number, found):
     checkpoint = saved_by("periodic")
     checkpoint["hiercomm"]["format"] = number
     with pytest.raises(ValueError, match="format") as raised:
-        Checkpoints().take(checkpoint, "saved.ckpt", None)
+        Checkpoints().take(checkpoint, "saved.ckpt")
     assert str(raised.value) == (
         f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 4. Load only its weights,"
         " with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
@@ -185,7 +185,7 @@ def test_a_scheme_finds_its_own_schedule_again():
 
     def work(run):
         checkpoints = Checkpoints()
-        checkpoints.take(checkpoint, "saved.ckpt", None)
+        checkpoints.take(checkpoint, "saved.ckpt")
         checkpoints.restore(run, DurableCheckpointIO())
         return run.schemes[0].state_dict(shared=True)
 
@@ -198,7 +198,7 @@ def test_restored_state_is_freed():
     def work(run):
         own, checkpoints = copy.deepcopy(checkpoint), Checkpoints()
         momentum = weakref.ref(own["hiercomm"]["schemes"][0]["outer"]["state"][0]["momentum_buffer"])
-        checkpoints.take(own, "saved.ckpt", None)
+        checkpoints.take(own, "saved.ckpt")
         checkpoints.restore(run)
         own.clear()
         gc.collect()
@@ -223,7 +223,7 @@ def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
             io.save_checkpoint(checkpoint, path)
         world.barrier()
         read = io.load_checkpoint(path, weights_only=False)
-        checkpoints.take(read, path, None, io, run.topology)
+        checkpoints.take(read, path, io, run.topology)
         return read["loops"]["fit_loop"]["state_dict"]["combined_loader"], read["lr_schedulers"]
 
     assert on_two_nodes(scheme("periodic"), work) == [([{"shard": rank}], [{"best": float(rank)}]) for rank in range(2)]
