@@ -122,7 +122,6 @@ def main(node: Node) -> None:
         "parameters": hashlib.sha256(values).hexdigest()[:16],
         "global_step": step,
         "loss": loss_of(model),
-        "communication": {"lost_batches": 0},
     }
     (folder / f"{name}.json").write_text(json.dumps(said))
     manager.shutdown(wait=False)

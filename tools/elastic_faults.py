@@ -100,7 +100,6 @@ class Outcome:
         loss: With which.
         lives: How often nodes were started, beyond the first time.
         codes: With which codes they ended.
-        lost_batches: As the run has counted them.
         troubles: What should not have been.
     """
 
@@ -117,7 +116,6 @@ class Outcome:
     loss: float = 0.0
     incarnations: int = 0
     codes: dict[str, int] = field(default_factory=dict)
-    lost_batches: int = 0
     troubles: list[str] = field(default_factory=list)
 
 
@@ -412,7 +410,6 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
         outcome.missed_end = len(names) - len(results)
         outcome.steps = results[0]["global_step"]
         outcome.loss = results[0]["loss"]
-        outcome.lost_batches = int(results[0]["communication"]["lost_batches"])
         outcome.equal = len({(each["parameters"], each["global_step"]) for each in results}) == 1
         if not outcome.equal:
             outcome.troubles.append(f"nodes ended unequal: {results}\n{nodes.said()}")
@@ -450,7 +447,7 @@ def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
         f"{len(outcome.faults)} faults ({kinds}) in {outcome.seconds:.0f} s, {outcome.steps} steps of the run",
         f"hangs: {outcome.hangs}",
         f"steps kept, waits alone: {outcome.kept_waits_alone:.2%}; with restarts: {outcome.kept_with_restarts:.2%}",
-        f"lives: {outcome.incarnations} more; exit codes {outcome.codes}; batches lost: {outcome.lost_batches}",
+        f"lives: {outcome.incarnations} more; exit codes {outcome.codes}",
         f"equal bits at the end: {outcome.equal} ({outcome.missed_end} nodes missed it); loss {outcome.loss:.6f}",
     ]
     if waits:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from lightning_hiercomm.arguments import as_call, checked_fields
 
-MOST_NODES = 10**6
 LONGEST_SILENCE = 24 * 3600
 
 
@@ -44,8 +43,8 @@ class Elastic:
     __repr__ = as_call
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_nodes <= MOST_NODES:
-            raise ValueError(f"min_nodes={self.min_nodes} must be a positive number of nodes, up to {MOST_NODES}")
+        if self.min_nodes < 1:
+            raise ValueError(f"min_nodes={self.min_nodes} must be positive")
         if self.max_nodes is not None and self.max_nodes < self.min_nodes:
             raise ValueError(f"max_nodes={self.max_nodes} must be at least min_nodes={self.min_nodes}, or None")
         if not 0.5 <= self.dead_after <= LONGEST_SILENCE:

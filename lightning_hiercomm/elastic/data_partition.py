@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,10 +15,6 @@ class DataPartition:
 
     total: int = 0
     shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def unused(self, replica_ids: Collection[str]) -> int:
-        """Count the shards that none of these replicas trains on."""
-        return self.total - len({shard for each in replica_ids for shard in self.shards.get(each, ())})
 
 
 def partition_for_epoch(quorum: Quorum) -> DataPartition:
@@ -51,45 +47,30 @@ def partition_within_epoch(quorum: Quorum, current: DataPartition) -> DataPartit
 
 
 class DataShards:
-    """The data partition over time as one replica sees it, and the batches that were not averaged yet."""
+    """The data partition over time as one replica sees it."""
 
     def __init__(self, replica_id: str) -> None:
         self._replica_id = replica_id
         self.current = self._for_epoch = DataPartition()
-        self._batches = 0
-        self._trained: list[tuple[DataPartition, int]] = []
 
-    def commit(self, quorum: Quorum, batches: int, exchanges_steps: bool) -> int:
-        """Update after a synchronization; return how many batches were lost with nodes."""
-        self._note(batches)
-        lost = 0
-        if exchanges_steps:
-            ids = [member.replica_id for member in quorum.members]
-            lost = sum(partition.unused(ids) * trained for partition, trained in self._trained)
-            self._trained = []
+    def commit(self, quorum: Quorum) -> None:
+        """Update after a synchronization."""
         self._for_epoch = partition_for_epoch(quorum)
         self.current = partition_within_epoch(quorum, self.current)
-        return lost
 
     def own(self) -> tuple[int, tuple[int, ...]]:
         """Return the number of shards of the data, and those of this replica's ranks; none before the first quorum."""
         return self.current.total, self.current.shards.get(self._replica_id, ())
 
-    def begin_epoch(self, batches: int) -> bool:
+    def begin_epoch(self) -> bool:
         """Partition the data among all nodes of the last quorum; return whether that changes this replica's shards."""
-        before = self.own()
-        self._note(batches)
-        self.current = self._for_epoch
+        before, self.current = self.own(), self._for_epoch
         return before != self.own()
 
-    def _note(self, batches: int) -> None:
-        self._trained.append((self.current, batches - self._batches))
-        self._batches = batches
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Any], int]:
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return primitives for a joining node."""
-        return asdict(self.current), asdict(self._for_epoch), self._batches
+        return asdict(self.current), asdict(self._for_epoch)
 
-    def load(self, current: Mapping[str, Any], for_epoch: Mapping[str, Any], batches: int) -> None:
+    def load(self, current: Mapping[str, Any], for_epoch: Mapping[str, Any]) -> None:
         """Restore another node's :meth:`state`."""
-        self.current, self._for_epoch, self._batches = DataPartition(**current), DataPartition(**for_epoch), batches
+        self.current, self._for_epoch = DataPartition(**current), DataPartition(**for_epoch)

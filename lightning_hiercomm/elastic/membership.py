@@ -58,14 +58,11 @@ class Membership:
         self._nodes = nodes
         self.history.nodes = len(quorum.members)
 
-    def commit(self, quorum: Quorum, batches: int, exchanges_steps: bool) -> None:
-        """Update this node's state after a successful vote.
-
-        ``batches`` counts the batches of each rank so far; ``exchanges_steps`` is whether the exchange averages them.
-        """
+    def commit(self, quorum: Quorum) -> None:
+        """Update this node's state after a successful vote."""
         self.votes.commit(quorum)
         self.history.admit([each.replica_id for each in quorum.joining], [each.replica_id for each in quorum.members])
-        self.history.lost_batches += self.shards.commit(quorum, batches, exchanges_steps)
+        self.shards.commit(quorum)
         self.rendezvous.commit(quorum)
         self.healing.commit(quorum.recovering_from(self.me.replica_id))
 

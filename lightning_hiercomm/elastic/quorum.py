@@ -29,11 +29,12 @@ class NodeRefused(RuntimeError):
 class StaleReplica(SystemExit):
     """The others synchronized without this node, which ends, is restarted, and recovers."""
 
-    def __init__(self, code: int = RESTART_EXIT_CODE) -> None:  # of one argument: ranks pickle it for each other
+    def __init__(self, code: int = RESTART_EXIT_CODE, why: str = "the other nodes synchronized without it") -> None:
         super().__init__(code)
+        self.why = why  # no argument of the base class, whose only one is the exit code
 
     def __str__(self) -> str:
-        return f"the other nodes synchronized without it; start it again after exit code {RESTART_EXIT_CODE}"
+        return f"{self.why}; start it again after exit code {RESTART_EXIT_CODE}"
 
 
 class RunFinished(SystemExit):
@@ -44,21 +45,6 @@ class RunFinished(SystemExit):
 
     def __str__(self) -> str:
         return f"this run has finished, and no other node is left; do not restart after exit code {FINISHED_EXIT_CODE}"
-
-
-class CutOff(StaleReplica):
-    """The others may have synchronized or finished without this node, which cannot ask them."""
-
-    def __init__(self, code: int = RESTART_EXIT_CODE, lighthouse: str = "", others: str = "") -> None:
-        super().__init__(code)
-        self.lighthouse, self.others = lighthouse, others
-
-    def __str__(self) -> str:
-        return (
-            f"it was stopped, or did not reach the lighthouse at {self.lighthouse}, for longer than dead_after, and"
-            f" nodes {self.others} do not answer: they may have finished the run without it. To continue from their"
-            f" checkpoint, give fit(ckpt_path='last') and start it again after exit code {RESTART_EXIT_CODE}"
-        )
 
 
 class Progress(NamedTuple):

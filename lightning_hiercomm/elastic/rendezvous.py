@@ -15,7 +15,6 @@ from torch.distributed import Store
 from lightning_hiercomm.elastic.quorum import (
     FINISHED,
     MUST_NOT_BEGIN,
-    CutOff,
     NodeRefused,
     Progress,
     Quorum,
@@ -204,12 +203,16 @@ class Rendezvous:
             self._end(StaleReplica())
 
     def _check_others_live(self, with_state: Sequence[Request], lighthouse: str) -> None:
-        """After a silence of this node, raise :class:`CutOff` if it would continue without all former members."""
+        """After a silence of this node, raise :class:`StaleReplica` if it would continue without all members."""
         others = self._others()
         if not others or {each.replica_id for each in with_state} & {each.replica_id for each in others}:
             return
         if self._others_have_gone_on() is None:
-            raise CutOff(lighthouse=lighthouse, others=", ".join(each.node for each in others))
+            raise StaleReplica(
+                why=f"it was stopped, or did not reach the lighthouse at {lighthouse}, for longer than dead_after, and"
+                f" nodes {', '.join(each.node for each in others)} do not answer: they may have finished the run"
+                " without it. To continue from their checkpoint, give fit(ckpt_path='last')"
+            )
         if self.is_behind:
             raise StaleReplica
 

@@ -23,9 +23,6 @@ class Participant(Protocol):
     def position(self) -> str:
         """Describe where training is; nodes at different positions cannot synchronize."""
 
-    def batches(self) -> int:
-        """Return how many batches this rank has trained on so far."""
-
     def settle(self) -> object:
         """Wait for overlapped collectives."""
 

@@ -10,8 +10,6 @@ from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.transport import GlooTransport
 from lightning_hiercomm.nodes.topology import Holders, Topology
 
-Synchronize = Callable[[Callable[[], object], bool, bool], None]
-
 
 class ElasticTopology(Topology):
     """A topology whose communicators persist while their members and weights change with each quorum.
@@ -23,6 +21,7 @@ class ElasticTopology(Topology):
         original: The topology that this one duplicates, for overlapped collectives.
 
     Attributes:
+        transaction: Runs synchronizations; None: they do nothing.
         connected_in: The quorum whose members this node is connected to; empty if it is not connected.
     """
 
@@ -43,15 +42,11 @@ class ElasticTopology(Topology):
 
         super().__init__(own.nodes, own.rank, connect, own.meter, waits_on_host=True)  # GPU tensors are staged
         self._own = own
-        self._synchronize: Synchronize | None = None
+        self.transaction: Callable[[Callable[[], object], bool], None] | None = None
 
-    def synchronize_by(self, synchronize: Synchronize | None) -> None:
-        """Run synchronizations by this function; None: they do nothing."""
-        self._synchronize = synchronize
-
-    def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
-        if self._synchronize is not None:
-            self._synchronize(work, admits, brings)
+    def synchronize(self, work: Callable[[], object], admits: bool = False) -> None:
+        if self.transaction is not None:
+            self.transaction(work, admits)
 
     @property
     def nodes_in_world(self) -> int:

@@ -20,15 +20,15 @@ class Transaction:
         self._participant = participant
         self._is_inside = False
 
-    def __call__(self, work: Callable[[], object], admits: bool = False, exchanges_steps: bool = True) -> None:
+    def __call__(self, work: Callable[[], object], admits: bool = False) -> None:
         """Run ``work`` with the living nodes; see :meth:`ElasticTopology.synchronize`."""
         if self._is_inside:
             work()
             return
-        state = self.begin(work, admits, exchanges_steps)
+        state = self.begin(work, admits)
         assert state is None, "a node that trains has state"
 
-    def begin(self, work: Callable[[], object], admits: bool, exchanges_steps: bool = True) -> dict[str, Any] | None:
+    def begin(self, work: Callable[[], object], admits: bool) -> dict[str, Any] | None:
         """Run ``work``, or return the state from which this node recovers if others have trained before."""
         membership, participant = self._membership, self._participant
         around, me = membership.around, membership.me.replica_id
@@ -58,7 +58,7 @@ class Transaction:
             # joining nodes would wait for the state
             membership.healing.reject(quorum.recovering_from(me))
             membership.rendezvous.note_failure(quorum, error or "on another node")
-        membership.commit(quorum, participant.batches(), exchanges_steps)
+        membership.commit(quorum)
         if attempts > 1 or len(quorum.members) < nodes_before:
             membership.history.lost_seconds += time.monotonic() - began
         return None

@@ -141,13 +141,12 @@ class Topology:
         """Whether there is one node, and no other can join."""
         return self.num_nodes == 1
 
-    def synchronize(self, work: Callable[[], object], admits: bool = False, brings: bool = True) -> None:
+    def synchronize(self, work: Callable[[], object], admits: bool = False) -> None:
         """Run communication between nodes; elastic nodes roll back and repeat it if a node fails.
 
         Args:
             work: The communication.
             admits: Whether a joining node may start after it, from the state of another node.
-            brings: Whether nodes are synchronized after it; not if it starts an asynchronous exchange.
         """
         work()
 

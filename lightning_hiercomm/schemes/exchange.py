@@ -263,7 +263,7 @@ class Exchanger:
             self._topology.synchronize(merge, admits=admits)
             pending.forget(due)
         if outgoing:
-            self._topology.synchronize(lambda: self._merge_and_send(None, outgoing, staleness), brings=False)
+            self._topology.synchronize(lambda: self._merge_and_send(None, outgoing, staleness))
 
     def _merge_and_send(self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int) -> None:
         """Merge the exchange that is due, while the next one starts.

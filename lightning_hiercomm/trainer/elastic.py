@@ -83,14 +83,14 @@ class ElasticNode(pl.Callback):
             self._is_in_epoch = state["moment"] == "batch"
         run.begin_from_module()
         run.remember_values()
-        topology.synchronize_by(transaction)
+        topology.transaction = transaction
 
     def _begin_epoch(self) -> bool:
         """Partition the data again before an epoch; return whether the dataloaders have to be made again."""
         is_first, self._has_data = not self._has_data, True
         if self._is_in_epoch or self._has_left:
             return is_first  # there are dataloaders already if `estimated_stepping_batches` was used
-        return self.membership.shards.begin_epoch(self.batches()) or is_first
+        return self.membership.shards.begin_epoch() or is_first
 
     def _begin_equal(self) -> None:
         replicas, world = self._run.replicas, self._run.topology.world
@@ -101,9 +101,6 @@ class ElasticNode(pl.Callback):
     def position(self) -> str:  # to exchange tensors of other sizes would end processes
         counts = [(scheme.state.steps, scheme.replica.numel) for scheme in self._run.schemes]
         return "after " + ", ".join(f"{steps} optimizer steps of {count} elements" for steps, count in counts)
-
-    def batches(self) -> int:
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
     def settle(self) -> None:
         for scheme in self._run.schemes:
@@ -208,7 +205,7 @@ class ElasticNode(pl.Callback):
         self._has_given_up = True
         topology = self._run.topology
         assert isinstance(topology, ElasticTopology)
-        topology.synchronize_by(None)
+        topology.transaction = None
 
     def leave_others(self) -> None:
         """Stop synchronizing before this node is queued again, unless it is the only one."""

@@ -41,9 +41,8 @@ class CommunicationMonitor(pl.Callback):
       ``hiercomm/batch_size``: present values, if the scheme has them.
     - ``hiercomm/disagreement``: the distance of rank zero's node from the mean of the nodes in the last
       synchronization, relative to the mean; estimated from a few elements.
-    - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, ``hiercomm/lost_batches``, with ``elastic``:
-      the nodes in the last synchronization; the nodes that recovered so far; the seconds that this node waited for
-      nodes that had left; and the batches (of one rank each) that are lost to the averaged model.
+    - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, with ``elastic``: the nodes in the last
+      synchronization; the nodes that recovered so far; and the seconds that this node waited for nodes that had left.
     - ``hiercomm/phase_name``: the phase as text, if the logger takes text (CSV, TensorBoard, Weights & Biases).
 
     The progress bar shows the phase and the MB per step that rank zero's node sends to others. At the end of fit rank

@@ -73,8 +73,7 @@ class IdlingLoader(pl.utilities.CombinedLoader):
         self._device = device
         self._position = position
         self._check_every = check_every
-        self._length: int | None = None  # of the longest node
-        self._own_length: int | None = None  # of this node
+        self._lengths: tuple[int, int] | None = None  # of this node, and of the longest
         self._yielded = 0  # in this epoch, in this process
         self._first_idle: int | None = None  # of these
         self._begins_at: int | None = None  # the index of the first of these in the epoch
@@ -83,8 +82,8 @@ class IdlingLoader(pl.utilities.CombinedLoader):
 
     def is_idle(self, batch_idx: int) -> bool:
         """Return whether a batch of this epoch, which was yielded already, is none of this rank's own."""
-        if self._own_length is not None:
-            return batch_idx >= self._own_length
+        if self._lengths is not None:
+            return batch_idx >= self._lengths[0]
         if self._begins_at is None:
             self._begins_at = batch_idx
         return self._first_idle is not None and batch_idx - self._begins_at >= self._first_idle
@@ -100,10 +99,10 @@ class IdlingLoader(pl.utilities.CombinedLoader):
         everyone = self._topology.world.all_gather_object((own, self._divided_dataset()))
         lengths = [length for length, _ in everyone]
         self._check_division([samples for _, samples in everyone])
-        self._length = self._own_length = None
+        self._lengths = None
         if is_sized:
             of_nodes = [min(lengths[rank] for rank in ranks) for ranks in self._topology.nodes]
-            self._length, self._own_length = max(of_nodes), of_nodes[self._topology.node]
+            self._lengths = of_nodes[self._topology.node], max(of_nodes)
             self._warn_of_unused(lengths)
         return self
 
@@ -148,14 +147,14 @@ class IdlingLoader(pl.utilities.CombinedLoader):
         Raises:
             TypeError: If it is not known, as ``len`` of an iterable without length does.
         """
-        if self._length is None:
+        if self._lengths is None:
             raise TypeError("the train dataloaders have no length")
-        return self._length
+        return self._lengths[1]
 
     @override
     def __next__(self) -> Any:
         is_own = self._takes_own()
-        if not is_own and self._own is None and self._own_length is not None:
+        if not is_own and self._own is None and self._lengths is not None:
             self._load_first()
         own = ((), 0, 0) if self._own is None else self._own
         self._yielded += 1
@@ -164,16 +163,16 @@ class IdlingLoader(pl.utilities.CombinedLoader):
 
     def _takes_own(self) -> bool:
         """Load the next batch; return False if this rank idles, and raise ``StopIteration`` at the end of the epoch."""
-        if self._length is not None and self._own_length is not None:
-            position = self._position()
-            if position >= self._length:
+        if self._lengths is not None:
+            position, (own, longest) = self._position(), self._lengths
+            if position >= longest:
                 raise StopIteration
-            if position < self._own_length and not self._loads():
+            if position < own and not self._loads():
                 raise RuntimeError(
                     f"rank {self._topology.rank} (node {self._topology.node}): the train dataloader has a length of"
-                    f" {self._own_length}, but ended after {position} batches"
+                    f" {own}, but ended after {position} batches"
                 )
-            return position < self._own_length
+            return position < own
         if self._first_idle is None and not self._all_in_node(not self._has_reached_limit() and self._loads()):
             self._first_idle = self._yielded
         if self._yielded % self._check_every() == 0 and not self._any_node(self._first_idle is None):
@@ -229,8 +228,6 @@ class UnequalNodes(pl.Callback):
 
     Attributes:
         is_idle: Whether this node has no batch of its own at present.
-        batches: The number of its batches since the last optimizer step.
-        is_in_step: Whether ``training_step`` of the user's module runs.
     """
 
     def __init__(self, options: UnequalData, scheme: Scheme, topology: Topology, device: torch.device) -> None:
@@ -240,11 +237,11 @@ class UnequalNodes(pl.Callback):
         self._device = device
         self._loader: IdlingLoader | None = None
         self._size: float | None = None
-        self._output: Any = None
+        self._output: Any = None  # of the last training step, without a graph
         self._samples = 0.0  # since the last optimizer step
+        self._batches = 0  # since then
+        self._is_in_step = False
         self.is_idle = False
-        self.batches = 0
-        self.is_in_step = False
 
     # ---- a fit ---------------------------------------------------------------------------------------------------
 
@@ -279,7 +276,7 @@ class UnequalNodes(pl.Callback):
     ) -> None:
         assert self._loader is not None
         self.is_idle = self._loader.is_idle(batch_idx)
-        self.batches += not self.is_idle
+        self._batches += not self.is_idle
         self._size = None
         if not self.is_idle and self._options.samples is None:
             try:
@@ -293,16 +290,6 @@ class UnequalNodes(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         share_logged_names(trainer, self._topology.world.all_gather_object)
 
-    def count(self, output: Any, trainer: pl.Trainer, weights: SampleWeights) -> None:
-        """Count the samples of a batch after its forward pass, and store what ``training_step`` returned."""
-        size = self._size if self._options.samples is None else self._logged(trainer, self._options.samples)
-        assert size is not None
-        self._samples += size
-        weights.count(size)
-        self._output = output.detach() if isinstance(output, Tensor) else output
-        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
-            self._output = {**output, "loss": output["loss"].detach()}
-
     def _logged(self, trainer: pl.Trainer, name: str) -> float:
         if name not in trainer.callback_metrics:
             raise ValueError(
@@ -310,14 +297,6 @@ class UnequalNodes(pl.Callback):
                 " step, with on_step=True"
             )
         return float(trainer.callback_metrics[name])
-
-    def last_output(self) -> Any:
-        """Return what the last ``training_step`` returned, without a graph."""
-        return torch.zeros((), device=self._device) if self._output is None else self._output
-
-    def end_step(self) -> None:
-        """End an optimizer step."""
-        self.batches, self._samples = 0, 0.0
 
     def weigh_gradients(self, run: TrainingRun) -> float:
         """Weigh the ranks' gradients by the samples since the last optimizer step. Collective.
@@ -328,9 +307,9 @@ class UnequalNodes(pl.Callback):
         """
         unfit = torch.zeros((), dtype=torch.int64, device=self._device)  # not known before the backward pass
         step = run.schemes[0].state.steps
-        preflight = launch(self._topology, step, unfit, counts=(self._samples, self.batches))
+        preflight = launch(self._topology, step, unfit, counts=(self._samples, self._batches))
         run.weigh_gradients(preflight.round)
-        return max(preflight.counts[1]) / self.batches if self.batches else 1.0
+        return max(preflight.counts[1]) / self._batches if self._batches else 1.0
 
     # ---- what the strategy calls ---------------------------------------------------------------------------------
 
@@ -373,13 +352,19 @@ class UnequalNodes(pl.Callback):
         """Take a training step, and count its samples; on an idle node none."""
         if self.is_idle:
             forward_nothing(model)
-            return self.last_output()
-        self.is_in_step = True
+            return torch.zeros((), device=self._device) if self._output is None else self._output
+        self._is_in_step = True
         try:
             output = step()
         finally:
-            self.is_in_step = False
-        self.count(output, trainer, _samples_of(run))
+            self._is_in_step = False
+        size = self._size if self._options.samples is None else self._logged(trainer, self._options.samples)
+        assert size is not None
+        self._samples += size
+        _samples_of(run).count(size)
+        self._output = output.detach() if isinstance(output, Tensor) else output
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+            self._output = {**output, "loss": output["loss"].detach()}
         return output
 
     def replaces_backward(
@@ -389,7 +374,7 @@ class UnequalNodes(pl.Callback):
         ends_step, factor = not accumulates(trainer), 1.0
         if ends_step and run.gradients_over == "world":
             factor = self.weigh_gradients(run)
-        if self.is_idle and ends_step and (self.batches or run.gradients_over == "world"):
+        if self.is_idle and ends_step and (self._batches or run.gradients_over == "world"):
             average_present_gradients(model, factor)
             end_backward()
         return self.is_idle
@@ -399,16 +384,16 @@ class UnequalNodes(pl.Callback):
     ) -> Any:
         """Take an optimizer step; one without gradients if this node had no batch since the last one."""
         try:
-            if self.batches or run.gradients_over == "world":
+            if self._batches or run.gradients_over == "world":
                 _samples_of(run).count_step()
                 return step()
             return step_without_gradients()  # weight decay and momentum would change the parameters
         finally:
-            self.end_step()
+            self._batches, self._samples = 0, 0.0
 
     def check_outside_step(self, what: str, group: Any | None) -> None:
         """Raise a ``ValueError`` for a collective over all ranks in ``training_step``, which an idle node skips."""
-        if self.is_in_step and group is None and self._topology.num_nodes > 1:
+        if self._is_in_step and group is None and self._topology.num_nodes > 1:
             raise ValueError(
                 f"unequal_data: {what} in training_step waits for all ranks, but an idle node skips training_step: log"
                 " with on_step=False, on_epoch=True, or communicate with group=self.trainer.strategy.node_process_group"

@@ -11,7 +11,7 @@ from elastic_threads import ElasticRank, Threads, wait_until
 
 from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, rendezvous
-from lightning_hiercomm.elastic.quorum import CutOff, RunFinished
+from lightning_hiercomm.elastic.quorum import RunFinished, StaleReplica
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +96,7 @@ def stopped_until_another_ended(nodes: Threads, was_silent: bool):
 
 def test_node_that_was_stopped_until_others_ended_does_not_go_on_alone():
     """It would write its checkpoints over those of the run."""
-    with pytest.raises(CutOff, match="the lighthouse at threads") as ended:
+    with pytest.raises(StaleReplica, match="the lighthouse at threads") as ended:
         stopped_until_another_ended(threads("periodic"), was_silent=True)
     assert ended.value.code == 75
 

@@ -101,7 +101,7 @@ def test_a_killed_node_delays_the_others_by_seconds_and_rejoins(cluster, scheme,
 
 @pytest.mark.parametrize("remembers", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster, remembers):
-    """No sample is seen twice; samples that no node has used are counted. With fewer than min_nodes the others wait."""
+    """No sample is seen twice. With fewer than min_nodes the others wait."""
     epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True, "remembers": remembers}
     with cluster(min_nodes=3, scheme="periodic", **epoch) as nodes:
         for node in range(3):
@@ -111,8 +111,6 @@ def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster, rememb
         seen = nodes.samples()[0]
         assert len(seen) == len({*seen}), "no sample twice"
         assert len(seen) == 8 * 3 * 40, "and all of them once"
-        lost = {int(nodes.result(node)["communication"]["lost_batches"]) for node in range(3)}
-        assert lost == {4}, "the period in which it died"
 
 
 @pytest.mark.nightly

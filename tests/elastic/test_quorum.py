@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pickle
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -229,10 +229,3 @@ def test_epoch_begins_with_a_shard_for_every_rank():
     more = partition_for_epoch(meet(a, b, c, node("d", ranks=3)))
     assert more.total == 7
     assert sorted(shard for shards in more.shards.values() for shard in shards) == [*range(7)]
-
-
-def test_unused_shards_are_counted():
-    _, partition = begun_with(node("a", ranks=2), node("b"), node("c", ranks=2))
-    assert partition.unused(["life-a", "life-b", "life-c"]) == 0
-    assert partition.unused(["life-b", "life-x"]) == 4
-    assert DataPartition(**asdict(partition)) == partition

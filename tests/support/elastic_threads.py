@@ -148,9 +148,6 @@ class ElasticRank:
     def position(self) -> str:
         return f"after {self.scheme.state.steps} steps"
 
-    def batches(self) -> int:
-        return self.scheme.state.steps
-
     def settle(self) -> None:
         self.scheme.state.settle()
 
@@ -209,7 +206,7 @@ class ElasticRank:
         state = self.transaction.begin(self._begin_equal, admits=True)
         topology = self.rank.topology
         assert isinstance(topology, ElasticTopology)
-        topology.synchronize_by(self.transaction)
+        topology.transaction = self.transaction
         if state is None:
             self.scheme.follow(self.rank.replica())
             return False
