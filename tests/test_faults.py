@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.alone
-@pytest.mark.nightly  # a push loses a rank under every launcher in test_launching.py
+@pytest.mark.nightly  # a push loses a rank under every launcher in test_lost_ranks.py
 @pytest.mark.timeout(400)
 @pytest.mark.long("launches that lose a rank, and a search for what it leaves")
 def test_random_faults_end_in_time_with_the_rank_named(capsys, tmp_path):

@@ -34,7 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None
 
 import torch  # noqa: E402
 from forked import ForkedPython, stand_in_for_python  # noqa: E402
-from ports import free_port  # noqa: E402
+from launches import slurm, torchrun_agents  # noqa: E402
 from unlucky import BATCHES, EPOCHS, FAULTS, MOMENTS, SCHEMES  # noqa: E402
 
 SECONDS = 60.0  # after the fault, when a run counts as hanging
@@ -193,7 +193,7 @@ def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
         *(["--replicas"] if case.replicas else []),
         *("--workers", str(int(case.workers))),
     ]
-    port, ranks = str(free_port()), case.ranks
+    ranks = case.ranks
     outputs = (folder / f"output-{number}" for number in range(2 * ranks))
     if case.launcher in ("fork", "spawn", "popen"):
         where = ("--devices", str(2 * ranks), "--ranks-per-node", str(ranks), "--start-method", case.launcher)
@@ -202,26 +202,12 @@ def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
         return
     on_nodes = ("--devices", str(ranks), "--num-nodes", "2")
     if case.launcher == "torchrun":
-        for node in range(2):
-            agent = ("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node))
-            address = ("--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1", "--master-port", port)
-            worker = ("--monitor-interval", "0.1", "--no-python", stand_in_for_python(), *job, *on_nodes)
-            yield ForkedPython([*agent, *address, *worker], os.environ, next(outputs), folder)
+        worker = ("--monitor-interval", "0.1", "--no-python", stand_in_for_python(), *job, *on_nodes)
+        for agent in torchrun_agents([ranks, ranks]):
+            yield ForkedPython([*agent, *worker], os.environ, next(outputs), folder)
         return
-    for task in range(2 * ranks):
-        environment = {
-            **os.environ,
-            "SLURM_JOB_ID": str(int(port) - 15_000),  # Lightning makes it the port
-            "SLURM_JOB_NAME": "faults",
-            "SLURM_NTASKS": str(2 * ranks),
-            "SLURM_NTASKS_PER_NODE": str(ranks),
-            "SLURM_NNODES": "2",
-            "SLURM_NODELIST": "127.0.0.1",
-            "SLURM_PROCID": str(task),
-            "SLURM_NODEID": str(task // ranks),
-            "SLURM_LOCALID": str(task % ranks),
-        }
-        yield ForkedPython([*job, *on_nodes], environment, next(outputs), folder)
+    for place in slurm(2, ranks):
+        yield ForkedPython([*job, *on_nodes], {**os.environ, **place}, next(outputs), folder)
 
 
 def processes_left(sessions: Sequence[int], folder: Path) -> list[str]:

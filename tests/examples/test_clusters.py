@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 from forked import ForkedPython, stand_in_for_python
+from launches import slurm
 from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,26 +129,11 @@ def test_slurm(checkout):
     text = (ROOT / "examples/clusters/digits.sbatch").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     nodes, tasks_per_node = int(options["nodes"]), int(options["ntasks-per-node"])
-    job = {
-        "SLURM_JOB_ID": str(free_port() - 15_000),  # Lightning makes it the port
-        "SLURM_JOB_NAME": options["job-name"],
-        "SLURM_NNODES": str(nodes),
-        "SLURM_NTASKS_PER_NODE": str(tasks_per_node),
-        "SLURM_NTASKS": str(nodes * tasks_per_node),
-        "SLURM_NODELIST": "localhost",
-    }
-    run(checkout, "bash examples/clusters/digits.sbatch", **job, PATH=f"{checkout}:{os.environ['PATH']}")
+    places = slurm(nodes, tasks_per_node)
+    run(checkout, "bash examples/clusters/digits.sbatch", **places[0], PATH=f"{checkout}:{os.environ['PATH']}")
     python, *arguments = (checkout / "command").read_text().splitlines()
     assert python == ".venv/bin/python"
-    places = [
-        {
-            "SLURM_PROCID": str(task),
-            "SLURM_NODEID": str(task // tasks_per_node),
-            "SLURM_LOCALID": str(task % tasks_per_node),
-        }
-        for task in range(nodes * tasks_per_node)
-    ]
-    assert "on 8 ranks" in run_tasks(checkout, arguments, [{**job, **place} for place in places])
+    assert "on 8 ranks" in run_tasks(checkout, arguments, places)
 
 
 @pytest.mark.nightly  # a push tests LSF's, SLURM's and Kubeflow's variables in test_launching.py

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from jobs.on_a_device import BATCH, SCHEMES, STEPS, fits
-from ports import free_port
+from launches import torchrun
 
 Found = list[dict[str, dict[str, Any]]]
 ROOT = Path(__file__).parents[2]
@@ -19,16 +19,14 @@ ROOT = Path(__file__).parents[2]
 
 def launched(where: str, folder: Path) -> Found:
     """What both ranks found; in processes that were not forked."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    shared |= {"TORCHELASTIC_RUN_ID": "gpu", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-    shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    shared = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "jobs.on_a_device", where, str(folder / where), str(rank)],
-            env={**os.environ, **shared, "RANK": str(rank), "GROUP_RANK": str(rank), "NODE_RANK": str(rank)},
+            env={**os.environ, **shared, **place, "NODE_RANK": str(rank)},
             cwd=folder,
         )
-        for rank in range(2)
+        for rank, place in enumerate(torchrun(2, 1))
     ]
     try:
         assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked import ForkedPython, stand_in_for_python
-from ports import free_port
+from launches import slurm, torchrun
 
 SECONDS = 60
 
@@ -27,38 +27,6 @@ def run_ranks(folder: Path, environments: list[dict[str, str]], *arguments: str)
         said.append(re.sub(r"^\[W.*\n", "", text, flags=re.MULTILINE))  # torch warns where the host's name is not known
         assert process.returncode == 0, said
     return said
-
-
-def torchrun(nodes: int, ranks: int) -> list[dict[str, str]]:
-    port = str(free_port())
-    return [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(nodes * ranks),
-            "LOCAL_RANK": str(rank % ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "GROUP_RANK": str(rank // ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "none",
-        }
-        for rank in range(nodes * ranks)
-    ]
-
-
-def slurm(nodes: int, ranks: int) -> list[dict[str, str]]:
-    job = {
-        "SLURM_JOB_ID": str(free_port() - 15_000),  # Lightning makes it the port
-        "SLURM_JOB_NAME": "planning",
-        "SLURM_NTASKS": str(nodes * ranks),
-        "SLURM_NTASKS_PER_NODE": str(ranks),
-        "SLURM_NNODES": str(nodes),
-        "SLURM_NODELIST": "127.0.0.1",
-    }
-    return [
-        {**job, "SLURM_PROCID": str(r), "SLURM_NODEID": str(r // ranks), "SLURM_LOCALID": str(r % ranks)}
-        for r in range(nodes * ranks)
-    ]
 
 
 def test_plan_under_torchrun_measures_the_network(tmp_path):

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,15 @@ def mpiexec() -> Mpiexec:
         return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)], environment
 
     return command
+
+
+@pytest.fixture
+def job(tmp_path: Path, mpiexec: Mpiexec) -> Iterator[Any]:
+    """Starts processes of ``jobs/oracle.py``, and ends what the test left of them."""
+    from launches import Job  # on the path only now
+
+    with closing(Job(tmp_path, mpiexec)) as job:
+        yield job
 
 
 Launch = Callable[..., list[Any]]
