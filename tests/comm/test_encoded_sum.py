@@ -7,6 +7,7 @@ import time
 import harness
 import pytest
 import torch
+from codec_cases import same_bits
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.codec import AsIs, Cast, LargestFour, Quantized
@@ -14,15 +15,8 @@ from lightning_hiercomm.comm.encoded_sum import EncodedSum
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 
-CODECS = [
-    Quantized(8),
-    Quantized(4),
-    LargestFour(),
-    Quantized(8, block=4),
-    Cast(torch.bfloat16),
-    Cast(torch.float16),
-    AsIs(),
-]
+CODECS = [Quantized(8), Quantized(4), LargestFour(), Quantized(8, block=4)]
+CODECS += [Cast(torch.bfloat16), Cast(torch.float16), AsIs()]
 MEMBERS = [2, 3, 4, 5]
 on_both = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -52,10 +46,6 @@ def values_here(rank, numel, dtype=torch.float32, round_=0):
 
 def decoded(codec, values):
     return codec.decode(codec.encode(values), torch.empty_like(values))
-
-
-def same_bits(a, b):
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def plainly(codec, everyones, kept_back=None, kept_back_of_sums=None):
@@ -125,25 +115,6 @@ def test_with_feedback_every_round_s_bits_are_those_of_a_plain_calculation(membe
         expected = plainly(codec, everyones, kept_back, of_sums)
         for part in parts:
             assert same_bits(part, expected), i
-
-
-@on_both
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("members", MEMBERS)
-def test_a_sum_is_within_half_of_every_scale_of_the_exact_one(members, bits):
-    top = 127 if bits == 8 else 7
-
-    def work(rank, encoded_sum, meter):
-        part = torch.randn(100_000, generator=torch.Generator().manual_seed(rank)).to(harness.place.device)
-        before = part.clone()
-        encoded_sum.launch(part)()
-        return before, part
-
-    results = on_members(members, Quantized(bits), work)
-    exact = sum(before.double() for before, _ in results)
-    scales = [before.abs().max() / top for before, _ in results]
-    scales += [results[0][1].abs().max() / top] if members > 2 else []
-    assert (results[0][1] - exact).abs().max() <= 1.005 / 2 * sum(scales)  # a scale is rounded itself
 
 
 @on_both
@@ -233,10 +204,7 @@ def test_parts_are_completed_in_the_background_while_others_are_launched(members
         return parts
 
     for parts in zip(*on_members(members, Quantized(8), work), strict=True):
-        expected = plainly(
-            Quantized(8),
-            [values_of(rank, parts[0].numel()) for rank in range(members)],
-        )
+        expected = plainly(Quantized(8), [values_of(rank, parts[0].numel()) for rank in range(members)])
         for part in parts:
             assert same_bits(part, expected)
 
@@ -259,46 +227,7 @@ def test_every_member_sends_the_bytes_of_an_all_reduce_of_the_payload(members, c
     assert on_members(members, codec, work) == pytest.approx([expected] * members, rel=1e-12)
 
 
-@on_both
-@pytest.mark.parametrize(("bits", "share"), [(8, 1 / 4), (4, 1 / 8)])
-@pytest.mark.parametrize("members", MEMBERS)
-def test_quantised_sums_send_within_two_per_cent_of_a_fraction_of_float32(members, bits, share):
-    numel = 300_007
-
-    def work(rank, encoded_sum, meter):
-        encoded_sum.launch(values_here(rank, numel))()
-        return meter.bytes["inter"]
-
-    for sent in on_members(members, Quantized(bits), work):
-        assert sent <= 1.02 * share * 2 * (members - 1) / members * 4 * numel
-
-
 # ---- feedback -------------------------------------------------------------------------------------------------------
-
-
-@on_both
-@pytest.mark.parametrize("codec", [Quantized(8), Quantized(4), LargestFour(), Cast(torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("members", MEMBERS)
-def test_decoded_values_plus_residuals_equal_the_input(members, codec):
-    rounds, numel = 20, 1003
-
-    def work(rank, encoded_sum, meter):
-        feedback = encoded_sum.feedback(torch.empty(numel, device=harness.place.device))
-        sent, arrived = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
-        for n in range(rounds):
-            part = torch.randn(numel, generator=torch.Generator().manual_seed(100 * n + rank))
-            sent += part
-            part = part.to(harness.place.device)
-            encoded_sum.launch(part, feedback)()
-            arrived += part.cpu()
-        return sent, arrived, feedback.sender.cpu(), feedback.reducer.cpu()
-
-    results = on_members(members, codec, work)
-    of_sums = torch.cat([reducer for *_, reducer in results]) if members > 2 else 0.0
-    kept_back = sum(sender.double() for _, _, sender, _ in results) + of_sums
-    sent = sum(each for each, *_ in results)
-    torch.testing.assert_close(results[0][1] + kept_back, sent, rtol=0, atol=1e-4)
-    assert kept_back.abs().max() > 1e-3
 
 
 @on_both
@@ -308,10 +237,7 @@ def test_decoded_values_plus_residuals_equal_the_input(members, codec):
 def test_non_finite_values_reach_all_ranks_and_leave_no_residual(codec, bad, members):
     def work(rank, encoded_sum, meter):
         feedback = encoded_sum.feedback(torch.empty(1000, device=harness.place.device))
-        parts = [
-            torch.full((1000,), 1.0, device=harness.place.device),
-            torch.full((1000,), 1.0, device=harness.place.device),
-        ]
+        parts = [torch.full((1000,), 1.0, device=harness.place.device) for _ in range(2)]
         if rank == members - 1:
             parts[0][700] = bad
         for part in parts:
