@@ -106,6 +106,9 @@ class IdlingLoader(pl.utilities.CombinedLoader):
             self._warn_of_unused(lengths)
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pl.utilities.CombinedLoader, parts_of_loader(self)  # a pickled trainer has no process groups
+
     def _divided_dataset(self) -> int | None:
         """Return the length of a dataset that Lightning's sampler divides among all ranks."""
         samplers = [getattr(each, "sampler", None) for each in self.flattened]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -600,5 +601,8 @@ def test_error_of_unequal_loaders_names_the_remedy(fit):
 
 def test_one_process_trains_alone(tmp_path):
     module = Uneven((5,))
-    one_trainer(tmp_path, strategy=HierarchicalStrategy(unequal_data=True), use_distributed_sampler=False).fit(module)
+    trainer = one_trainer(tmp_path, strategy=HierarchicalStrategy(unequal_data=True), use_distributed_sampler=False)
+    trainer.fit(module)
+    again = pickle.loads(pickle.dumps(trainer))
+    assert type(again.fit_loop._combined_loader) is CombinedLoader  # noqa: SLF001
     assert module.x.item() == pytest.approx(calculated(AllReduce(), (5,), epochs=2), rel=1e-12)
