@@ -166,41 +166,26 @@ def test_accumulated_gradients_are_averaged_with_the_last_pass():
     assert on_two_nodes(work) == [[3.0] * 3] * 2
 
 
-def test_buckets_reduced_on_another_stream_stay_allocated(fake_device):
+@pytest.mark.parametrize("of_layers", ["backward", "shards"])
+def test_gradients_of_another_stream_reach_the_mean(fake_device, of_layers):
+    """The buckets wait for them, and stay allocated: all layers are of one other stream, or some are, as with FSDP2."""
     if place.device.type != "cpu":
         pytest.skip("the streams are played on the CPU")
 
     def work(layers, gradients, said):
-        of_training, of_backward = fake_device.current(), streams.new(place.device)
-        for _ in range(2):  # from the second on, buckets leave during the pass
-            layers.zero_grad()
-            with gradients.backward():
-                of_backward.wait_stream(of_training)
-                with fake_device.within(of_backward):
-                    layers(torch.tensor([[own(gradients)]], device=place.device)).sum().backward()
-                of_training.wait_stream(of_backward)  # as autograd has it, and its allocator knows of both
-                for parameter in layers.parameters():
-                    fake_device.keep(of_training, parameter.grad)
-        return [p.grad.item() for p in layers.parameters()]
-
-    assert on_two_nodes(work) == [[2.0] * 3] * 2
-
-
-def test_bucket_waits_for_gradients_of_another_stream(fake_device):
-    if place.device.type != "cpu":
-        pytest.skip("the streams are played on the CPU")
-
-    def work(layers, gradients, said):
-        of_training, of_shards = fake_device.current(), streams.new(place.device)
+        of_training, other = fake_device.current(), streams.new(place.device)
         for _ in range(2):  # from the second on, buckets leave during the pass
             layers.zero_grad()
             x = torch.tensor([[own(gradients)]], device=place.device)
-            of_shards.wait_stream(of_training)
+            other.wait_stream(of_training)
+            passes = [(layers, other)]
+            if of_layers == "shards":
+                passes = list(zip(layers, (other, other, of_training), strict=True))
             with gradients.backward():
-                for layer, stream in zip(layers, (of_shards, of_shards, of_training), strict=True):
+                for layer, stream in passes:
                     with fake_device.within(stream):
                         layer(x).sum().backward()
-                of_training.wait_stream(of_shards)  # as FSDP2 has it
+                of_training.wait_stream(other)  # as autograd has it, and its allocator knows of both
                 for parameter in layers.parameters():
                     fake_device.keep(of_training, parameter.grad)
         return [p.grad.item() for p in layers.parameters()]

@@ -11,16 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pairwise import on_push, requested
 from problems import one_trainer, warnings_with
+from runs import add, on_two_nodes, scalar, with_buffers
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
-from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 
 SCHEMES = {
@@ -271,23 +269,13 @@ def test_writes_in_on_save_checkpoint_reach_the_file_alone(borrow):
     assert [len(rank["warned"]) for rank in said] == [1, 0]
 
 
-def _validated(topology: Topology, scheme: Any, write: Callable[[nn.Module], None], **more: Any) -> list[Any]:
+def _validated(scheme: Any, write: Callable[[nn.Module], None], **more: Any) -> list[Any]:
     """Return what a module holds after a validation that writes to it, in its second step, and after twelve steps."""
-    module = nn.Linear(1, 1, bias=False)
-    nn.init.zeros_(module.weight)
-    module.register_buffer("best", torch.zeros(2))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    run = TrainingRun(scheme, Replicas(module, [optimizer], **more), topology)
-    try:
-        run.begin(1, 12)
-        run.begin_epoch(0, dict)
+
+    def work(run: TrainingRun) -> list[Any]:
+        module = run.module
         for step in range(12):
-
-            def train() -> None:
-                module.weight.grad = torch.full_like(module.weight, -1.0 - topology.rank)
-                optimizer.step()
-
-            run.step(optimizer, train)
+            add(run, 0, 1.0 + run.topology.rank)
             if step == 1:
                 before = module.weight.item()
                 with torch.inference_mode(), run.averaged_model():  # in which Lightning validates with nccl
@@ -295,24 +283,16 @@ def _validated(topology: Topology, scheme: Any, write: Callable[[nn.Module], Non
                 held = module.weight.item() - before, module.best.tolist()
         run.finish()
         return [*held, module.weight.item()]
-    finally:
-        run.close(timeout=5.0)
+
+    return on_two_nodes(scheme, work, lambda: with_buffers(scalar(), best=torch.zeros(2)), **more)
 
 
 @pytest.mark.parametrize("scheme", ["periodic", "diloco", "steps_delay"])
 def test_training_continues_after_a_write_in_inference_mode(scheme):
-    def work(topology: Topology) -> tuple[Any, Any]:
-        return [_validated(topology, SCHEMES[scheme](), write) for write in (_fill_weight, lambda module: None)]
-
     with pytest.warns(UserWarning, match=f"weight: {WARNED}"):
-        ranks = on_ranks(work, [[0], [1]])
-    for written, as_it_is in ranks:
-        assert written == as_it_is
-        assert written[0] == 0.0
-
-
-def _fill_weight(module: nn.Module) -> None:
-    module.weight.data.fill_(100.0)
+        written = _validated(SCHEMES[scheme](), lambda module: module.weight.data.fill_(100.0))
+    assert written == _validated(SCHEMES[scheme](), lambda module: None)
+    assert [moved for moved, _, _ in written] == [0.0] * 2
 
 
 @pytest.mark.parametrize("average_buffers", [True, False])
@@ -321,11 +301,8 @@ def test_a_buffer_written_in_a_validation_stays_if_it_is_not_averaged(average_bu
         module.best = module.best + torch.tensor([1.0, 2.0])
         module.best.copy_(module.best.flip(0))
 
-    def work(topology: Topology) -> list[Any]:
-        return _validated(topology, PeriodicAveraging(5), write, average_buffers=average_buffers)
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ranks = on_ranks(work, [[0], [1]])
+        ranks = _validated(PeriodicAveraging(5), write, average_buffers=average_buffers)
     assert [best for _, best, _ in ranks] == [[0.0, 0.0] if average_buffers else [2.0, 1.0]] * 2
     assert [str(each.message).partition(":")[0] for each in caught] == ["best"] * average_buffers
