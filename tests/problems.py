@@ -51,17 +51,6 @@ train_with_momentum = partial(
 )
 """Every rank towards targets of its own, in float64, to the end of the run."""
 
-STEPS_DELAY_TABLE = [
-    (0.04, 0.04, 0.04),
-    (0.1156, 0.1156, 0.1156),
-    (0.186352, 0.666352, 0.222484),
-    (0.25851904, 1.22811904, 0.35441608),
-    (0.4376161648, 0.8400481648, 0.5057217616),
-    (0.4909268801, 1.3814075201, 0.6755085534),
-    (0.7483436503, 1.1571051991, 0.8589549940),
-]
-"""StepsDelay(2, warmup_steps=2) at targets 1 and 7: weights of the two nodes after each step, and the server's."""
-
 
 class Oracle(pl.LightningModule):
     """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD; ``report`` is x after each batch.
@@ -70,7 +59,6 @@ class Oracle(pl.LightningModule):
         steps: Batches an epoch, on every rank.
         targets: The a_r.
         learning_rate: Of SGD.
-        momentum: Of SGD.
     """
 
     def __init__(
@@ -79,12 +67,11 @@ class Oracle(pl.LightningModule):
         *,
         targets: Sequence[float] = TARGETS,
         learning_rate: float = 0.5,
-        momentum: float = 0.0,
     ) -> None:
         super().__init__()
         self.x = torch.nn.Parameter(torch.zeros(1))
         self.steps, self.targets = steps, targets
-        self.learning_rate, self.momentum = learning_rate, momentum
+        self.learning_rate = learning_rate
         self.report: Any = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -94,7 +81,7 @@ class Oracle(pl.LightningModule):
         self.report.append(self.x.item())
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=self.momentum)
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(torch.arange(float(self.steps * self.trainer.world_size)).unsqueeze(1))

@@ -65,6 +65,7 @@ _NODES: dict[str, tuple[tuple[int, ...], ...]] = {
     "2+3": ((0, 1), (2, 3, 4)),
     "1+1+1": ((0,), (1,), (2,)),
     "4 of 1": ((0,), (1,), (2,), (3,)),
+    "1+2+1": ((0,), (1, 2), (3,)),
     "1 of 2": ((0, 1),),
     "1 of 1": ((0,),),
 }
@@ -134,6 +135,7 @@ class Combination:
         steps: Of every epoch.
         knows_last: Whether the last step of an epoch is known as such.
         warmup: ``warmup_steps`` of periodic averaging and DiLoCo: steps, or a share of the run.
+        grows: Whether the learning rate grows from step to step.
     """
 
     scheme: str = "all_reduce"
@@ -162,6 +164,7 @@ class Combination:
     steps: int = 7
     knows_last: bool = True
     warmup: int | float = 0
+    grows: bool = False
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -224,7 +227,7 @@ class Combination:
 
     def rate_at(self, step: int) -> float:
         """Return the factor of the learning rate in a step."""
-        return 1.0
+        return 0.5 * (1 + step) if self.grows else 1.0
 
     def knows_last_at(self, step: int) -> bool:
         """Whether this step is known to be its epoch's last one, if it is."""
@@ -533,11 +536,13 @@ def _one_step(
     if in_epoch == 0 and epoch:
         for half in halves:
             half.scheme.begin_epoch(epoch, dict)
+    for group in (group for half in halves for group in half.optimizer.param_groups):
+        group["lr"] = _OPTIMIZERS[c.optimizer].keywords["lr"] * c.rate_at(step)  # type: ignore[attr-defined]
     if step and c.clamp is not None:
         for half in halves:
             with torch.no_grad():
-                for parameter in half.trained:
-                    parameter.clamp_(-c.clamp, c.clamp)
+                for parameter in half.trained:  # as some programs write, and as others do
+                    (parameter.data if step % 2 else parameter).clamp_(-c.clamp, c.clamp)
     if step == c.reweight:
         topology.set_weights(c.weights_at(step))
     for half, seen in zip(halves, records, strict=True):

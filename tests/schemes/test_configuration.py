@@ -154,3 +154,68 @@ def test_a_scheme_of_ones_own_is_a_value_too_and_its_types_are_checked():
         Own("6")
     with pytest.raises(TypeError, match=r"^Own has no argument 'evry'\. Did you mean 'every'\?"):
         Own(evry=6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        *(
+            (kind, {"fragments": value}, message)
+            for kind in (DiLoCo, Gossip, ParameterSync)
+            for value, message in (
+                (0, "fragments=0 must be a positive number, or a list"),
+                (-3, "fragments=-3"),
+                ([], r"fragments=\[\] must be a positive number, or a list"),
+                ("layers", "fragments='layers' must be"),
+            )
+        ),
+        *(
+            (kind, {"warmup_steps": length}, f"warmup_steps={length} must be a number")
+            for kind in (PeriodicAveraging, DiLoCo)
+            for length in (-1, -0.5, 1.0, 1.5)
+        ),
+        (PeriodicAveraging, {"sync_every": 0}, "sync_every=0"),
+        (PeriodicAveraging, {"sync_every": None, "at_epoch_end": False}, "at_epoch_end=True"),
+        (PeriodicAveraging, {"order": "sideways"}, "order='sideways'"),
+        (DASO, {"sync_every": 0}, "sync_every=0"),
+        (DASO, {"sync_every": 2, "staleness": 3}, "staleness=3 must be from 0 to sync_every=2"),
+        (DASO, {"staleness": -1}, "staleness=-1"),
+        (DASO, {"warmup": -1}, "warmup=-1"),
+        (DASO, {"cooldown": 1.5}, "cooldown=1.5"),
+        (DASO, {"merge": "mean"}, "merge='mean'"),
+        (DASO, {"reducer": "split"}, "reducer='split'"),
+        (Plateau, {"threshold": 1.0}, "threshold="),
+        (Plateau, {"threshold": -0.1}, "threshold="),
+        (Plateau, {"patience": -1}, "patience="),
+        (DiLoCo, {"sync_every": 0}, "sync_every=0 must be a positive number"),
+        (DiLoCo, {"sync_every": 4, "fragments": 5}, "fragments=5 must not exceed sync_every=4"),
+        (DiLoCo, {"sync_every": 4, "staleness": 4}, "staleness=4 must be from 0 to 3"),
+        (DiLoCo, {"sync_every": 6, "fragments": 4, "staleness": 2}, "staleness=2 must be from 0 to 1"),
+        (DiLoCo, {"staleness": -1}, "staleness=-1"),
+        (DiLoCo, {"keep_local": 1.5}, "keep_local=1.5 must be a weight from 0"),
+        (DiLoCo, {"keep_local": -0.1}, "keep_local=-0.1"),
+        (Gossip, {"graph": "star"}, "graph='star' must be one of"),
+        (DirectedExponential, {"peers": 0}, "peers=0"),
+        (RandomPermutation, {"sampling": "fairly"}, "sampling='fairly'"),
+        (ParameterSync, {"schedule": 0}, "schedule=0 must be a positive number of optimizer steps, or a schedule"),
+        (ParameterSync, {"reducer": "unknown"}, "reducer='unknown' must be 'sharded', 'leader' or a Graph"),
+        (ParameterSync, {"merge": "somehow"}, "merge='somehow' must be one of 'replace', 'eq1', 'delta', or a Merge"),
+        (ParameterSync, {"staleness": -1}, "staleness=-1 must not be negative"),
+        (
+            ParameterSync,
+            {"reducer": "leader", "merge": OuterOptimizer()},
+            "reducer='leader' does not support OuterOptimizer",
+        ),
+        (Every, {"period": 0}, "period=0 must be a positive"),
+        (Every, {"period": 3, "of": "day"}, "of='day' must be 'epoch' or 'run'"),
+        (Staggered, {"period": 0}, "period=0 must be a positive"),
+        (StepsDelay, {"delay": 0}, "delay=0"),
+        (StepsDelay, {"delay": 3, "warmup_steps": 500}, "such as 498 or 501"),
+        (StepsDelay, {"warmup_steps": -4}, "warmup_steps=-4"),
+        (StepsDelay, {"local_lr_scale": 0.0}, "local_lr_scale=0.0"),
+        (StepsDelay, {"local_update": "adam"}, "local_update='adam'"),
+    ],
+)
+def test_bad_arguments_are_named(kind, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        kind(**arguments)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from harness import on_ranks, place
+from harness import Rank, on_nodes, place
 
-from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import Gossip, Graph, PeriodicAveraging
-from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.in_place_of_step import in_place_of_step
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -76,23 +75,23 @@ def test_closure_runs_again_only_without_gradients(kind, evaluated, left):
     assert parameter.item() == left
 
 
-@pytest.mark.parametrize("scheme", [PeriodicAveraging(1, order="before_step"), Gossip(overlap=True)])
+def train(rank: Rank, target: float, number: int) -> list[float]:
+    """Steps of SAM; where it has evaluated the loss, twice in each."""
+    calls: list[float] = []
+    closure = closure_of(rank.parameters[0], rank.optimizer, target, calls)
+    for _ in range(number):
+        rank.scheme.step(lambda: rank.optimizer.step(closure))
+    return calls
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(1, order="before_step"), Gossip(overlap=True)], ids=repr)
 def test_second_closure_evaluation_follows_the_sync(scheme):
-    def body(topology: Topology) -> float:
-        parameter = torch.nn.Parameter(torch.zeros(1, device=place.device))
-        optimizer, calls = SAM([parameter], lr=0.5), []
-        running = scheme.build(Context(Replica([parameter]), topology, optimizer))
-        try:
-            running.begin_run(1, None)
-            running.begin_epoch(0, dict)
-            for _ in range(2):
-                running.step(lambda: optimizer.step(closure_of(parameter, optimizer, topology.rank + 1.0, calls)))
-            return parameter.item()
-        finally:
-            running.close()
+    def work(rank: Rank) -> float:
+        train(rank, rank.rank + 1.0, 2)
+        return rank.values.item()
 
     # from 0: up by -0.5, down from 0 by 0.5 (-0.5 - target). Then from the mean, 1, likewise
-    assert on_ranks(body, [[0], [1]]) == [1.25, 1.75]
+    assert on_nodes(work, scheme, inner=partial(SAM, lr=0.5)) == [1.25, 1.75]
 
 
 class Unequal(Graph):
@@ -103,20 +102,8 @@ class Unequal(Graph):
 
 
 def test_second_closure_evaluation_sees_debiased_push_sum_values():
-    looked: dict[int, list[float]] = {}
-
-    def body(topology: Topology) -> None:
-        parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64, device=place.device))
-        optimizer, calls = SAM([parameter], lr=0.5), looked.setdefault(topology.rank, [])
-        running = Gossip(Unequal(), fragments=1).build(Context(Replica([parameter]), topology, optimizer))
-        try:
-            running.begin_run(1, None)
-            running.begin_epoch(0, dict)
-            for _ in range(3):
-                running.step(lambda: optimizer.step(closure_of(parameter, optimizer, 8.0, calls)))
-        finally:
-            running.close()
-
-    on_ranks(body, [[0], [1], [2]])
-    for calls in looked.values():  # gradients point down, so it looks half below where it has looked first
+    chosen = {"inner": partial(SAM, lr=0.5), "dtype": torch.float64}
+    work = partial(train, target=8.0, number=3)
+    for calls in on_nodes(work, Gossip(Unequal(), fragments=1), ((0,), (1,), (2,)), **chosen):
+        # gradients point down, so it looks half below where it has looked first
         assert calls[1::2] == pytest.approx([seen - 0.5 for seen in calls[::2]])

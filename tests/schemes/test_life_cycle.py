@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import Rank, on_nodes, on_ranks, place
-from harness import steps as steps_of_a_rank
+from harness import Rank, attached, on_nodes, on_ranks, place, steps
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from zoo import ZOO
 
 from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.wire import Wire
@@ -22,32 +22,20 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import (
-    DASO,
     AllReduce,
     Context,
     DiLoCo,
     Gossip,
-    ParameterSync,
     PeriodicAveraging,
-    RandomPermutation,
-    RunningScheme,
-    Scheme,
-    StepsDelay,
 )
 from lightning_hiercomm.trainer.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
-SCHEMES: dict[str, Callable[[], Scheme]] = {
-    "all_reduce": AllReduce,
-    "periodic": lambda: PeriodicAveraging(2),
-    "daso": lambda: DASO(2, 1, warmup=0, cooldown=0),
-    "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
-    "steps_delay": lambda: StepsDelay(2, warmup_steps=0),
-    "gossip": lambda: Gossip(fragments=2, overlap=True),
-    "gossip, flat": lambda: Gossip(fragments=2, hierarchical=False),
-    "synchronization by graph": lambda: ParameterSync(2, reducer=RandomPermutation()),
-}
+NAMES = [
+    *("all_reduce", "periodic", "daso", "streaming", "steps_delay"),
+    *("gossip, overlapped", "gossip, of ranks", "noloco"),
+]
 
 
 class Counting:
@@ -62,37 +50,24 @@ class Counting:
         return self.connect(groups, level)
 
 
-def steps(scheme: RunningScheme[Scheme], optimizer: torch.optim.Optimizer, number: int) -> None:
-    def step() -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-
-    for _ in range(number):
-        scheme.step(step)
-
-
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_50_unfreezes_open_no_group_and_start_no_thread(name):
     def work(topology: Topology) -> tuple[int, int, int]:
-        parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        scheme = SCHEMES[name]().build(Context(Replica(parameters), topology, optimizer))
-        scheme.begin_run(1, None)
-        scheme.begin_epoch(0, dict)
-        steps(scheme, optimizer, 4)
-        groups, backgrounds = topology.connect.groups, len(scheme.backgrounds)
-        for _ in range(50):
-            unfrozen = nn.Parameter(torch.zeros(2, device=place.device))
-            if len(parameters) < 3:
-                parameters.append(unfrozen)
-                optimizer.add_param_group({"params": [unfrozen]})
-            scheme.synchronize()
-            scheme.follow(Replica(parameters))
-            steps(scheme, optimizer, 3)
-        scheme.finish()
-        return topology.connect.groups - groups, len(scheme.backgrounds) - backgrounds, len(topology.duplicates)
+        with attached(topology, ZOO[name], shapes=[(3,)]) as rank:
+            scheme = rank.scheme
+            for _ in range(4):
+                rank.train(1.0)
+            groups, backgrounds = topology.connect.groups, len(scheme.backgrounds)
+            for unfrozen in range(50):
+                if unfrozen < 2:
+                    rank.module[f"unfrozen {unfrozen}"] = nn.Parameter(torch.zeros(2, device=place.device))
+                    rank.optimizer.add_param_group({"params": rank.parameters[-1:]})
+                scheme.synchronize()
+                scheme.follow(rank.replica())
+                for _ in range(3):
+                    rank.train(1.0)
+            scheme.finish()
+            return topology.connect.groups - groups, len(scheme.backgrounds) - backgrounds, len(topology.duplicates)
 
     before = {*threading.enumerate()}  # some of another test may just end
     for groups, backgrounds, duplicates in on_ranks(work, connect=Counting):
@@ -101,79 +76,47 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
     assert {*threading.enumerate()} <= before
 
 
-@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - {"all_reduce"}))
-def test_nodes_that_follow_a_new_parameter_set_synchronize_all_of_it(name):
-    def work(topology: Topology) -> list[float]:
-        parameters = [nn.Parameter(torch.zeros(3, device=place.device))]
-        optimizer = torch.optim.SGD(parameters, lr=0.1 * (1 + topology.node))
-        scheme = SCHEMES[name]().build(Context(Replica(parameters), topology, optimizer))
-        scheme.begin_run(1, None)
-        scheme.begin_epoch(0, dict)
-        steps(scheme, optimizer, 3)
-        parameters.append(nn.Parameter(torch.zeros(2, device=place.device)))
-        optimizer.add_param_group({"params": parameters[-1:]})
-        scheme.synchronize()
-        scheme.follow(Replica(parameters))
-        steps(scheme, optimizer, 3)
-        scheme.finish()
-        return torch.cat([parameter.detach() for parameter in parameters]).tolist()
-
-    results = on_ranks(work, connect=Counting)
-    assert results[0] == results[1] == results[2] == results[3]
-    assert all(value < 0 for value in results[0])
-
-
 def test_flat_gossip_uses_weights_set_after_new_parameters():
-    def work(topology: Topology) -> list[float]:
-        x = nn.Parameter(torch.zeros(1, device=place.device))
-        optimizer = torch.optim.SGD([x], lr=1.0)
-        scheme = Gossip(fragments=1, hierarchical=False).build(Context(Replica([x]), topology, optimizer))
-        scheme.follow(Replica([x]))
-        topology.set_weights([1.0, 3.0])
-
-        def step() -> None:
-            x.grad = torch.tensor([-1.0], device=place.device)
-            optimizer.step()
-
-        seen = []
+    def work(rank: Rank) -> list[list[float]]:
+        rank.scheme.follow(rank.replica())
+        rank.topology.set_weights([1.0, 3.0])
         for _ in range(2):
-            scheme.step(step)
-            seen.append(x.item())
-        scheme.close()
-        return seen
+            rank.train(-1.0)
+        return rank.trace
 
     # a node of weight W counts M W of its update: 1/2 and 3/2, mixed half and half
-    assert on_ranks(work, [[0], [1]]) == [[1.0, 2.0]] * 2
+    scheme = Gossip(fragments=1, hierarchical=False)
+    assert on_nodes(work, scheme, inner=partial(torch.optim.SGD, lr=1.0)) == [[[1.0], [2.0]]] * 2
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_validation_after_a_resume_equals_the_one_before_the_save(name):
     def first(rank: Rank) -> tuple[list[float], dict[str, Any]]:
-        steps_of_a_rank(5)(rank)
+        steps(5)(rank)
         return rank.averaged().tolist(), rank.state()
 
-    found = on_nodes(first, SCHEMES[name](), shapes={"x": 5})
+    found = on_nodes(first, ZOO[name], shapes={"x": 5})
 
     def then(rank: Rank) -> list[float]:
         rank.load(found[rank.rank][1])
         return rank.averaged().tolist()
 
-    assert on_nodes(then, SCHEMES[name](), shapes={"x": 5}) == [look for look, _ in found]
+    assert on_nodes(then, ZOO[name], shapes={"x": 5}) == [look for look, _ in found]
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_state_stays_as_it_is_while_training_goes_on_from_it(name):
     def first(rank: Rank) -> dict[str, Any]:
-        return steps_of_a_rank(5)(rank).state()
+        return steps(5)(rank).state()
 
-    states = on_nodes(first, SCHEMES[name](), shapes={"x": 5})
+    states = on_nodes(first, ZOO[name], shapes={"x": 5})
     before = copy.deepcopy(states)
 
     def then(rank: Rank) -> None:
         rank.load(states[rank.rank])
-        steps_of_a_rank(9)(rank)
+        steps(9)(rank)
 
-    on_nodes(then, SCHEMES[name](), shapes={"x": 5})
+    on_nodes(then, ZOO[name], shapes={"x": 5})
     for was, now in zip(tree_leaves(before), tree_leaves(states), strict=True):
         assert torch.equal(was, now) if isinstance(was, torch.Tensor) else was == now
 
@@ -193,41 +136,25 @@ def test_two_optimizers_share_one_gradient_path():
 
 @pytest.mark.parametrize("skips", [0, 1])
 def test_node_that_skips_a_step_still_synchronizes(skips):
-    def work(topology: Topology) -> list[float]:
-        x = nn.Parameter(torch.zeros(1, device=place.device))
-        optimizer = torch.optim.SGD([x], lr=1.0)
-        scheme = PeriodicAveraging(2, order="before_step").build(Context(Replica([x]), topology, optimizer))
-        scheme.begin_epoch(0, dict)
-        seen = []
+    def work(rank: Rank) -> list[list[float]]:
         for t in range(1, 5):
-
-            def step(t: int = t) -> None:
-                x.grad = torch.tensor([-1.0 - 2 * topology.rank], device=place.device)
-                if not (t == 2 and topology.rank == skips):  # as a gradient scaler does
-                    optimizer.step()
-
-            scheme.step(step)
-            seen.append(x.item())
-        scheme.close()
-        return seen
+            rank.train(-1.0 - 2 * rank.rank, skip=t == 2 and rank.rank == skips)  # as a gradient scaler does
+        return rank.trace
 
     # 1, 3 average to 2, from which only the node that does not skip goes on; the next average is in step 4
-    first = 2.0 if skips == 0 else 3.0
-    second = 5.0 if skips == 0 else 2.0
+    first, second = (2.0, 5.0) if skips == 0 else (3.0, 2.0)
     mean = (first + 1 + second + 3) / 2
-    assert on_ranks(work, [[0], [1]]) == [[1, first, first + 1, mean + 1], [3, second, second + 3, mean + 3]]
+    scheme, inner = PeriodicAveraging(2, order="before_step"), partial(torch.optim.SGD, lr=1.0)
+    expected = [[1, first, first + 1, mean + 1], [3, second, second + 3, mean + 3]]
+    assert on_nodes(work, scheme, inner=inner) == [[[x] for x in trace] for trace in expected]
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "gossip", "steps_delay", "diloco"])
+@pytest.mark.parametrize("name", ["all_reduce", "gossip", "steps_delay", "streaming"])
 def test_optimizer_state_averaging_without_effect_is_refused(name):
     with pytest.raises(ValueError, match="average_optimizer_state=True does nothing with"):
-        settings(SCHEMES[name]())
-    settings(SCHEMES["periodic"]())
-    settings(SCHEMES["daso"]())
-
-
-def settings(scheme: Scheme) -> Settings:
-    return Settings(scheme, average_optimizer_state=True)
+        Settings(ZOO[name], average_optimizer_state=True)
+    for other in ("periodic", "daso"):
+        Settings(ZOO[other], average_optimizer_state=True)
 
 
 @pytest.mark.parametrize("wire", [None, "bfloat16", "int8", "int4"])

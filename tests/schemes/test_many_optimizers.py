@@ -6,13 +6,15 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness import Rank, on_nodes
+from torch.nn.utils import parameters_to_vector
 
-from lightning_hiercomm.schemes import AllReduce, DiLoCo, PeriodicAveraging, StepsDelay
+from lightning_hiercomm.schemes import AllReduce, DiLoCo, PeriodicAveraging, Scheme, StepsDelay
 
 package = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.nightly
@@ -79,7 +81,7 @@ class OneProcess:
 
     @property
     def values(self) -> torch.Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+        return parameters_to_vector(self.parameters).detach()
 
     @torch.no_grad()
     def set_values(self, values: torch.Tensor) -> None:
@@ -92,11 +94,12 @@ class OneProcess:
         self.optimizer.step()
 
 
-def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=INNER_RATE)
+SGD = partial(torch.optim.SGD, lr=INNER_RATE)
+MEAN = partial(torch.optim.SGD, lr=1.0)
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def together(make: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
+def together(make: Any, *, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
     """Train as DDP does."""
     model, target = OneProcess(make, shapes), torch.stack(targets(shapes)).mean(0)
     for _ in range(STEPS):
@@ -104,7 +107,7 @@ def together(make: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
     return model.values
 
 
-def apart(make: Any, outer: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
+def apart(make: Any, *, outer: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
     """Train a replica for each node, and every second step let an outer optimizer step with their mean difference."""
     replicas, reference = [OneProcess(make, shapes) for _ in NODES], OneProcess(outer, shapes)
     for step in range(STEPS):
@@ -118,34 +121,11 @@ def apart(make: Any, outer: Any, shapes: Any, nearly: float = 0.0) -> torch.Tens
     return reference.values
 
 
-def averaging(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
-def nesterov(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-def averaged(make: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
-    return apart(make, averaging, shapes, nearly)
-
-
-def diloco(make: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
-    return apart(make, nesterov, shapes, nearly)
-
-
-def diloco_outer(make: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
-    return apart(sgd, make, shapes, nearly)
-
-
-WAYS: dict[str, Any] = {
+WAYS: dict[str, tuple[Callable[[Any], tuple[Scheme, Any]], Callable[..., torch.Tensor]]] = {
     "AllReduce": (lambda make: (AllReduce(), make), together),
-    "PeriodicAveraging": (
-        lambda make: (PeriodicAveraging(PERIOD), make),
-        averaged,
-    ),
-    "DiLoCo inner": (lambda make: (DiLoCo(PERIOD), make), diloco),
-    "DiLoCo outer": (lambda make: (DiLoCo(PERIOD, make), sgd), diloco_outer),
+    "PeriodicAveraging": (lambda make: (PeriodicAveraging(PERIOD), make), partial(apart, outer=MEAN)),
+    "DiLoCo inner": (lambda make: (DiLoCo(PERIOD), make), partial(apart, outer=NESTEROV)),
+    "DiLoCo outer": (lambda make: (DiLoCo(PERIOD, make), SGD), lambda make, **more: apart(SGD, outer=make, **more)),
     "StepsDelay": (lambda make: (StepsDelay(2, 2 * STEPS, local_update="sgd"), make), together),
 }
 
@@ -156,10 +136,10 @@ def outcome(name: str, way: str) -> tuple[str, str]:
     shapes = {"a": (6, 5)} if name == "torch.Muon" else SHAPES
     try:
         torch.manual_seed(0)
-        expected = alone(make, shapes)
-        other = alone(make, shapes, nearly=1e-6)
+        expected = alone(make, shapes=shapes)
+        other = alone(make, shapes=shapes, nearly=1e-6)
         torch.manual_seed(1)
-        random = alone(make, shapes)
+        random = alone(make, shapes=shapes)
     except Exception as error:
         return "unusable", f"{type(error).__name__}: {error}"
     if not torch.equal(expected, random):
@@ -180,9 +160,8 @@ def outcome(name: str, way: str) -> tuple[str, str]:
     largest = max(float((each - expected).abs().max()) for each in values)
     moved = float((expected - START).abs().max())
     unstable = float((expected - other).abs().max())  # what rounding does: some decompose matrices of low rank
-    return (
-        "right" if largest <= 1e-3 * moved + 1e-6 + 20 * unstable else "wrong"
-    ), f"{largest:.2g} of {moved:.2g}, {unstable:.2g} by rounding"
+    is_right = largest <= 1e-3 * moved + 1e-6 + 20 * unstable
+    return "right" if is_right else "wrong", f"{largest:.2g} of {moved:.2g}, {unstable:.2g} by rounding"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -196,16 +175,3 @@ def test_an_optimizer_is_right_or_refused_by_name(name, way):
         assert not name.startswith("torch."), reason
     elif name in ELEMENTWISE.split() or way in ("AllReduce", "PeriodicAveraging", "DiLoCo inner"):
         assert found in ("right", "random"), reason
-
-
-if __name__ == "__main__":
-    from collections import Counter
-
-    counts = {way: Counter[str]() for way in WAYS}
-    for name in KINDS:
-        for way in WAYS:
-            found, reason = outcome(name, way)
-            counts[way][found] += 1
-            print(f"{name:20s} {way:18s} {found:9s} {reason[:150]!r}", flush=True)
-    for way, count in counts.items():
-        print(way, dict(count))

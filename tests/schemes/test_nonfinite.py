@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import harness
 import pytest
 import torch
-from harness import TWO_BY_TWO, Rank, on_nodes, run_to_end
+from harness import Rank, on_nodes, run_to_end
 from torch.optim import SGD, Adam
+from zoo import ZOO
 
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import (
-    DASO,
-    AllReduce,
-    DiLoCo,
     Gossip,
-    OuterOptimizer,
-    ParameterSync,
     PeriodicAveraging,
-    RandomPermutation,
-    Ring,
     Scheme,
     StepsDelay,
 )
@@ -38,27 +31,8 @@ THREE = ((0,), (1,), (2,))
 PAIRS = ((0, 1), (2, 3), (4, 5))
 SHAPES = {"a": 3, "b": 4, "c": 2}
 
-AVERAGING: dict[str, Callable[[], Scheme]] = {
-    "periodic": lambda: PeriodicAveraging(2),
-    "periodic, before the step": lambda: PeriodicAveraging(2, order="before_step"),
-    "daso, waiting": lambda: DASO(2, 0, warmup=0, cooldown=0, plateau=None),
-    "daso, eq1": lambda: DASO(2, 1, warmup=0, cooldown=0, plateau=None),
-    "daso, delta": lambda: DASO(2, 2, warmup=0, cooldown=0, plateau=None, merge="delta"),
-    "daso, sharded": lambda: DASO(2, 1, warmup=0, cooldown=0, plateau=None, reducer="sharded"),
-    "diloco": lambda: DiLoCo(2),
-    "diloco, streaming": lambda: DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
-    "noloco": lambda: ParameterSync(2, reducer=RandomPermutation(), merge=OuterOptimizer()),
-    "noloco, overlapped": lambda: ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
-}
-GOSSIPING: dict[str, Callable[[], Scheme]] = {
-    "gossip": lambda: Gossip(fragments=2),
-    "gossip, overlapped": lambda: Gossip(fragments=2, overlap=True),
-    "gossip, of ranks": lambda: Gossip(fragments=2, hierarchical=False),
-    "gossip, push-sum": lambda: Gossip("directed_exponential", fragments=2),
-    "gossip, plain means": lambda: Gossip(Ring(), fragments=2, push_sum=False),
-    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
-}
-ALL = {**AVERAGING, **GOSSIPING}
+ALL = [name for name in ZOO if name != "all_reduce"]
+AVERAGED = [name for name in ALL if name != "steps_delay"]
 
 
 def with_policy(scheme: Scheme, policy: str) -> Scheme:
@@ -82,43 +56,25 @@ def becomes_nonfinite(rank: Rank, steps: int, at: int, victim: int, value: float
 ill_at_four = partial(becomes_nonfinite, steps=12, at=4, victim=2)
 
 
-BY_NIGHT = pytest.mark.nightly
-ON_A_DEVICE = partial(run_to_end, shapes=SHAPES, inner=partial(SGD, lr=0.1))
-
-
-@BY_NIGHT  # by day it changes no bit on the CPU, and streams give the CPU's bits
-@pytest.mark.parametrize("nodes", [TWO_BY_TWO, PAIRS], ids=["2+2", "2+2+2"])
-@pytest.mark.parametrize("scheme", ALL)
-def test_looking_changes_no_bit_there(scheme, nodes, fake_device):
-    healthy = partial(becomes_nonfinite, steps=7, at=-1, victim=-1)
-    looked_at, trusted = (
-        [rank.trace for rank in ON_A_DEVICE(healthy, with_policy(ALL[scheme](), policy), nodes)]
-        for policy in ("raise", "ignore")
-    )
-    assert looked_at == trusted
-
-
-@pytest.mark.parametrize("scheme", sorted(ALL.keys() - {"steps_delay"}))
+@pytest.mark.parametrize("scheme", AVERAGED)
 def test_nan_reaches_all_nodes_when_checks_are_off(scheme):
-    ranks = run_to_end(ill_at_four, with_policy(ALL[scheme](), "ignore"), THREE, shapes=SHAPES)
+    ranks = run_to_end(ill_at_four, with_policy(ZOO[scheme], "ignore"), THREE, shapes=SHAPES)
     assert all(rank.values.isnan().any() for rank in ranks)
 
 
-@pytest.mark.parametrize("scheme", {**ALL, "all_reduce": AllReduce})
+@pytest.mark.parametrize("scheme", ZOO)
 def test_the_first_bad_parameter_is_named_where_it_raises(scheme):
-    scheme = AllReduce() if scheme == "all_reduce" else ALL[scheme]()
     with pytest.raises(NonfiniteError, match=r"rank \d \(node \d\).* parameter b \(1 of 4 elements\)"):
-        run_to_end(ill_at_four, with_policy(scheme, "raise"), PAIRS, shapes=SHAPES, timeout=5)
+        run_to_end(ill_at_four, with_policy(ZOO[scheme], "raise"), PAIRS, shapes=SHAPES, timeout=5)
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("nodes", [THREE, PAIRS], ids=["3", "2+2+2"])
-@pytest.mark.parametrize("scheme", {**ALL, "all_reduce": AllReduce})
+@pytest.mark.parametrize("scheme", ZOO)
 def test_looking_sends_nothing_and_changes_no_bit(scheme, nodes):
     def train(policy: str) -> list[tuple[list[list[float]], dict[str, float]]]:
-        own = AllReduce() if scheme == "all_reduce" else ALL[scheme]()
         work = partial(becomes_nonfinite, steps=11, at=-1, victim=-1)
-        ranks = run_to_end(work, with_policy(own, policy), nodes, shapes=SHAPES, targets=None, start=-0.0)
+        ranks = run_to_end(work, with_policy(ZOO[scheme], policy), nodes, shapes=SHAPES, targets=None, start=-0.0)
         counted = [{k: v for k, v in rank.meter.snapshot().items() if "seconds" not in k} for rank in ranks]
         return list(zip([rank.trace for rank in ranks], counted, strict=True))
 
@@ -136,7 +92,7 @@ def test_an_optimizers_state_that_is_not_finite_is_named(wire):
         on_nodes(work, scheme, THREE, inner=partial(Adam, lr=0.1), wire=wire)
 
 
-@pytest.mark.parametrize("scheme", sorted(ALL.keys() - {"steps_delay"}))
+@pytest.mark.parametrize("scheme", AVERAGED)
 @pytest.mark.parametrize(("wire", "dtype", "far"), [("float16", torch.float32, 1e6), ("int8", torch.float64, 1e300)])
 def test_values_too_large_for_the_wire_are_named_with_the_remedy(scheme, wire, dtype, far):
     def work(rank: Rank) -> Rank:
@@ -149,7 +105,7 @@ def test_values_too_large_for_the_wire_are_named_with_the_remedy(scheme, wire, d
         r"are too large for .*: rank \d \(node \d\): parameter a \(3 of 3 elements\).* Use a wider wire_dtype, such"
     )
     with pytest.raises(NonfiniteError, match=message):
-        run_to_end(work, with_policy(ALL[scheme](), "raise"), PAIRS, timeout=5, **training)
+        run_to_end(work, with_policy(ZOO[scheme], "raise"), PAIRS, timeout=5, **training)
 
 
 @pytest.mark.parametrize("policy", ["raise", "ignore"])

@@ -7,7 +7,7 @@ from functools import partial
 import harness
 import pytest
 import torch
-from harness import attached, on_nodes, on_ranks, steps
+from harness import TWO_BY_TWO, on_nodes, on_ranks, steps
 from torch.optim import SGD, Adam
 
 from lightning_hiercomm.comm.wire import Wire
@@ -163,19 +163,17 @@ def test_a_resumed_run_equals_one_that_never_stopped(wire, saved_after):
     scheme = harness.with_policy(PeriodicAveraging(2), average_optimizer_state=True)
     training = {"shapes": [(300,)], "targets": None, "wire": wire, "inner": partial(Adam, lr=0.1)}
 
-    def whole(topology):
-        with attached(topology, scheme, **training) as rank:
-            steps(saved_after)(rank)
-            state = rank.state()
-            return state, steps(7)(rank).values
+    def saving(rank):
+        state = steps(saved_after)(rank).state()
+        return state, steps(7)(rank).values
 
-    def resumed(state, topology):
-        with attached(topology, scheme, **training) as rank:
-            rank.load(state)
-            return steps(7)(rank).values
+    before = on_nodes(saving, scheme, TWO_BY_TWO, **training)
 
-    before = on_ranks(whole, ((0, 1), (2, 3)))
-    after = on_ranks(lambda topology: resumed(before[topology.rank][0], topology), ((0, 1), (2, 3)))
+    def resuming(rank):
+        rank.load(before[rank.rank][0])
+        return steps(7)(rank).values
+
+    after = on_nodes(resuming, scheme, TWO_BY_TWO, **training)
     for (state, expected), values in zip(before, after, strict=True):
         assert torch.equal(expected, values)
         assert ("optimizer_average" in state["scheme"]) == (saved_after > 1)

@@ -172,13 +172,25 @@ class Decays(Plain):
         super().step()
 
 
+class AdaptsInGroup(Plain):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["scale"] = 0.9 * group.get("scale", 1.0)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("nodes", [((0,),), TWO], ids=str)
 @pytest.mark.parametrize(
     ("optimizer", "reason"),
-    [(NeedsGradient, "without gradients raised TypeError"), (Decays, "moves parameters that have no gradient")],
+    [
+        (NeedsGradient, "without gradients raised TypeError"),
+        (Decays, "moves parameters that have no gradient"),
+        (AdaptsInGroup, "it changes 'scale' in param_groups.*Use AllReduce"),
+    ],
 )
-def test_steps_delay_refuses_an_optimizer_that_does_not_skip_parameters_without_gradient(optimizer, reason):
+def test_steps_delay_refuses_other_optimizers_with_the_reason(optimizer, reason, nodes):
     with pytest.raises(ValueError, match=f"cannot serve {optimizer.__name__}.*{reason}"):
-        on_nodes(steps(1), StepsDelay(2, 2, local_update="sgd"), TWO, inner=partial(optimizer, lr=0.1))
+        on_nodes(steps(1), StepsDelay(2, 2, local_update="sgd"), nodes, inner=partial(optimizer, lr=0.1))
 
 
 @pytest.mark.parametrize("said", ["no kernel\nfor this frame\nnor that", ""])

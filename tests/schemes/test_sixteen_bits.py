@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 import torch
 from harness import on_nodes, on_ranks, place
+from zoo import ZOO, without
 
-from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm import DiLoCo, PeriodicAveraging
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes import DirectedExponential, ParameterSync, RandomPermutation, Ring
+from lightning_hiercomm.schemes import ParameterSync
 from lightning_hiercomm.schemes.reducers.sharded import LeaderAllReduce, ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -25,21 +26,7 @@ NODES = {
     "3 of 2": ((0, 1), (2, 3), (4, 5)),
     "one node of 3": ((0, 1, 2),),
 }
-SCHEMES = {
-    "periodic": PeriodicAveraging(1),
-    "periodic, before the step": PeriodicAveraging(1, order="before_step"),
-    "DASO": DASO(2, 1, warmup=0, cooldown=0),
-    "DASO, delta": DASO(2, 1, warmup=0, cooldown=0, merge="delta", reducer="sharded"),
-    "DiLoCo": DiLoCo(2),
-    "streaming DiLoCo": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
-    "stale": ParameterSync(2, staleness=1),
-    "by a ring": ParameterSync(1, reducer=Ring()),
-    "by an exponential graph, stale": ParameterSync(2, reducer=DirectedExponential(), staleness=1),
-    "gossip": Gossip(fragments=3),
-    "gossip over a ring": Gossip(Ring(), fragments=2),
-    "gossip, overlapped": Gossip(RandomPermutation("cyclic"), overlap=True),
-    "gossip of ranks": Gossip(hierarchical=False),
-}
+SCHEMES = without("all_reduce", "steps_delay")
 
 
 def numbers(dtype, count=185, seed=0):
@@ -71,7 +58,7 @@ def test_a_sync_of_equal_replicas_changes_no_bit(name, nodes_of, dtype):
         return look, rank.values
 
     arguments = {"shapes": [(150,), (7, 5)], "dtype": dtype, "bucket_bytes": 128, "epochs": 1, "timeout": 10.0}
-    for look, end in on_nodes(work, SCHEMES[name], NODES[nodes_of], **arguments):
+    for look, end in on_nodes(work, ZOO[name], NODES[nodes_of], **arguments):
         assert torch.equal(bits(look), bits(values))
         assert torch.equal(bits(end), bits(values))
 
@@ -97,7 +84,7 @@ def test_a_sync_of_equal_statistics_changes_no_bit(name, nodes_of):
     arguments = {"shapes": [(7, 5)], "bucket_bytes": 128, "epochs": 1, "timeout": 10.0, "buffer": table}
     expected = table.clone()
     expected[0] = 6.0
-    for held in on_nodes(work, SCHEMES[name], nodes, **arguments):
+    for held in on_nodes(work, ZOO[name], nodes, **arguments):
         for each in held:
             assert torch.equal(each.cpu().view(torch.int32), expected.view(torch.int32))
 

@@ -15,36 +15,25 @@ import torch
 from fake_streams import FakeDevice
 from harness import TWO_BY_TWO, Rank, on_nodes, on_ranks
 from pairwise import selected
+from zoo import CYCLING, ZOO
 
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     DiLoCo,
-    Gossip,
-    OuterOptimizer,
     ParameterSync,
     PeriodicAveraging,
-    RandomPermutation,
     Scheme,
     StepsDelay,
 )
 
 ANY_NODES = ((0, 1, 2), (3, 4))
 SHAPES = {"a": 7, "b": 5, "c": 11}
-CYCLING = {"warmup": 0, "cooldown": 0, "plateau": None}
-SCHEMES: dict[str, Scheme] = {
-    "all_reduce": AllReduce(),
-    "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, **CYCLING),
-    "daso, sharded delta": DASO(2, 2, merge="delta", reducer="sharded", **CYCLING),
-    "diloco": DiLoCo(2),
-    "streaming": DiLoCo(4, fragments=2, staleness=1, keep_local=0.5),
-    "gossip": Gossip(fragments=3),
-    "gossip, overlapped": Gossip("directed_exponential", overlap=True),
-    "noloco": ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
-    "steps_delay": StepsDelay(2, warmup_steps=2),
-}
+NAMES = [
+    *("all_reduce", "periodic", "daso", "daso, sharded delta", "diloco", "streaming"),
+    *("gossip", "gossip, overlapped", "noloco, overlapped", "steps_delay"),
+]
 WIRES = {"as it is": None, "bfloat16": "bfloat16", "int8": "int8"}
 train = partial(on_nodes, shapes=SHAPES, targets=None, bucket_bytes=40, inner=partial(torch.optim.SGD, lr=0.1))
 
@@ -61,10 +50,10 @@ def trained(rank: Rank) -> list[list[float]]:
 
 
 def of_four_ranks(name: str, wire: str, nodes: harness.Nodes = TWO_BY_TWO) -> list[list[list[float]]]:
-    return train(trained, that_looks(SCHEMES[name]), nodes, wire=WIRES[wire])
+    return train(trained, that_looks(ZOO[name]), nodes, wire=WIRES[wire])
 
 
-CASES = [(name, wire) for name in SCHEMES for wire in WIRES if (name, wire) != ("steps_delay", "int8")]
+CASES = [(name, wire) for name in NAMES for wire in WIRES if (name, wire) != ("steps_delay", "int8")]
 
 
 @pytest.mark.parametrize(("name", "wire"), selected(CASES))
@@ -75,10 +64,20 @@ def test_streams_are_ordered_and_give_the_bits_of_the_cpu(name, wire, request):
     assert of_four_ranks(name, wire, nodes) == on_cpu
 
 
-@pytest.mark.parametrize("name", ["periodic", "daso, sharded delta"])
-def test_sums_of_16_bits_are_ordered_too(name, request):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("periodic", {"dtype": torch.bfloat16}),
+        ("daso, sharded delta", {"dtype": torch.bfloat16}),
+        (
+            "steps_delay",
+            {"inner": partial(torch.optim.SGD, lr=torch.tensor(0.1))},
+        ),  # the server's stream keeps the rate
+    ],
+)
+def test_sums_of_16_bits_and_a_learning_rate_on_the_device_are_ordered_too(name, more, request):
     def of_three_nodes() -> list[list[list[float]]]:
-        return train(trained, that_looks(SCHEMES[name]), ((0, 1), (2,), (3,)), dtype=torch.bfloat16)
+        return train(trained, that_looks(ZOO[name]), ((0, 1), (2,), (3,)), **more)
 
     on_cpu = of_three_nodes()
     request.getfixturevalue("fake_device")
@@ -115,16 +114,6 @@ def test_the_host_reads_once_for_an_exchange_and_not_at_all_between_two(fake_dev
     work = partial(waits_of, fake_device, steps=8)
     for waits in train(work, that_looks(scheme), bucket_bytes=bucket_bytes, nodes=TWO_BY_TWO):
         assert waits == [*expected, *expected]
-
-
-def test_a_learning_rate_on_the_device_is_kept_for_the_servers_stream(request):
-    def of_two_nodes() -> list[list[list[float]]]:
-        inner = partial(torch.optim.SGD, lr=torch.tensor(0.1))
-        return train(trained, that_looks(SCHEMES["steps_delay"]), TWO_BY_TWO, inner=inner)
-
-    on_cpu = of_two_nodes()
-    request.getfixturevalue("fake_device")
-    assert of_two_nodes() == on_cpu
 
 
 @pytest.mark.parametrize(
@@ -167,7 +156,7 @@ class Recorded:
         return getattr(self._communicator, name)
 
 
-@pytest.mark.parametrize("name", ["gossip", "gossip, overlapped", "noloco"])
+@pytest.mark.parametrize("name", ["gossip", "gossip, overlapped", "noloco, overlapped"])
 def test_exchanges_are_announced_before_the_first_one(name):
     calls: list[list[str]] = []
 
@@ -182,7 +171,7 @@ def test_exchanges_are_announced_before_the_first_one(name):
         return connect_and_record
 
     def work(topology):
-        with harness.attached(topology, SCHEMES[name], shapes=SHAPES, targets=None) as rank:
+        with harness.attached(topology, ZOO[name], shapes=SHAPES, targets=None) as rank:
             trained(rank)
 
     on_ranks(work, TWO_BY_TWO, connect=recording)

@@ -144,15 +144,3 @@ def test_graphs_depend_on_step_bucket_and_seed_only():
 def test_an_invalid_graph_is_refused_with_the_rank(send_to, message):
     with pytest.raises(ValueError, match=rf"Given\(.*at step 4, fragment 1, for 3 ranks: {message}"):
         partners_of(Given(*send_to), 3, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DirectedExponential(0), "peers=0"),
-        (lambda: RandomPermutation("fairly"), "sampling='fairly'"),
-    ],
-)
-def test_bad_arguments_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

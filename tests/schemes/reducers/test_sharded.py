@@ -1,4 +1,4 @@
-"""A synchronization is refused when ranks come to it after different numbers of steps."""
+"""The sharded all-reduce: its messages, and shards of parameters. Its means are in test_calculations.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from harness import on_ranks, place
 
-from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import ShardSpec
 from lightning_hiercomm.nodes.replica import Replica
@@ -15,55 +14,14 @@ from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 
-def average(nodes, steps, *, numel=5, dtype=torch.float32, wire=None, bucket_bytes=8):
-    """Average ``numel`` elements that all are the rank; returns every rank's result, or its error's message."""
-
-    def work(topology):
-        x = torch.full((numel,), float(topology.node), dtype=dtype, device=place.device)
-        try:
-            reducer = ShardedAllReduce(Replica([x], bucket_bytes=bucket_bytes), topology, wire)
-            reducer(reducer.checked(steps[topology.rank]).round)
-        except CommunicationError as error:
-            return str(error), topology.meter.snapshot()
-        return x.tolist(), topology.meter.snapshot()
-
-    return on_ranks(work, nodes)
-
-
-@pytest.mark.parametrize("step", [0, 1, 4095, 4096, 10**9 + 1])
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_ranks_at_the_same_step_get_the_mean(step, count):
-    results = average([[rank] for rank in range(count)], [step] * count)
-    for values, _ in results:
-        assert values == pytest.approx([(count - 1) / 2] * 5, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "steps"),
-    [
-        ([[0], [1], [2]], [7, 7, 8]),
-        ([[0], [1], [2]], [8, 7, 9]),
-        ([[0], [1], [2]], [4095, 4096, 4096]),
-        ([[0, 1], [2]], [7, 7, 8]),
-        ([[0], [1, 2]], [0, 1, 1]),
-        ([[0, 1], [2, 3]], [5, 5, 6, 6]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])
-def test_unequal_numbers_of_steps_raise_on_all_ranks(nodes, steps, wire):
-    messages = [values for values, _ in average(nodes, steps, wire=wire) if isinstance(values, str)]
-    assert len(messages) == sum(map(len, nodes))
-    for message in messages:
-        assert "All ranks must take equally many steps" in message
-        rank = int(message.split()[1])
-        assert f"synchronizes after {steps[rank]} optimizer steps" in message
-
-
 def test_the_preflight_of_an_exchange_is_one_message_of_24_bytes():
-    (_, counters), *_ = average([[0], [1]], [3, 3], bucket_bytes=1024)
-    assert counters["inter_messages"] == 1 + 1
-    assert counters["inter_bytes"] == 24 + 5 * 4
+    def work(topology):
+        reducer = ShardedAllReduce(Replica([torch.zeros(5, device=place.device)]), topology)
+        reducer(reducer.checked(3).round)
+        return topology.meter.snapshot()
+
+    for counters in on_ranks(work, [[0], [1]]):
+        assert (counters["inter_messages"], counters["inter_bytes"]) == (1 + 1, 24 + 5 * 4)
 
 
 @pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)], ids=["fp32 wire", "bf16 wire"])

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from harness import Rank, on_ranks, place, run_to_end, steps
+from harness import Rank, on_ranks, place, steps
 from problems import train_with_momentum as train
 
 from lightning_hiercomm.nodes.replica import Replica
@@ -54,31 +54,6 @@ def test_a_parameter_without_gradient_counts_as_zero():
 
     runs = train(work, StepsDelay(1, 2), inner=lambda p: torch.optim.SGD(p, lr=0.5))
     assert runs[0].values.tolist() == [-0.5]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"delay": 0}, "delay=0"),
-        ({"delay": 3, "warmup_steps": 500}, "such as 498 or 501"),
-        ({"warmup_steps": -4}, "warmup_steps=-4"),
-        ({"local_lr_scale": 0.0}, "local_lr_scale=0.0"),
-        ({"local_update": "adam"}, "local_update='adam'"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        StepsDelay(**arguments)
-
-
-class Normalizing(torch.optim.SGD):
-    """Divides each gradient by its norm."""
-
-    def step(self, closure=None):
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                p.grad /= p.grad.norm()
-        return super().step(closure)
 
 
 class ByClosure(torch.optim.Optimizer):
@@ -141,7 +116,6 @@ def lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     ("optimizer", "arguments", "message"),
     [
         (lambda p: torch.optim.Adam(p), {}, "local_update='sgd'"),
-        (lambda p: Normalizing(p, lr=0.1), {"local_update": "sgd"}, "Normalizing.* depends on all.* another scheme"),
         (lambda p: torch.optim.LBFGS(p), {"local_update": "sgd"}, "LBFGS"),
         (lambda p: ByClosure(p), {"local_update": "sgd"}, "ByClosure, which evaluates the loss several times"),
         (lambda p: lookahead(torch.optim.SGD(p, lr=0.1)), {"local_update": "sgd"}, "Lookahead, which wraps another"),
@@ -232,46 +206,6 @@ def test_a_plain_sgd_module_trains_with_the_defaults():
 
     (largest, _) = train(work, StepsDelay(4, 0), inner=lambda p: torch.optim.SGD(p, lr=0.4), targets=(1, 3))
     assert largest < 5
-
-
-# ---- what is written outside of the step ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("through_data", [True, False])
-@pytest.mark.parametrize("nodes", [((0,), (1,)), ((0, 1), (2,))])
-def test_training_continues_from_weights_written_in_warm_up(nodes, through_data):
-    def write(parameters: list[torch.Tensor], step: int) -> None:
-        with torch.no_grad():
-            for parameter in parameters:
-                values = parameter.data if through_data else parameter
-                values.clamp_(-0.5, 0.5)
-                if step == 3:
-                    values.fill_(0.25)
-
-    def work(rank: Rank) -> Rank:
-        for step in range(6):
-            rank.train()
-            write(rank.parameters, step)
-            rank.averaged()
-        return rank
-
-    inner = {"inner": lambda parameters: torch.optim.SGD(parameters, lr=0.125, momentum=0.5)}
-    scheme = StepsDelay(2, warmup_steps=8)
-    arguments = {"nodes": nodes, "targets": (0.0, 4.0, 8.0), "shapes": ((3,), (2, 2)), "dtype": torch.float64}
-    runs = run_to_end(work, scheme, **arguments, **inner)
-
-    plain = [torch.zeros(7, dtype=torch.float64, requires_grad=True)]
-    optimizer = torch.optim.SGD(plain, lr=0.125, momentum=0.5)
-    goal = {2: 2.0, 3: 4.0}[sum(map(len, nodes))]
-    for step in range(6):
-        plain[0].grad = plain[0].detach() - goal
-        optimizer.step()
-        write(plain, step)
-        for run in runs:
-            assert run.looks[step] == pytest.approx(plain[0].tolist(), abs=1e-12)
-    for run in runs:
-        assert run.trace[2][0] > 0.5  # there was something to clamp
-        assert run.values.tolist() == pytest.approx(plain[0].tolist(), abs=1e-12)
 
 
 def test_dampening_has_no_effect_without_momentum(on_nodes):

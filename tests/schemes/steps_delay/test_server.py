@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Rank, on_nodes, place, reloaded, steps
+from harness import TWO_BY_TWO, Rank, on_nodes, place, reloaded, steps
 from problems import train_with_momentum as train
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +50,20 @@ OPTIMIZERS = [
 ]
 
 
+def alone(
+    optimizer: Any, shapes: Sequence[tuple[int, ...]], number: int, gradient: Callable[[Tensor, int], Tensor]
+) -> tuple[list[float], torch.optim.Optimizer]:
+    """Take steps in one process, with the mean gradient of all ranks; the values, and the optimizer."""
+    of_zeros = {"dtype": torch.float64, "device": place.device}  # on a GPU, ASGD rounds its steps otherwise
+    parameters = [torch.nn.Parameter(torch.zeros(shape, **of_zeros)) for shape in shapes]
+    own = optimizer(parameters)
+    for _ in range(number):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = gradient(parameter.detach(), index)
+        own.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters]).tolist(), own
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("bucket_bytes", [8 * 5, 2**22])
 def test_server_steps_and_saves_state_like_the_users_optimizer(optimizer, bucket_bytes):
@@ -61,28 +76,21 @@ def test_server_steps_and_saves_state_like_the_users_optimizer(optimizer, bucket
     results = train(
         work,
         StepsDelay(1, 10, local_update="sgd"),
-        nodes=((0, 1), (2, 3)),
+        nodes=TWO_BY_TWO,
         shapes=shapes,
         dtype=torch.float64,
         inner=optimizer,
         bucket_bytes=bucket_bytes,
     )
-    # one process with the mean gradient
-    of_zeros = {"dtype": torch.float64, "device": place.device}  # on a GPU, ASGD rounds its steps otherwise
-    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), **of_zeros)) for shape in shapes]
     generators = [torch.Generator().manual_seed(rank) for rank in range(4)]
     goals = [
         (sum(torch.randn(tuple(shape), generator=g, dtype=torch.float64) for g in generators) / 4).to(place.device)
         for shape in shapes
     ]
-    alone = optimizer(whole)
-    for _ in range(5):
-        for p, goal in zip(whole, goals, strict=True):
-            p.grad = p.detach() - goal
-        alone.step()
-    expected = alone.state_dict()
+    whole, one = alone(optimizer, shapes, 5, lambda p, index: p - goals[index])
+    expected = one.state_dict()
     for values, state in results:
-        assert values == pytest.approx(torch.cat([p.detach().flatten() for p in whole]).tolist(), abs=1e-7)
+        assert values == pytest.approx(whole, abs=1e-7)
         assert state["param_groups"] == expected["param_groups"]
         assert state["state"].keys() == expected["state"].keys()
         for index, held in expected["state"].items():
@@ -168,8 +176,7 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(optimizer):
     """NAdam and ASGD count in more numbers than ``step``; a parameter of one number has as many of each."""
     shapes, saved = ((4, 3), (), (), (6,)), {}
 
-    def inner(p: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return optimizer(p, lr=0.1)
+    inner = partial(optimizer, lr=0.1)
 
     def first(run: Rank) -> None:
         for _ in range(4):
@@ -191,61 +198,12 @@ def test_a_plain_checkpoint_resumes_on_another_number_of_ranks(optimizer):
             run.train(gradient=1.5)
         return run.values.tolist()
 
-    def scheme() -> StepsDelay:
-        return StepsDelay(1, 100, local_update="sgd")
-
-    train(first, scheme(), nodes=((0, 1), (2, 3)), shapes=shapes, inner=inner)
-    results = train(resumed, scheme(), nodes=((0,), (1,), (2,)), shapes=shapes, inner=inner)
-    of_zeros = {"dtype": torch.float64, "device": place.device}  # on a GPU, ASGD rounds its steps otherwise
-    whole = [torch.nn.Parameter(torch.zeros(tuple(shape), **of_zeros)) for shape in shapes]
-    alone = inner(whole)
-    for _ in range(7):
-        for p in whole:
-            p.grad = torch.full_like(p, 1.5)
-        alone.step()
-    expected = torch.cat([p.detach().flatten() for p in whole]).tolist()
+    scheme = StepsDelay(1, 100, local_update="sgd")
+    train(first, scheme, nodes=TWO_BY_TWO, shapes=shapes, inner=inner)
+    results = train(resumed, scheme, nodes=((0,), (1,), (2,)), shapes=shapes, inner=inner)
+    expected, _ = alone(inner, shapes, 7, lambda p, _: torch.full_like(p, 1.5))
     near = 1e-9 if optimizer is torch.optim.NAdam else 1e-12  # its float32 becomes float64 where torch loads it
     assert results[0] == pytest.approx(expected, abs=near)
-
-
-@pytest.mark.parametrize("rule", ["glu", "sgd", "dc_asgd"])
-@pytest.mark.parametrize("wire", [None, Wire(torch.bfloat16)])
-def test_a_run_resumed_from_its_state_goes_on_to_the_bit(rule, wire):
-    arguments: dict[str, Any] = {
-        "nodes": ((0, 1), (2, 3)),
-        "shapes": ((3, 3), (2,)),
-        "dtype": torch.float32,
-        "wire": wire,
-        "bucket_bytes": 4 * 5,
-    }
-
-    def scheme() -> StepsDelay:
-        return StepsDelay(2, 2, local_update=rule)
-
-    saved: dict[tuple[int, int], bytes] = {}
-
-    def first(run: Rank) -> Rank:
-        for at in range(1, 6):
-            run.train()
-            run.scheme.state.settle()
-            file = io.BytesIO()
-            torch.save({"values": run.scheme.replica.snapshot(), "scheme": run.scheme.state_dict()}, file)
-            saved[run.rank, at] = file.getvalue()
-        return steps(3)(run)
-
-    def resumed(run: Rank, at: int) -> Rank:
-        state = torch.load(io.BytesIO(saved[run.rank, at]), weights_only=True)
-        run.scheme.replica.restore(state["values"])
-        run.scheme.load_state_dict(state["scheme"])
-        run.scheme.begin_run(1, None)
-        return steps(8 - at)(run)
-
-    whole = train(first, scheme(), **arguments)
-    for at in range(1, 6):
-        pieces = train(partial(resumed, at=at), scheme(), **arguments)
-        for piece, run in zip(pieces, whole, strict=True):
-            assert piece.trace == run.trace[at:]
-            assert piece.values.tolist() == run.values.tolist()
 
 
 def test_a_resume_with_another_delay_goes_on_from_weights_not_gradients():
@@ -270,7 +228,7 @@ def test_a_narrow_wire_loses_no_small_updates():
     runs = train(
         lambda run: [run.train(gradient=1.0) for _ in range(100)] and run,
         StepsDelay(2, 200),
-        nodes=((0, 1), (2, 3)),
+        nodes=TWO_BY_TWO,
         dtype=torch.float32,
         inner=lambda p: torch.optim.SGD(p, lr=1e-3),
         wire=Wire(torch.bfloat16),
@@ -305,26 +263,3 @@ def test_optimizer_that_communicates_is_refused_by_name(process_group, warmup_st
         train(steps(4), StepsDelay(2, warmup_steps), inner=partial(Communicating, lr=0.1))
     with pytest.raises(RuntimeError, match=r"Communicating\.step\(\) communicates .* Use AllReduce\(\)"):
         train(steps(12), StepsDelay(2, warmup_steps), inner=partial(Communicating, lr=0.1, first=10))
-
-
-def test_parameters_that_join_later_leave_the_others_state_alone():
-    def work(run: Rank) -> tuple[list[float], dict[str, Any]]:
-        steps(4)(run)
-        run.scheme.synchronize()
-        run.module["late"] = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=place.device))
-        run.target = torch.cat([run.target, torch.zeros(3, dtype=torch.float64)])
-        run.optimizer.add_param_group({"params": [run.module["late"]]})
-        run.scheme.follow(Replica(run.parameters))
-        steps(2)(run)
-        return run.values.tolist(), run.scheme.optimizer_state()
-
-    results = train(work, StepsDelay(2, 8), shapes=((5,),), targets=(1.0, 7.0))
-    x = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
-    optimizer = torch.optim.SGD([x], lr=0.01, momentum=0.9)
-    for _ in range(6):
-        x.grad = x.detach() - 4
-        optimizer.step()
-    for values, state in results:
-        assert values == pytest.approx([*x.tolist(), 0, 0, 0], abs=1e-12)
-        assert torch.allclose(state["state"][0]["momentum_buffer"], optimizer.state[x]["momentum_buffer"])
-        assert state["state"][1]["momentum_buffer"].tolist() == [0, 0, 0]

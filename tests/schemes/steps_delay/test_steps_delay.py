@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -13,9 +12,6 @@ from harness import (
     needs_a_background_thread,
     steps,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from problems import STEPS_DELAY_TABLE as TABLE
 from problems import train_with_momentum as train
 
 from lightning_hiercomm.nodes import bucket
@@ -24,54 +20,16 @@ from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdat
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
-
-def simulate(
-    goals: list[torch.Tensor],
-    weights: list[float],
-    number: int,
-    *,
-    delay: int,
-    warmup: int,
-    lr: Callable[[int], float],
-    momentum: float,
-    weight_decay: float,
-    alpha: float = 2.0,
-    beta: float = 0.5,
-    scale: float = 4.0,
-    skipped: Collection[tuple[int, int]] = (),
-) -> tuple[list[list[float]], list[float]]:
-    """Algorithms 1 and 2 in one process, with a server: device weights of every node, and the server's."""
-    w = torch.zeros_like(goals[0])
-    mom = torch.zeros_like(w)
-    devices = [w.clone() for _ in goals]
-    bases: list[torch.Tensor] = []
-    pre: torch.Tensor | None = None
-    for n in range(number):
-        gradients = [
-            torch.zeros_like(x) if (n, node) in skipped else x - goal
-            for node, (x, goal) in enumerate(zip(devices, goals, strict=True))
-        ]
-        mean = sum(weight * g for weight, g in zip(weights, gradients, strict=True))
-        mom = momentum * mom + mean + weight_decay * w
-        w = w - lr(n) * mom
-        if n < warmup:
-            devices = [w.clone() for _ in goals]
-            bases = [w.clone() for _ in goals]
-            continue
-        bases = bases or [torch.zeros_like(w) for _ in goals]
-        pre = bases[0].clone() if pre is None else pre
-        u = n - warmup
-        guesses = [(pre - base) * (1 - momentum) / (lr(n) * delay) for base in bases]
-        if u > 0 and u % delay == 0:
-            pre = bases[0].clone()
-        bases = [
-            base - ((n, node) not in skipped) * scale * lr(n) * (alpha * g + weight_decay * base + beta * guess)
-            for node, (base, g, guess) in enumerate(zip(bases, gradients, guesses, strict=True))
-        ]
-        devices = [base.clone() for base in bases]
-        if n % delay == delay - 1:
-            bases = [w.clone() for _ in goals]
-    return [x.flatten().tolist() for x in devices], w.flatten().tolist()
+TABLE = [
+    (0.04, 0.04, 0.04),
+    (0.1156, 0.1156, 0.1156),
+    (0.186352, 0.666352, 0.222484),
+    (0.25851904, 1.22811904, 0.35441608),
+    (0.4376161648, 0.8400481648, 0.5057217616),
+    (0.4909268801, 1.3814075201, 0.6755085534),
+    (0.7483436503, 1.1571051991, 0.8589549940),
+]
+"""StepsDelay(2, warmup_steps=2) at targets 1 and 7: weights of the two nodes after each step, and the server's."""
 
 
 # ---- the method ----------------------------------------------------------------------------------------------------
@@ -91,75 +49,6 @@ def test_two_nodes_follow_the_table(nodes, targets, look):
         assert run.values.tolist() == pytest.approx([TABLE[-1][2]], abs=1e-9)
         if look:
             assert [x for (x,) in run.looks] == pytest.approx([row[2] for row in TABLE], abs=1e-9)
-
-
-@pytest.mark.parametrize("at", [1, 3, 4, 5])  # a pull arrives in the iterations 4 and 6
-def test_a_step_that_a_node_skips_leaves_out_its_own_gradient_only(at):
-    def work(run: Rank) -> Rank:
-        for n in range(8):
-            run.train(skip=(n, run.rank) == (at, 0))
-        return run
-
-    runs = train(work, StepsDelay(2, warmup_steps=2), targets=(1.0, 7.0))
-    goals = [torch.tensor([1.0], dtype=torch.float64), torch.tensor([7.0], dtype=torch.float64)]
-    arguments = {"delay": 2, "warmup": 2, "lr": lambda n: 0.01, "momentum": 0.9, "weight_decay": 0.0}
-    devices, _ = simulate(goals, [0.5, 0.5], 8, skipped={(at, 0)}, **arguments)
-    assert [run.trace[7] for run in runs] == [pytest.approx(x, abs=1e-9) for x in devices]
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    nodes=st.sampled_from([((0,), (1,)), ((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,)), ((1, 3), (0, 2))]),
-    delay=st.integers(1, 4),
-    warmups=st.integers(0, 2),
-    number=st.integers(1, 14),
-    momentum=st.sampled_from([0.0, 0.9]),
-    weight_decay=st.sampled_from([0.0, 0.1]),
-    weights=st.lists(st.integers(1, 5), min_size=4, max_size=4),
-    shapes=st.sampled_from([((1,),), ((2, 3), (5,)), ((7,), (1, 1), (3, 2, 2)), ((),)]),
-    bucket_bytes=st.sampled_from([1, 8 * 5, 2**22]),
-)
-def test_any_run_equals_a_plain_simulation_with_a_server(
-    nodes, delay, warmups, number, momentum, weight_decay, weights, shapes, bucket_bytes
-):
-    weights = weights[: sum(map(len, nodes))]
-
-    def lr(n: int) -> float:
-        return 0.01 * (1 + n) / 2
-
-    def work(run: Rank) -> Rank:
-        for n in range(number):
-            run.optimizer.param_groups[0]["lr"] = lr(n)
-            run.train()
-        return run
-
-    runs = train(
-        work,
-        StepsDelay(delay, delay * warmups, local_lr_scale=4.0),
-        nodes=nodes,
-        weights=weights,
-        shapes=shapes,
-        inner=lambda p: torch.optim.SGD(p, lr=1.0, momentum=momentum, weight_decay=weight_decay),
-        bucket_bytes=bucket_bytes,
-    )
-    by_rank = [run.target for run in runs]
-    node_weights = [sum(weights[r] for r in ranks) for ranks in nodes]
-    goals = [
-        sum(weights[r] * by_rank[r] for r in ranks) / total for ranks, total in zip(nodes, node_weights, strict=True)
-    ]
-    devices, server = simulate(
-        goals,
-        [total / sum(weights) for total in node_weights],
-        number,
-        delay=delay,
-        warmup=delay * warmups,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-    )
-    for run in runs:
-        assert run.trace[-1] == pytest.approx(devices[run.topology.node], abs=1e-9)
-        assert run.values.tolist() == pytest.approx(server, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -201,28 +90,6 @@ def test_with_a_constant_gradient_the_guessed_global_gradient_tends_to_it(monkey
         assert seen[-1] == pytest.approx(sign * 3.0, abs=1e-9)
 
 
-def test_plain_local_sgd_uses_nothing_of_the_server_between_pulls():
-    runs = train(
-        steps(4),
-        StepsDelay(2, 0, local_update="sgd", local_lr_scale=0.25),
-        targets=(1.0, 7.0),
-        inner=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5),
-    )
-    x, server = 0.0, 0.0
-    trace, base = [], 0.0
-    for n in range(4):
-        gradients = [x - 1, (trace[n - 1][1] if n else 0.0) - 7]
-        server -= 0.1 * (sum(gradients) / 2 + 0.5 * server)
-        others = base if n % 2 == 0 else (trace[n - 1][1] if n else 0.0)
-        mine = base if n % 2 == 0 else x
-        x = mine - 0.025 * (gradients[0] + 0.5 * mine)
-        trace.append((x, others - 0.025 * (gradients[1] + 0.5 * others)))
-        if n % 2 == 1:
-            base = server
-    for rank in range(2):
-        assert [value for (value,) in runs[rank].trace] == pytest.approx([row[rank] for row in trace], abs=1e-12)
-
-
 def test_delay_compensation_acts_on_the_jump_to_the_pulled_weights_only():
     def direction(weights: float, taken_at: float) -> float:
         w, g = torch.tensor([weights]), torch.tensor([0.5])
@@ -239,17 +106,6 @@ def test_delay_compensation_acts_on_the_jump_to_the_pulled_weights_only():
 def test_a_learning_rate_of_zero_moves_nothing(rule):
     runs = train(steps(5), StepsDelay(2, 2, local_update=rule), inner=lambda p: torch.optim.SGD(p, lr=0.0))
     assert all(run.trace == [[0.0]] * 5 for run in runs)
-
-
-def test_on_one_node_it_is_the_users_optimizer():
-    runs = train(steps(5), StepsDelay(2, 0), nodes=((0, 1),), targets=(0.0, 2.0))
-    x = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    optimizer = torch.optim.SGD([x], lr=0.01, momentum=0.9)
-    for seen in runs[0].trace:
-        x.grad = x.detach() - 1
-        optimizer.step()
-        assert seen == [x.item()]
-    assert runs[0].optimizer.state
 
 
 @pytest.mark.parametrize("arguments", [{}, {"local_update": "dc_asgd"}])

@@ -1,0 +1,360 @@
+"""DASO's phases, and the plateaus at which it halves its period: on threads, and in a Trainer."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from harness import (
+    TWO_BY_TWO,
+    attached,
+    on_nodes,
+    on_ranks,
+    reloaded,
+)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from problems import Oracle
+from torch.utils.data import DataLoader
+
+from lightning_hiercomm.schemes import DASO, Epochs, Plateau
+from lightning_hiercomm.schemes.daso import RunningDASO
+
+pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
+on_four_ranks = partial(on_nodes, nodes=TWO_BY_TWO, epochs=10)
+
+
+def cycling(sync_every=4, staleness=1, **arguments):
+    """A DASO that cycles from the first step to the last."""
+    return lambda: DASO(sync_every, staleness, warmup=0, cooldown=0, **arguments)
+
+
+ON_VAL_LOSS = Plateau(patience=0, monitor="val_loss")
+
+
+def schedule(run_oracle, scheme, losses, epochs):
+    """(phase, sync_every, staleness) as they acted in each epoch."""
+    seen = []
+
+    class Recorded(DASO):
+        def build(self, context):
+            return Recording(self, context)
+
+    class Recording(RunningDASO):
+        def end_epoch(self, loss):
+            if self.topology.rank == 0:
+                scalars = self.scalars()
+                seen.append((self.phase, int(scalars["sync_every"]), int(scalars["staleness"])))
+            super().end_epoch(loss)
+
+    run_oracle(lambda: Recorded(**scheme), epochs=epochs, steps_per_epoch=9, losses=losses)
+    return seen
+
+
+def test_phases_and_halving_follow_a_scripted_loss_exactly(run_oracle):
+    losses = [9.0, 9.0, 8.0, 8.0, 8.0, 7.7, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 1.0, 1.0]
+    scheme = {"sync_every": 8, "staleness": 2, "warmup": Epochs(2), "cooldown": Epochs(2)}
+    assert schedule(run_oracle, scheme, losses, 18) == [
+        *[("warm-up", 1, 0)] * 2,
+        *[("cycling", 8, 2)] * 4,  # 8.0: the best, warm-up was not judged; 7.7 is the third not 5 % below it
+        *[("cycling", 4, 1)] * 4,  # 7.0: better
+        *[("cycling", 2, 1)] * 3,
+        *[("cycling", 1, 1)] * 3,
+        *[("cool-down", 1, 0)] * 2,
+    ]
+
+
+def test_b_and_s_return_to_their_first_values_from_one(run_oracle):
+    scheme = {"sync_every": 4, "staleness": 2, "warmup": 0, "cooldown": Epochs(1)}
+    scheme["plateau"] = Plateau(patience=0)
+    periods = [(4, 2), (4, 2), (2, 1), (1, 1), (4, 2), (2, 1), (1, 1), (4, 2), (1, 0)]
+    assert [pair[1:] for pair in schedule(run_oracle, scheme, [1.0] * 9, 9)] == periods
+
+
+def periods(rank, epochs, metrics=lambda epoch: {}, loss=lambda epoch: None):
+    """Train epochs of one step; the period of each, and the one after the last."""
+    seen = []
+    for epoch in range(epochs):
+        logged = metrics(epoch)
+        rank.scheme.begin_epoch(epoch, lambda logged=logged: logged)
+        seen.append(rank.scheme.period)
+        rank.train(last=True)
+        rank.scheme.end_epoch(loss(epoch))
+    return [*seen, rank.scheme.period]
+
+
+def test_the_loss_is_judged_by_its_mean_over_all_ranks():
+    # the mean falls 4, 3, 2 and then stays, whatever single ranks see
+    losses = [(4, 4, 4, 4), (0, 9, 1, 2), (0, 0, 8, 0), (8, 0, 0, 0), (1, 1, 1, 1)]
+
+    def work(rank):
+        return periods(rank, 5, loss=lambda epoch: torch.tensor(float(losses[epoch][rank.rank])))
+
+    assert on_four_ranks(work, cycling(plateau=Plateau(patience=0))()) == [[4, 4, 4, 4, 2, 2]] * 4
+
+
+def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
+    def work(rank):
+        assert not rank.scheme.config.watches_loss
+        seen = periods(rank, 4, lambda epoch: {"val_loss": torch.tensor(1.0 + rank.rank)} if epoch else {})
+        with pytest.raises(ValueError, match=r"monitor='val_loss' was not logged in epoch 3; logged: train_loss"):
+            rank.scheme.begin_epoch(4, lambda: {"train_loss": torch.tensor(1.0)})
+        return seen[:4]
+
+    assert on_four_ranks(work, cycling(plateau=ON_VAL_LOSS)()) == [[4, 4, 2, 1]] * 4
+
+
+def test_a_monitored_metric_is_judged_once_where_not_every_epoch_logs_it():
+    logged = {epoch: torch.tensor(2.0 ** -min(epoch, 4)) for epoch in (0, 2, 4)}
+
+    def metrics(epoch):  # Lightning keeps it until the next one
+        return {"val_loss": logged[(epoch - 1) // 2 * 2]} if epoch else {}
+
+    assert on_four_ranks(partial(periods, epochs=7, metrics=metrics), cycling(plateau=ON_VAL_LOSS)()) == [[4] * 8] * 4
+
+
+def test_epochs_without_a_loss_change_nothing_and_warn_once(caplog):
+    assert on_four_ranks(partial(periods, epochs=3), cycling(plateau=Plateau(patience=0))()) == [[4] * 4] * 4
+    assert [r.message.count("had no training loss") for r in caplog.records if r.levelno == logging.WARNING] == [1]
+
+
+def test_resumed_epoch_is_judged_by_the_saved_metric():
+    scheme = cycling(4, 1, plateau=ON_VAL_LOSS)()
+
+    def work(rank):
+        logged = {}
+        for epoch in range(2):
+            rank.scheme.begin_epoch(epoch, lambda: logged)
+            rank.train(last=True)
+            rank.scheme.end_epoch(None)
+            logged.setdefault("val_loss", torch.tensor(1.0))
+        before_validation = reloaded(rank.scheme.state_dict(shared=True))
+        logged["val_loss"] = torch.tensor(1.0)
+        after_validation = reloaded(rank.scheme.state_dict(shared=True))
+        periods = []
+        for state in (before_validation, after_validation):
+            with attached(rank.topology, scheme, epochs=10, begins_epoch=False) as again:
+                again.scheme.load_state_dict(state)
+                again.scheme.begin_epoch(2, dict)
+                periods.append(again.scheme.period)
+        return periods
+
+    assert on_four_ranks(work, scheme) == [[4, 2]] * 4
+
+
+def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
+    (trace, *_) = run_oracle(cycling(4, 2, plateau=None), epochs=4, losses=[1.0] * 4)
+    assert (trace.scheme.period, trace.scheme.staleness) == (4, 2)
+
+
+@pytest.mark.parametrize("scheme", [DASO(2, 1, warmup=3, cooldown=2), DASO(2, 1, warmup=0.3, cooldown=0.2)])
+def test_phases_in_steps_begin_and_end_inside_epochs(scheme):
+    def work(rank):
+        scheme = rank.scheme
+        phases = []
+        for epoch in range(2):
+            scheme.begin_epoch(epoch, dict)
+            for _ in range(5):
+                rank.train()
+                phases.append(scheme.phase)
+        scheme.finish()
+        return phases
+
+    expected = ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
+    assert on_four_ranks(work, scheme, epochs=None, steps=10) == [expected] * 4
+
+
+def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
+    caplog.set_level(logging.INFO)
+    run_oracle(lambda: DASO(4, 1, Epochs(1), Epochs(1)), epochs=4, losses=[1.0] * 4)
+    assert [record.message.split(":")[1].strip() for record in caplog.records] == [
+        "warm-up from epoch 0, step 0",
+        "cycling from epoch 1, step 8",
+        "cool-down from epoch 3, step 24",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run", "message"),
+    [
+        (
+            {"cooldown": Epochs(4)},
+            (None, None),
+            r"cooldown=Epochs\(epochs=4\) needs to know when the run ends: .*max_epochs",
+        ),
+        ({"cooldown": Epochs(4)}, (None, 100), r"cooldown=Epochs\(epochs=4\) .*max_epochs"),
+        ({"cooldown": 10}, (5, None), r"cooldown=10 .*max_steps"),
+        ({"cooldown": 0.1}, (5, None), r"cooldown=0\.1 .*max_steps"),
+        ({"warmup": 0.1, "cooldown": 0}, (5, None), r"warmup=0\.1 is a fraction of the run, .*max_steps"),
+    ],
+)
+def test_a_length_that_needs_an_unknown_end_is_refused(arguments, run, message):
+    def work(topology):
+        epochs, steps = run
+        training = attached(topology, DASO(**arguments), epochs=epochs, steps=steps)
+        with pytest.raises(ValueError, match=message), training:
+            pass
+
+    on_ranks(work)
+
+
+FOUR_AND_FOUR = {"warmup": Epochs(4), "cooldown": Epochs(4)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run", "said"),
+    [
+        (FOUR_AND_FOUR, (8, None), "warmup=Epochs(epochs=4) and cooldown=Epochs(epochs=4) leave no step"),
+        (FOUR_AND_FOUR, (9, None), None),
+        ({"warmup": Epochs(4), "cooldown": 0}, (4, None), "warmup=Epochs(epochs=4) and cooldown=0"),
+        ({"warmup": Epochs(4), "cooldown": 0}, (None, None), None),
+        ({"warmup": 50, "cooldown": 50}, (None, 100), "warmup=50 and cooldown=50"),
+        ({"warmup": 50, "cooldown": 49}, (None, 100), None),
+        ({"warmup": 60, "cooldown": Epochs(4)}, (10, 100), "warmup=60 and cooldown=Epochs(epochs=4)"),
+        ({"warmup": Epochs(6)}, (8, None), "warmup=Epochs(epochs=6) leave no step"),
+        *(({}, run, None) for run in [(1, None), (2, 20), (4, None), (8, None), (8, 80), (None, 100), (None, None)]),
+    ],
+)
+def test_phases_without_cycling_steps_warn_once(caplog, arguments, run, said):
+    epochs, steps = run
+    on_four_ranks(lambda rank: None, DASO(**arguments), epochs=epochs, steps=steps, begins_epoch=False)
+    warned = [r.message for r in caplog.records if "every step will average all nodes" in r.message]
+    assert len(warned) == (said is not None)
+    assert all(said in message for message in warned)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "waiting"),
+    [(1, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (15, 3), (16, 4), (17, 4), (40, 4), (None, 4)],
+)
+def test_warm_up_and_cool_down_default_to_four_epochs_or_a_quarter(epochs, waiting):
+    begun = epochs or 6  # without an end there is no cool-down
+
+    def work(rank):
+        phases = []
+        for epoch in range(begun):
+            rank.scheme.begin_epoch(epoch, dict)
+            phases.append(rank.scheme.phase)
+        return phases
+
+    cool_down = waiting if epochs else 0
+    expected = ["warm-up"] * waiting + ["cycling"] * (begun - waiting - cool_down) + ["cool-down"] * cool_down
+    (phases, *_) = on_four_ranks(work, DASO(), epochs=epochs, begins_epoch=False)
+    assert phases == expected
+
+
+@pytest.mark.parametrize("epochs", [None, 1, 3])
+def test_short_runs_take_a_quarter_of_the_steps(epochs):
+    def work(rank):
+        phases = []
+        for step in range(13):
+            rank.train(last=step == 12)
+            phases.append(rank.scheme.phase)
+        return phases
+
+    (phases, *_) = on_four_ranks(work, DASO(), epochs=epochs, steps=13)
+    assert phases == ["warm-up"] * 3 + ["cycling"] * 7 + ["cool-down"] * 3
+
+
+@pytest.mark.parametrize("epochs", [4, 7])
+def test_quarter_of_four_epochs_is_one_epoch(epochs):
+    def work(rank):
+        for _ in range(12):
+            rank.train()
+        before = rank.scheme.phase
+        rank.scheme.begin_epoch(1, dict)
+        return before, rank.scheme.phase
+
+    assert on_four_ranks(work, DASO(), epochs=epochs, steps=13) == [("warm-up", "cycling")] * 4
+
+
+class Watched(Oracle):
+    """``report`` is B as it acts after each of 8 batches; validation logs a loss that does not fall."""
+
+    def __init__(self, learning_rate: float = 0.5) -> None:
+        super().__init__(8, learning_rate=learning_rate)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", 1.0 + self.global_rank)
+
+    def on_train_batch_end(self, *_):
+        self.report.append(self.trainer.strategy.schemes[0].period)
+
+    def val_dataloader(self):
+        return DataLoader(torch.ones(4, 1))
+
+
+@pytest.mark.parametrize("monitor", [None, "val_loss"])
+@pytest.mark.pooled
+def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
+    # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
+    scheme = DASO(4, 1, warmup=Epochs(1), cooldown=Epochs(1), plateau=Plateau(0, monitor=monitor))
+    reports = fit(Watched(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
+    for report in reports:
+        assert report["report"][::2] == [4, 4, 4, 2, 1, 4, 2]
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.pooled
+def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tmp_path, replicas):
+    save = ModelCheckpoint(tmp_path / "files", "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
+    scheme = cycling(plateau=ON_VAL_LOSS)()
+    strategy = {"scheme": scheme, "checkpoint_replicas": replicas, "ranks_per_node": 1}
+    arguments = {"limit_train_batches": 1, "max_epochs": 4, "devices": 2}
+    arguments |= {"callbacks": [save], "enable_checkpointing": True}
+    assert fit(Watched(learning_rate=0.0), strategy, **arguments)[0]["report"] == [4, 4, 2, 1]
+    path = {"ckpt_path": tmp_path / "files" / "epoch=1.ckpt"}
+    resumed = fit(Watched(learning_rate=0.0), strategy, fit_arguments=path, **arguments)
+    assert resumed[0]["report"] == [2, 1]
+
+
+class Phases(Watched):
+    """``report`` is the phase after each batch; with ``optimizers``, as many step by hand in every batch."""
+
+    def __init__(self, optimizers: int = 0) -> None:
+        super().__init__()
+        self.automatic_optimization = not optimizers
+        self.others = torch.nn.ParameterList(torch.zeros(1) for _ in range(optimizers - 1))
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return super().training_step(batch, batch_idx)
+        self.manual_backward(sum(parameter.square().sum() for parameter in self.parameters()))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+    def on_train_batch_end(self, *_):
+        strategy = self.trainer.strategy
+        self.report.append(strategy.phase if self.automatic_optimization else strategy.schemes[0].phase)
+
+
+@pytest.mark.parametrize(
+    ("length", "optimizers", "quarter"),
+    [
+        ({"max_epochs": 4, "limit_train_batches": 2}, 0, 2),
+        ({"max_epochs": 1}, 0, 2),
+        ({"max_steps": 8}, 0, 2),
+        ({"max_steps": 32}, 0, 8),  # four epochs of 8 batches
+        ({"max_steps": 16}, 2, 2),  # Lightning counts the steps of both
+    ],
+    ids=str,
+)
+@pytest.mark.pooled
+def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, optimizers, quarter):
+    length = {"max_epochs": -1, **length}
+    (report, *_) = fit(Phases(optimizers), {"scheme": "daso"}, limit_val_batches=0, **length)
+    assert report["report"] == ["warm-up"] * quarter + ["cycling"] * 2 * quarter + ["cool-down"] * quarter
+
+
+@pytest.mark.pooled
+def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
+    scheme = DASO(2, 1, warmup=0, cooldown=4)
+    callbacks = [GradientAccumulationScheduler({1: 4})]  # 8 batches an epoch: 8 steps, and then 2 and 2
+    (report, *_) = fit(Phases(), {"scheme": scheme}, limit_val_batches=0, max_epochs=3, callbacks=callbacks)
+    phases = [phase for batch, phase in enumerate(report["report"]) if batch < 8 or batch % 4 == 3]
+    assert phases == ["cycling"] * 8 + ["cool-down"] * 4
