@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.gradient_path import GradientPath
+from lightning_hiercomm.schemes.gradient_path import Contents, GradientPath
 
 _MEMORIES = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
 _one_at_a_time = threading.Lock()
@@ -43,7 +43,7 @@ class PowerSGD(GradientPath):
             start_powerSGD_iter=first_step,
         )
 
-    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+    def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
         with _one_at_a_time:
             self._group.defers = True
             result = powerSGD_hook(self._state, _Bucket(bucket, self._shapes))  # type: ignore[arg-type]

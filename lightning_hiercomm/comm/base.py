@@ -99,15 +99,21 @@ class Completion:
         future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
-class _Finished(Handle):
+class Together(Handle):
+    """Several collectives as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
     def wait(self) -> None:
-        pass
+        for handle in self._handles:
+            handle.wait()
 
     def is_done(self) -> bool:
-        return True
+        return all(handle.is_done() for handle in self._handles)
 
 
-finished: Handle = _Finished()
+finished: Handle = Together(())
 """The handle of a collective that has nothing to send."""
 
 
@@ -292,9 +298,3 @@ def _check_contiguous(tensor: Tensor) -> None:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def wait_all(handles: Sequence[Handle]) -> None:
-    """Wait for every handle."""
-    for handle in handles:
-        handle.wait()

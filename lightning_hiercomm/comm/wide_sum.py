@@ -52,8 +52,9 @@ def send_parts(group: Communicator, parts: Sequence[Tensor], weights: Sequence[f
     return complete
 
 
-class WideSum:
-    """Weighted all-reduce in a wider type.
+@torch.no_grad()
+def wide_sum(first: Communicator, second: Communicator, part: Tensor, weights: Sequence[float]) -> Callable[[], None]:
+    """Start a weighted all-reduce in a wider type. All members launch, and complete, their sums in the same order.
 
     An all-reduce of weighted values rounds them before and at every addition, so even the mean of equal values differs
     from them. Here every member sums a chunk in a wider type, rounds it once, and sends it to all: ``2 (M - 1) / M`` of
@@ -63,39 +64,27 @@ class WideSum:
         first: The group, for the chunks.
         second: The same members, for the sums; a duplicate if sums are completed on another thread or stream than
             launched.
+        part: 1-D and contiguous, of the same length and type on every member. Do not use it before completion.
+        weights: Of the members.
+
+    Returns:
+        A function that waits, and writes the sum to ``part``.
     """
+    if first.size <= 2:
+        return send_parts(first, [part] * first.size, weights)
+    numel = part.numel()
+    chunk = -(-numel // first.size)
+    padded = part if chunk * first.size == numel else part.new_zeros(chunk * first.size)
+    if padded is not part:
+        padded[:numel].copy_(part)
+    chunks = padded.view(first.size, chunk)
+    summed = send_parts(first, chunks.unbind(), weights)
 
-    def __init__(self, first: Communicator, second: Communicator) -> None:
-        self._first = first
-        self._second = second
-
-    @torch.no_grad()
-    def launch(self, part: Tensor, weights: Sequence[float]) -> Callable[[], None]:
-        """Start to sum a tensor. All members launch, and complete, their sums in the same order.
-
-        Args:
-            part: 1-D and contiguous, of the same length and type on every member. Do not use it before completion.
-            weights: Of the members.
-
-        Returns:
-            A function that waits, and writes the sum to ``part``.
-        """
-        members = self._first.size
-        if members <= 2:
-            return send_parts(self._first, [part] * members, weights)
-        numel = part.numel()
-        chunk = -(-numel // members)
-        padded = part if chunk * members == numel else part.new_zeros(chunk * members)
+    def complete() -> None:
+        streams.keep_here(padded)
+        summed()
+        second.all_gather(padded, chunks[first.rank]).wait()
         if padded is not part:
-            padded[:numel].copy_(part)
-        chunks = padded.view(members, chunk)
-        summed = send_parts(self._first, chunks.unbind(), weights)
+            part.copy_(padded[:numel])
 
-        def complete() -> None:
-            streams.keep_here(padded)
-            summed()
-            self._second.all_gather(padded, chunks[self._first.rank]).wait()
-            if padded is not part:
-                part.copy_(padded[:numel])
-
-        return complete
+    return complete

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from lightning_hiercomm.comm.base import Communicator, Connect, Handle, finished, wait_all
+from lightning_hiercomm.comm.base import Communicator, Connect, Handle, Together, finished
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.round import Round
 
@@ -39,7 +39,9 @@ class Holders:
         if self.size == self.num_shards:
             return self.group.all_gather(flat, self.shard(flat))
         part = flat.numel() // self.num_shards
-        return _All([self.group.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.num_shards)])
+        return Together(
+            [self.group.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.num_shards)]
+        )
 
     def broadcast(self, flat: Tensor, source: int) -> Handle:
         """Broadcast ``flat`` from the holder with index ``source``."""
@@ -256,17 +258,6 @@ def _shares(
     total = float(sum(weights))
     of_ranks = tuple(weight / total for weight in weights)
     return of_ranks, Round(0, 0, nodes, of_ranks).of_nodes
-
-
-class _All(Handle):
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        wait_all(self._handles)
-
-    def is_done(self) -> bool:
-        return all(handle.is_done() for handle in self._handles)
 
 
 def nodes_by_place(places: Sequence[tuple[Hashable, int]]) -> list[list[int]]:

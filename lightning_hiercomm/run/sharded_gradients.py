@@ -132,10 +132,8 @@ class ShardedGradients:
             else:
                 parameter.grad = placed_as(parameter.grad, parameter)
                 values.copy_(local(parameter.grad).reshape(-1)[piece.start : piece.start + piece.length])
-        if self.path.has_residuals:
-            owners = zip(self._owners[index], bucket.slices, strict=True)
-            self.path.set_contents(index, ((parameter, piece.start) for parameter, piece in owners))
-        handle = self.path.reduce(flat, index, bucket.held_by, waiting=not self._leaves_early)
+        contents = ((owner, piece.start) for owner, piece in zip(self._owners[index], bucket.slices, strict=True))
+        handle = self.path.reduce(flat, index, contents, bucket.held_by, waiting=not self._leaves_early)
         self._in_flight.append((index, flat, handle))
         if len(self._in_flight) == BUCKETS_IN_FLIGHT:
             self._finish()

@@ -25,7 +25,6 @@ from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradient_path import GradientPath, PhasedGradients, gradient_path
-from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.samples import SampleWeights
 
@@ -83,14 +82,15 @@ class TrainingRun:
             parameters=replicas.module.parameters(),
             first=scheme.first_gradients,
         )
-        policy = Policy(on_nonfinite, average_optimizer_state)
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
         self.samples = samples
         if reason := scheme.requirements.needs_own_parameters:
             check_own_parameters(replicas, reason)
         self.schemes = [
-            scheme.build(Context(replica, topology, optimizer, self.wire, policy, samples))
+            scheme.build(
+                Context(replica, topology, optimizer, self.wire, samples, on_nonfinite, average_optimizer_state)
+            )
             for replica, optimizer in zip(held, replicas.optimizers, strict=True)
         ]
         self._scheme = scheme
@@ -207,8 +207,9 @@ class TrainingRun:
     def note_loss_scale(self, precision: object) -> None:
         """Store the loss scale of the precision's gradient scaler, if it has one, before a backward pass."""
         scaler = getattr(precision, "scaler", None)
-        if scaler is not None and self.gradients.has_residuals:  # reading the scale makes the host wait
-            self.gradients.set_scale(float(scaler.get_scale()))
+        residuals = self.gradients.residuals
+        if scaler is not None and residuals is not None:  # reading the scale makes the host wait
+            residuals.set_scale(float(scaler.get_scale()))
 
     def weigh_gradients(self, round_: Round) -> None:
         """Average the next gradients with the weights of a round, with unequal data."""

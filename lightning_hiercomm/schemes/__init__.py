@@ -10,10 +10,11 @@ Units of data:
 from typing import Literal, TypeAlias
 
 from lightning_hiercomm.schemes.all_reduce import AllReduce
-from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.base import RunningScheme, Scheme
 from lightning_hiercomm.schemes.components.merges import Delta, Merge, Replace, StaleSum
 from lightning_hiercomm.schemes.components.outer import OuterOptimizer
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule, Staggered
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
 from lightning_hiercomm.schemes.exchange import SyncState

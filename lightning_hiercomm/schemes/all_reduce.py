@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.base import RunningScheme, Scheme
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.requirements import Requirements
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -13,14 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.guard import NonFiniteGuard, Policy
+from lightning_hiercomm.schemes.context import Context
+from lightning_hiercomm.schemes.guard import NonFiniteGuard
 from lightning_hiercomm.schemes.in_place_of_step import Update, in_place_of_step
 from lightning_hiercomm.schemes.preflight import launch
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.schemes.scheme_state import SchemeState, Scope
 
 _CHECK_EVERY = 10
@@ -30,27 +27,6 @@ T = TypeVar("T")
 S = TypeVar("S", bound="Scheme", covariant=True)
 
 Gradients = Literal["node", "world", "none"]
-
-
-@dataclass(frozen=True)
-class Context:
-    """The replica, nodes and settings with which a scheme runs.
-
-    Attributes:
-        replica: The parameters and buffers; their values are equal on all ranks.
-        topology: The nodes while the scheme runs.
-        optimizer: The user's optimizer of these parameters.
-        wire: The encoding of parameters between nodes. Default: unencoded.
-        policy: The user's settings for all synchronizations. Default: sent values are not checked.
-        samples: Weighs nodes with unequal data in synchronizations. None: all ranks keep their weights.
-    """
-
-    replica: Replica
-    topology: Topology
-    optimizer: Optimizer | None = None
-    wire: Wire = field(default_factory=Wire)
-    policy: Policy = field(default_factory=Policy)
-    samples: SampleWeights | None = None
 
 
 class Scheme(Value):
@@ -165,16 +141,7 @@ class RunningScheme(Generic[S]):
         self.samples = context.samples
         self.is_alone = topology.is_one_node
         self.state = self._new_state()
-        self.guard = NonFiniteGuard(
-            self.replica,
-            topology,
-            context.optimizer,
-            context.policy,
-            self.state,
-            self.is_alone,
-            self.wire,
-            self.samples,
-        )
+        self.guard = NonFiniteGuard(context, self.state)
         self.backgrounds: list[Background] = []
 
     # ---- a run ---------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 from lightning_hiercomm.schemes.phases import (

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
 from lightning_hiercomm.schemes.components.schedules import Staggered
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
 

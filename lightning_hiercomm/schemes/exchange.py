@@ -16,8 +16,8 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.merges import Merge
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.graphs import Graph
@@ -177,7 +177,7 @@ class Exchanger:
             self._second,
             buckets=buckets + self._buffers_with_parameters,
             update_reference=update or (_add_difference if self._is_normalized else None),
-            on_nonfinite=self._guard.policy.on_nonfinite,
+            on_nonfinite=self._guard.on_nonfinite,
         )
 
     @property

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.base import RunningScheme, Scheme
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.reducers.graphs import (
     DirectedExponential,

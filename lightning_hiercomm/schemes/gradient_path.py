@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,8 +22,11 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 
-Contents = tuple[tuple[int, int], ...]
-"""The contents of a bucket: the index of each parameter in the model, and its first element in the bucket."""
+Contents = Iterable[tuple[Tensor, int]]
+"""The model's parameters whose gradients a bucket holds, in their order, and the first element of each in it."""
+
+Places = tuple[tuple[int, int], ...]
+"""The same, with the index of each parameter in the model."""
 
 
 class GradientPath(ABC):
@@ -42,12 +44,13 @@ class GradientPath(ABC):
     _last: tuple[str, Mark] | None = None  # the level of the present backward pass, and when its last bucket left
 
     @abstractmethod
-    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+    def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
         """Average a bucket of gradients in place.
 
         Args:
             bucket: 1-D, of any floating dtype and equal length on every rank.
             index: Its index among the model's buckets.
+            contents: What it holds, if there are :attr:`residuals`.
         """
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
@@ -61,9 +64,8 @@ class GradientPath(ABC):
         if gradients.is_sparse:
             future = completed_future(self.reduce_sparse(gradients))
         else:
-            if self.has_residuals:
-                self.set_contents(bucket.index(), ((parameter, 0) for parameter in bucket.parameters()))
-            future = self.reduce(gradients, bucket.index()).future(gradients)
+            contents = [] if self.residuals is None else [(parameter, 0) for parameter in bucket.parameters()]
+            future = self.reduce(gradients, bucket.index(), contents).future(gradients)
         if bucket.is_last():
             self._last = self.level, Meter.mark(gradients.device)
         return future
@@ -73,26 +75,6 @@ class GradientPath(ABC):
         if self._last is not None:
             (level, start), self._last = self._last, None
             meter.add_wait(level, start, meter.mark(device))
-
-    @property
-    def has_residuals(self) -> bool:
-        """Whether buckets have error-feedback residuals, which depend on the parameters in them."""
-        return self.residuals is not None
-
-    def set_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        """Set the parameters whose gradients a bucket holds from now on.
-
-        Args:
-            index: The index of the bucket.
-            contents: The model's parameters in it, in their order, and the first element of each in the bucket.
-        """
-        if self.residuals is not None:
-            self.residuals.set_contents(index, contents)
-
-    def set_scale(self, scale: float) -> None:
-        """Set the scale of a gradient scaler from now on; no collective may be pending."""
-        if self.residuals is not None:
-            self.residuals.set_scale(scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for an exact resume."""
@@ -110,7 +92,7 @@ class GradientPath(ABC):
 class LocalGradients(GradientPath):
     """No average: every rank trains with its own gradients."""
 
-    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+    def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
         return finished
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
@@ -123,7 +105,7 @@ class NodeMean(GradientPath):
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
 
-    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+    def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
         return self._topology.intra.all_reduce(bucket, weight=self._topology.weight_in_node)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
@@ -168,18 +150,18 @@ class WorldMean(GradientPath):
         self._outbound = Background(device, topology.meter, "inter")
         self._inbound = Background(device, topology.meter, "inter", defers=topology.waits_on_host)
 
-    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
+    def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
+        places = () if self.residuals is None else self.residuals.places_of(contents)
         if self._chunk_bytes is None:
-            return self._reduce_chunk(bucket, (index, 0))
+            return self._reduce_chunk(bucket, (index, 0), places)
         length = max(1, self._chunk_bytes // bucket.element_size())
         length += -length % self._topology.num_shards
-        *_, last = [self._reduce_chunk(chunk, (index, i)) for i, chunk in enumerate(bucket.split(length))]
+        *_, last = [self._reduce_chunk(chunk, (index, i), places) for i, chunk in enumerate(bucket.split(length))]
         return last
 
-    def _reduce_chunk(self, chunk: Tensor, key: tuple[int, int]) -> Handle:
+    def _reduce_chunk(self, chunk: Tensor, key: tuple[int, int], places: Places) -> Handle:
         topology, duplicate, residuals = self._topology, self._duplicate, self.residuals
         weight = self._rank_weight
-        contents = None if residuals is None else residuals.contents_of(key[0])
         flat = chunk if chunk.numel() % topology.num_shards == 0 else _padded(chunk, topology.num_shards)
         shard = topology.own_shard(flat)
         if topology.ranks_on_node == topology.num_shards:
@@ -192,7 +174,7 @@ class WorldMean(GradientPath):
 
         def launch_between_nodes() -> None:  # without a wait, so that the next chunk follows immediately
             reduced.wait()
-            feedback = None if residuals is None else residuals.of(shard, key, contents)
+            feedback = None if residuals is None else residuals.of(shard, key, places)
             complete.append(self._sum.launch(shard, feedback))
 
         launched = self._outbound.submit(launch_between_nodes)
@@ -231,18 +213,21 @@ class InterNodeMean(GradientPath):
         self.residuals = None if wire.codec.adds else Residuals(self._sum, parameters, device)
 
     @torch.no_grad()
-    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Handle:
+    def reduce(
+        self, bucket: Tensor, index: int = 0, contents: Contents = (), held_by: str = "rank", waiting: bool = True
+    ) -> Handle:
         """Average a bucket in place.
 
         Args:
             bucket: 1-D, of as many equal shards as it has holders.
-            index: Its index among the model's buckets.
+            index: As in :meth:`GradientPath.reduce`.
+            contents: As in :meth:`GradientPath.reduce`.
             held_by: The group of ranks of the node that hold it.
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
         """
         holders, residuals = self._topology.holders[held_by], self.residuals
         shard = holders.shard(bucket.mul_(self._topology.node_weight))
-        feedback = None if residuals is None else residuals.of(shard, (index, 0), residuals.contents_of(index))
+        feedback = None if residuals is None else residuals.of(shard, (index, 0), residuals.places_of(contents))
         return _Completed(self._sum.launch(shard, feedback, waiting), lambda: holders.gather(bucket).wait())
 
 
@@ -278,8 +263,8 @@ class PhasedGradients(GradientPath):
     def residuals(self) -> Residuals | None:  # type: ignore[override]
         return self.present.residuals
 
-    def reduce(self, bucket: Tensor, index: int = 0) -> Handle:
-        return self.present.reduce(bucket, index)
+    def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
+        return self.present.reduce(bucket, index, contents)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return self.present.reduce_sparse(gradient)
@@ -295,93 +280,75 @@ class PhasedGradients(GradientPath):
         self._then.close(timeout)
 
 
-@dataclass
 class Residuals:
     """Error-feedback residuals of each chunk of each bucket, as long as buckets have the same contents.
 
-    The contents are captured when a chunk is launched, because chunks are encoded on another thread. Parameters that
-    are frozen during another optimizer's step have zeros in a bucket. Their residuals are kept until the bucket holds
-    them again.
+    Parameters that are frozen during another optimizer's step have zeros in a bucket. Their residuals are kept until
+    the bucket holds them again.
 
-    Attributes:
+    Args:
         encoder: Encodes the chunks.
         parameters: The model's parameters, in their order.
         device: The device of the gradients.
-        contents: The current contents of each bucket.
-        feedback: The residuals by the index of the bucket and of the chunk, and by the contents of the bucket.
-        scale: The scale of the gradients; None if there is no gradient scaler.
     """
 
-    encoder: InterNodeSum
-    parameters: Iterable[Tensor]
-    device: torch.device | None = None
-    contents: dict[int, Contents] = field(default_factory=dict)
-    feedback: dict[tuple[int, int], dict[Contents | None, Feedback]] = field(default_factory=dict)
-    scale: float | None = None
+    def __init__(self, encoder: InterNodeSum, parameters: Iterable[Tensor], device: torch.device | None) -> None:
+        self._encoder = encoder
+        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._device = device
+        self._scale: float | None = None  # of the gradients; None if there is no gradient scaler
+        # by the index of the bucket and of the chunk, and the contents of the bucket
+        self._feedback: dict[tuple[int, int, Places], Feedback] = {}
 
-    def __post_init__(self) -> None:
-        self._places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
-
-    def set_contents(self, index: int, contents: Iterable[tuple[Tensor, int]]) -> None:
-        """Set the parameters of a bucket, and the first element of each."""
-        self.contents[index] = tuple(
-            (self._places.get(id(parameter), -1), start) for parameter, start in contents if parameter.requires_grad
-        )
-
-    def contents_of(self, index: int) -> Contents | None:
-        """Return the contents of a bucket as set last."""
-        return self.contents.get(index)
+    def places_of(self, contents: Contents) -> Places:
+        """Return what a bucket holds of parameters that are trained now."""
+        return tuple((self._places.get(id(tensor), -1), start) for tensor, start in contents if tensor.requires_grad)
 
     @torch.no_grad()
     def set_scale(self, scale: float) -> None:
-        """Rescale the residuals to the new scale of the gradients."""
-        if self.scale is not None and self.scale != scale:
-            for by_contents in self.feedback.values():
-                for feedback in by_contents.values():
-                    feedback.multiply(scale / self.scale)
-        self.scale = scale
+        """Rescale the residuals to the new scale of a gradient scaler; no collective may be pending."""
+        if self._scale is not None and self._scale != scale:
+            for feedback in self._feedback.values():
+                feedback.multiply(scale / self._scale)
+        self._scale = scale
 
-    def of(self, shard: Tensor, key: tuple[int, int], contents: Contents | None) -> Feedback | None:
+    def of(self, shard: Tensor, key: tuple[int, int], places: Places) -> Feedback | None:
         """Return the residual of a chunk; zero if the chunk held other parameters before.
 
         Args:
             shard: This rank's shard of the chunk.
             key: The index of the bucket, and of the chunk.
-            contents: The contents of the bucket when the chunk was launched.
+            places: The contents of the bucket when the chunk was launched; it is encoded on another thread.
         """
-        by_contents = self.feedback.get(key, {})
-        known = by_contents.get(contents)
+        known = self._feedback.get((*key, places))
         if known is None or known.sender.numel() != shard.numel():
-            known = self.encoder.feedback(shard)
+            known = self._encoder.feedback(shard)
             if known is None:
                 return None
-            self._forget_others(key[0], contents)
-        by_contents[contents] = known
-        self.feedback[key] = by_contents
+            self._forget_others(key[0], places)
+            self._feedback[(*key, places)] = known
         return known
 
     def forget(self) -> None:
         """Drop all residuals."""
-        self.feedback.clear()
+        self._feedback.clear()
 
-    def _forget_others(self, index: int, contents: Contents | None) -> None:
+    def _forget_others(self, index: int, places: Places) -> None:
         """Drop residuals of these parameters in other buckets, because buckets may have been rebuilt."""
-        for (other_index, _), by_contents in self.feedback.items():
-            for other in list(by_contents):
-                is_same = other_index == index and other == contents
-                if other and contents and not is_same and not set(other).isdisjoint(contents):
-                    del by_contents[other]
+        for other in [other for other in self._feedback if (other[0], other[2]) != (index, places)]:
+            if not set(other[2]).isdisjoint(places):
+                del self._feedback[other]
 
     def state_dict(self) -> dict[str, Any]:
-        feedback = [(*key, each.state_dict(), of) for key, held in self.feedback.items() for of, each in held.items()]
-        return {"feedback": feedback, "scale": self.scale}
+        feedback = [(index, chunk, each.state_dict(), of) for (index, chunk, of), each in self._feedback.items()]
+        return {"feedback": feedback, "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scale = state["scale"]
-        self.feedback.clear()
-        for index, chunk, saved, contents in state["feedback"]:
-            tensors = (saved[name].to(device=self.device, copy=True) for name in ("sender", "reducer"))
-            self.feedback.setdefault((index, chunk), {})[contents] = Feedback(*tensors)
+        self._scale = state["scale"]
+        self._feedback.clear()
+        for index, chunk, saved, places in state["feedback"]:
+            tensors = (saved[name].to(device=self._device, copy=True) for name in ("sender", "reducer"))
+            self._feedback[index, chunk, places] = Feedback(*tensors)
 
 
 class _Completed(Handle):

@@ -4,81 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
-from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.nonfinite import (
-    NonfiniteError,
-    OnNonfinite,
-    find_unfit,
-    is_unfit,
-    values_of,
-)
+from lightning_hiercomm.schemes.context import Context
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError, find_unfit, is_unfit, values_of
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
-from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.schemes.scheme_state import SchemeState
-
-
-@dataclass(frozen=True)
-class Policy:
-    """The user's settings for all synchronizations.
-
-    Attributes:
-        on_nonfinite: The action if values to be sent are NaN, infinite or too large for the wire: ``"raise"``, or
-            ``"ignore"``, which does not check.
-        average_optimizer_state: Whether a synchronization of all parameters also averages the optimizer's state.
-    """
-
-    on_nonfinite: OnNonfinite = "ignore"
-    average_optimizer_state: bool = False
 
 
 class NonFiniteGuard:
     """Averages the replica, and reports non-finite values.
 
     Args:
-        replica: The parameters and buffers to synchronize.
-        topology: The nodes.
-        optimizer: The user's optimizer of the parameters.
-        policy: The user's settings.
+        context: The replica, its optimizer, the nodes and the user's settings.
         state: The state of the scheme.
-        is_alone: Whether there is no other replica.
-        wire: The encoding of parameters, gradients and optimizer state between nodes.
-        samples: Weighs nodes with unequal data. None: all ranks keep their weights.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        topology: Topology,
-        optimizer: Optimizer | None,
-        policy: Policy,
-        state: SchemeState,
-        is_alone: bool,
-        wire: Wire,
-        samples: SampleWeights | None = None,
-    ) -> None:
-        self.replica = replica
-        self._topology = topology
-        self.policy = policy
+    def __init__(self, context: Context, state: SchemeState) -> None:
+        self.replica = context.replica
+        self.on_nonfinite = context.on_nonfinite
+        self._context = context
         self._state = state
-        self._is_alone = is_alone
-        self._wire = wire
-        self._samples = samples
         self._state_mean: OptimizerStateMean | None = None
-        if optimizer is not None and policy.average_optimizer_state:
-            self._state_mean = OptimizerStateMean(optimizer, topology, wire, policy.on_nonfinite)
+        if context.average_optimizer_state:
+            if context.optimizer is None:
+                raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
+            own = context.optimizer, context.topology, context.wire, context.on_nonfinite
+            self._state_mean = OptimizerStateMean(*own)
 
     def follow(self, replica: Replica) -> None:
         """Continue from averaged values, perhaps of other parameters."""
@@ -105,13 +66,12 @@ class NonFiniteGuard:
 
         Raises:
             CommunicationError: On all ranks, if they have taken unequal numbers of steps.
-            NonfiniteError: On all ranks, if a rank cannot send, and that is the policy.
+            NonfiniteError: On all ranks, if a rank cannot send, and ``on_nonfinite="raise"``.
         """
-        counts = () if self._samples is None else self._samples.since(fragments)
+        samples = self._context.samples
+        counts = () if samples is None else samples.since(fragments)
         preflight = reducer.checked(self._state.steps, number, leaving, counts)
-        if self._samples is None:
-            return preflight.round
-        return self._samples.weighed(preflight.round, preflight.counts)
+        return preflight.round if samples is None else samples.weighed(preflight.round, preflight.counts)
 
     def average(
         self,
@@ -126,9 +86,11 @@ class NonFiniteGuard:
             round_: The synchronization, whose preflight has checked them. Default: a new one.
             weights: The ranks' weights for each bucket; they sum to 1. Default: the round's.
         """
-        if self._is_alone:
+        if self._context.topology.is_one_node:
             return
-        reducer = ShardedAllReduce(self.replica, self._topology, buckets=buckets, on_nonfinite=self.policy.on_nonfinite)
+        reducer = ShardedAllReduce(
+            self.replica, self._context.topology, buckets=buckets, on_nonfinite=self.on_nonfinite
+        )
         round_ = round_ or self.new_round(reducer)
         if weights is None:
             reducer(round_)
@@ -137,12 +99,9 @@ class NonFiniteGuard:
                 reducer(replace(round_, weights=of_ranks), [*indexes])
 
     def average_optimizer_state(self, round_: Round) -> None:
-        """Average the optimizer's state if the policy asks for it; all nodes hold the same parameters."""
-        if not self.policy.average_optimizer_state:
-            return
-        if self._state_mean is None:
-            raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
-        self._state_mean(self.replica, round_)
+        """Average the optimizer's state if the user asks for it; all nodes hold the same parameters."""
+        if self._state_mean is not None:
+            self._state_mean(self.replica, round_)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for an exact resume; may be empty."""
@@ -163,33 +122,33 @@ class NonFiniteGuard:
             weight: The largest factor with which they are about to be sent. None: they are not sent.
 
         Raises:
-            NonfiniteError: On the ranks of this node, if that is the policy.
+            NonfiniteError: On the ranks of this node, if ``on_nonfinite="raise"``.
         """
-        if self.policy.on_nonfinite == "raise":
-            largest = math.inf if weight is None else self._wire.codec.largest / max(1.0, weight)
+        if self.on_nonfinite == "raise":
+            largest = math.inf if weight is None else self._context.wire.codec.largest / max(1.0, weight)
             self._check(list(values_of(buckets)), largest)
 
     def check_gradients(self) -> None:
         """Check that this node's gradients are finite, and small enough to be sent.
 
         Raises:
-            NonfiniteError: On the ranks of this node, if that is the policy.
+            NonfiniteError: On the ranks of this node, if ``on_nonfinite="raise"``.
         """
-        if self.policy.on_nonfinite == "raise":
+        if self.on_nonfinite == "raise":
             gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
-            self._check(gradients, self._wire.codec.largest, are_gradients=True)
+            self._check(gradients, self._context.wire.codec.largest, are_gradients=True)
 
     def _check(self, values: Sequence[Tensor], largest: float, are_gradients: bool = False) -> None:
-        device, wire = self.replica.device, self._wire
+        device, wire, topology = self.replica.device, self._context.wire, self._context.topology
         narrowed = [value for value in values if wire.compresses(value.dtype)]
         others = [value for value in values if not wire.compresses(value.dtype)]
         unfit = is_unfit(narrowed, largest).to(device) | is_unfit(others).to(device)
         if self.replica.held.shares:
-            self._topology.intra.all_reduce(unfit, op="max").wait()
+            topology.intra.all_reduce(unfit, op="max").wait()
         if not unfit:
             return
         limits = {id(p): largest for p in self.replica.parameters if wire.compresses(p.dtype)}
         found = find_unfit(self.replica, limits, are_gradients)
         if not any(found):
             found = ("values of another rank of the node", None)
-        raise NonfiniteError.of({self._topology.rank: found}, self._topology, self._state.steps, wire.codec)
+        raise NonfiniteError.of({topology.rank: found}, topology, self._state.steps, wire.codec)

@@ -12,9 +12,10 @@ from typing import Any, Literal, TypeVar
 from torch.optim import Optimizer
 
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.base import Context, Gradients, RunningScheme, Scheme
+from lightning_hiercomm.schemes.base import Gradients, RunningScheme, Scheme
 from lightning_hiercomm.schemes.components.merges import MERGES, Merge
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.exchange import ALL_REDUCERS, Exchanger, SyncState
 from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.reducers.graphs import Graph

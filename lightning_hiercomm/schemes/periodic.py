@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from lightning_hiercomm.schemes.base import Context
 from lightning_hiercomm.schemes.components.schedules import Every
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.exchange import SyncState
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync

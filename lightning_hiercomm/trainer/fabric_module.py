@@ -177,9 +177,8 @@ class FabricModule:
         owners = {id(parameter.grad): parameter for parameter in parameters}
         replica = Replica([parameter.grad for parameter in parameters if parameter.grad is not None])
         for index, bucket in enumerate(replica.buckets):
-            path.set_contents(-2 - index, ((owners[id(each.tensor)], each.start) for each in bucket.slices))
             flat = bucket.pack()
-            path.reduce(flat, index=-2 - index).wait()
+            path.reduce(flat, -2 - index, ((owners[id(each.tensor)], each.start) for each in bucket.slices)).wait()
             bucket.unpack(flat)
 
     def check_unused(self, strategy: type) -> None:

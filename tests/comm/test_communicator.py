@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from lightning_hiercomm.comm.base import wait_all
+from lightning_hiercomm.comm.base import Together
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8]
@@ -47,7 +47,7 @@ def test_ranks_that_wait_in_order_reduce_the_same(rank, dtype, op):
     first = [group.all_reduce(tensor, op, waiting=True) for tensor in tensors[:2]]
     exchanged = group.exchange([(torch.full((3,), float(rank.rank)), peer)], [(received, peer)])
     others = [group.all_reduce(tensor, op, waiting=True) for tensor in tensors[2:]]
-    wait_all([*first, *others])
+    Together([*first, *others]).wait()
     exchanged.wait()
     assert received.tolist() == [peer] * 3
     for handle, tensor, numel in zip([*first, *others], tensors, SIZES, strict=True):
@@ -243,7 +243,7 @@ def test_an_exchange_may_be_one_way_and_several_may_be_in_flight(rank):
         out = [torch.zeros(2) for _ in range(2)]
         peer = rank.rank ^ 1
         handles = [group.exchange([(torch.full((2,), float(base + i)), peer)], [(out[i], peer)]) for i in range(2)]
-        wait_all(handles[::-1])
+        Together(handles[::-1]).wait()
         assert [t[0].item() for t in out] == [base, base + 1]
 
 

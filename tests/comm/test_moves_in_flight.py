@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_hiercomm.comm.base import wait_all
+from lightning_hiercomm.comm.base import Together
 
 PAIRS = ((0, 1), (2, 3))
 INTER_NODE = ((0, 2), (1, 3))
@@ -36,7 +36,7 @@ def test_two_groups_move_at_once_in_any_order(rank):
                 (first, second), (in_pair, between_nodes) if first is pairs else (between_nodes, in_pair), strict=True
             )
         ]
-        wait_all(handles[::-1])
+        Together(handles[::-1]).wait()
         assert torch.equal(in_pair, torch.full((numel,), [1.0, 1.0, 5.0, 5.0][rank.rank]))
         assert torch.equal(between_nodes, torch.full((numel,), [2.0, 4.0, 2.0, 4.0][rank.rank]))
 
@@ -46,7 +46,7 @@ def test_two_communicators_of_the_same_ranks_do_not_mix(rank):
     order = (0, 1) if rank.rank % 2 else (1, 0)
     tensors = [torch.full((50001,), 1.0 + rank.rank), torch.full((50001,), 10.0 * rank.rank)]
     handles = [communicators[i].all_reduce(tensors[i]) for i in order]
-    wait_all(handles)
+    Together(handles).wait()
     assert torch.equal(tensors[0], torch.full((50001,), 10.0))
     assert torch.equal(tensors[1], torch.full((50001,), 60.0))
 
@@ -184,7 +184,7 @@ def test_futures_complete_with_their_move(rank):
 def test_meter_counts_the_textbook_bytes_of_each_collective_by_level(rank):
     group, pair = rank.group(), rank.group(PAIRS, "intra")
     floats, meter = torch.zeros(8), rank.meter
-    wait_all([group.all_reduce(floats)])
+    Together([group.all_reduce(floats)]).wait()
     assert (meter.bytes["inter"], meter.messages["inter"]) == (2 * 3 / 4 * 32, 1)
     group.reduce_scatter(torch.zeros(2), floats).wait()
     assert (meter.bytes["inter"], meter.messages["inter"]) == (48 + 3 / 4 * 32, 2)

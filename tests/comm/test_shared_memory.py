@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_hiercomm.comm.base import CommunicationError, finished, wait_all
+from lightning_hiercomm.comm.base import CommunicationError, Together, finished
 from lightning_hiercomm.comm.shared_memory import SharedMemoryCommunicator, sharing_memory
 from lightning_hiercomm.comm.torch import TorchCommunicator
 
@@ -27,14 +27,14 @@ def test_tensors_of_many_slots_and_odd_sizes_arrive(rank):
         total = sum(everyones)
         scattered, gathered = torch.empty_like(total[0]), torch.empty(total.numel(), dtype=torch.int64)
         reduced, spread = everyones[group.rank].clone(), everyones[group.rank].clone()
-        wait_all(
+        Together(
             [
                 group.reduce_scatter(scattered, everyones[group.rank].flatten()),
                 group.all_gather(gathered, everyones[group.rank][0].clone()),
                 group.all_reduce(reduced),
                 group.broadcast(spread, 1),
             ]
-        )
+        ).wait()
         assert torch.equal(scattered, total[group.rank])
         assert torch.equal(gathered, torch.cat([rows[0] for rows in everyones]))
         assert torch.equal(reduced, total)

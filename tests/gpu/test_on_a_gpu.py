@@ -23,7 +23,6 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import DASO, AllReduce, Context, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
 from lightning_hiercomm.schemes.gradient_path import gradient_path
-from lightning_hiercomm.schemes.guard import Policy
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +62,7 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     gradients = gradient_path(scheme.gradients, topology, device, scheme_wire(), chunk_bytes=2**22)
     replica = Replica(model.parameters(), named=model.named_parameters())
-    running = scheme.build(Context(replica, topology, optimizer, scheme_wire(), Policy(on_nonfinite="raise")))
+    running = scheme.build(Context(replica, topology, optimizer, scheme_wire(), on_nonfinite="raise"))
     running.begin_run(1, None)
     running.begin_epoch(0, dict)
     width = next(model.parameters()).shape[-1]

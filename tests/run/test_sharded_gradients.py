@@ -24,9 +24,9 @@ class Recording(InterNodeMean):
         super().__init__(topology, Wire())
         self.said = said
 
-    def reduce(self, bucket: Tensor, index: int = 0, held_by: str = "rank", waiting: bool = True) -> Any:
+    def reduce(self, bucket: Tensor, index: int = 0, *args: Any, **keywords: Any) -> Any:
         self.said.append(f"bucket {index}")
-        return super().reduce(bucket, index, held_by, waiting)
+        return super().reduce(bucket, index, *args, **keywords)
 
 
 def on_two_nodes(work: Callable[[nn.Sequential, ShardedGradients, list[str]], Any]) -> list[Any]:

@@ -37,9 +37,9 @@ def gradient_of(rank, numel, round_=0, dtype=torch.float32):
     return torch.randn(numel, generator=torch.Generator().manual_seed(100 * round_ + rank)).to(place.device, dtype)
 
 
-def mean_of(path, bucket, index=0):
+def mean_of(path, bucket, index=0, contents=()):
     """Reduce a bucket, and return it."""
-    path.reduce(bucket, index).wait()
+    path.reduce(bucket, index, contents).wait()
     return bucket
 
 
@@ -152,7 +152,7 @@ def running_means(path, topology, numel, rounds, falls_by=1.0, resumes=False):
     total, means = torch.zeros(numel, dtype=torch.float64, device=place.device), []
     for n in range(rounds):
         scale = falls_by**-n
-        path.set_scale(scale)
+        path.residuals.set_scale(scale)
         total += mean_of(path, gradient_of(topology.rank, numel) * scale).double() / scale
         means.append(total / (n + 1))
         if resumes:
@@ -213,8 +213,7 @@ def test_residuals_stay_with_their_elements(kind, first, resumes):
     def round_of(path, topology, number, place, start):
         buckets = []
         for index, contents in enumerate(([(model[place], start), (model[place + 1], 0)], [(model[4], 0)])):
-            path.set_contents(index, contents)
-            buckets.append(mean_of(path, gradient_of(topology.rank, 100, 10 * number + index), index))
+            buckets.append(mean_of(path, gradient_of(topology.rank, 100, 10 * number + index), index, contents))
         return buckets
 
     on_nodes = partial(on_paths, kind, model=model)
@@ -250,8 +249,7 @@ def test_residuals_wait_for_the_turn_of_their_optimizer(kind, resumes):
                 parameter.requires_grad_(number == turn)
             bucket = torch.zeros(100, device=place.device)
             bucket[50 * turn : 50 * turn + 50] = gradient_of(topology.rank, 50, 20 if turn else len(arrived))
-            path.set_contents(0, [(parameter, 0) for parameter in model])
-            path.reduce(bucket).wait()
+            path.reduce(bucket, contents=[(parameter, 0) for parameter in model]).wait()
             if turn == 0:
                 arrived.append(bucket[:50].clone())
             if resumes:
@@ -270,9 +268,9 @@ ROWS = [[3, 3, 0], [5], [], [0, 1, 5, 5, 5], [3], [], []]  # what each rank look
 
 def test_ddp_buckets_are_averaged_outside_of_autocast():
     class Path(LocalGradients):
-        def reduce(self, bucket, index=0):
+        def reduce(self, bucket, index=0, contents=()):
             seen.append(torch.is_autocast_enabled("cpu"))
-            return super().reduce(bucket, index)
+            return super().reduce(bucket, index, contents)
 
     seen = []
     bucket = SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda: 0, is_last=lambda: True)

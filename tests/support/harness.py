@@ -24,7 +24,6 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.gradient_path import GradientPath, PhasedGradients, gradient_path
-from lightning_hiercomm.schemes.guard import Policy
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 T = TypeVar("T")
@@ -292,9 +291,9 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def with_policy(scheme: Scheme, **chosen: Any) -> Scheme:
-    """A scheme that :func:`attached` builds as a user has ``chosen``: fields of a ``Policy``."""
+    """A scheme that :func:`attached` builds as a user has ``chosen``: settings of a ``Context``."""
     own = object.__new__(type(scheme))
-    vars(own).update(vars(scheme), policy_of_test=Policy(**chosen))
+    vars(own).update(vars(scheme), settings_of_test=chosen)
     return own
 
 
@@ -356,11 +355,11 @@ def attached(
         scheme.gradients, topology, place.device, wire, chunk_bytes=bucket_bytes, first=scheme.first_gradients
     )
     replicas = Replicas(module, [optimizer], bucket_bytes)
-    policy = vars(scheme).get("policy_of_test", Policy())
+    settings = vars(scheme).get("settings_of_test", {})
     samples = None if unequal_data is None else SampleWeights(unequal_data == "normalized")
     with ExitStack() as closing:
         closing.callback(gradients.close, timeout=1.0)
-        own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, policy, samples))
+        own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, samples, **settings))
         closing.callback(own.close, timeout=1.0)
         if isinstance(gradients, PhasedGradients):
             gradients.is_first = lambda: own.gradients != own.config.gradients

@@ -10,7 +10,7 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
-from lightning_hiercomm.comm.wide_sum import WideSum, is_short
+from lightning_hiercomm.comm.wide_sum import is_short, wide_sum
 
 
 class InterNodeSum:
@@ -28,9 +28,8 @@ class InterNodeSum:
 
     def __init__(self, codec: Codec, first: Communicator | None, second: Communicator | None = None) -> None:
         self._codec = codec
-        self._group = first
+        self._group, self._second = first, second or first
         self._encoded = None if codec.adds or first is None else EncodedSum(codec, first, second or first)
-        self._wide = None if first is None else WideSum(first, second or first)
 
     def feedback(self, part: Tensor) -> Feedback | None:
         """Return an empty error-feedback residual for a part like this one; None if the codec needs none."""
@@ -50,19 +49,19 @@ class InterNodeSum:
             part: 1-D. Do not use it before completion.
             feedback: The error-feedback residual of this part.
             waiting: See :meth:`~lightning_hiercomm.comm.base.Communicator.all_reduce`.
-            weights: Of the nodes. Unencoded 16-bit values are then summed by a :class:`WideSum`. None: all weights are
+            weights: Of the nodes. Unencoded 16-bit values are then summed by :func:`wide_sum`. None: all weights are
                 1, and the sum is calculated in the values' own type, as for gradients.
             keeps_equal: Whether the mean of equal values must equal them, so that they are sent unencoded.
 
         Returns:
             A function that waits, and writes the sum to ``part``.
         """
-        if self._group is None or self._wide is None:
+        if self._group is None or self._second is None:
             return lambda: None
         weight = 1.0 if weights is None else weights[self._group.rank]
         if keeps_equal or not self._codec.narrows(part.dtype):
             if weights is not None and (keeps_equal or is_short(part.dtype)):
-                return self._wide.launch(part, weights)
+                return wide_sum(self._group, self._second, part, weights)
             return self._group.all_reduce(part, waiting=waiting, weight=weight).wait
         if weight != 1.0:
             part.mul_(weight)  # before encoding, which then rounds once

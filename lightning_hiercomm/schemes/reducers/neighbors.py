@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -129,11 +129,24 @@ class Peers:
         flat = received[0] if payload is share else bucket.empty(spares=self._spares)
         for tensor in (share, payload, flat, *received):
             background.uses(tensor)
-        mixing = _Mixing(self, index, weights, partners, share, payload, received)
+
+        def decoded(message: Tensor, out: Tensor) -> Tensor:
+            return message if payload is share else self._codec.decode(message, out)
 
         def collect() -> None:
             arrived.wait()
-            mixing.change(flat)
+            own, change = decoded(payload, share), decoded(received[0], flat)  # its own as the peers decode it
+            theirs = self._part(partners, weights, partners.receive_from[node][0])
+            samples = sample(change).div_(theirs), sample(own).div_(self._part(partners, weights, node))
+            self.disagreement.compare(index, *samples, own.numel())
+            _subtract(change, own)  # in pairs, so that equal replicas change by exactly zero
+            for other in received[1:]:
+                change.add_(_subtract(decoded(other, torch.empty_like(own)), own))
+            surplus = len(received) - len(partners.send_to[node])
+            if not self._push_sum:
+                change.div_(len(received) + 1)
+            elif surplus:
+                change.add_(own, alpha=surplus)
             for used_up in (share, *(buffer for buffer in received if buffer is not flat)):
                 self._spares.give_back(used_up)
             if then is not None:
@@ -166,51 +179,6 @@ class Peers:
 
     def _part(self, partners: Partners, weights: Sequence[float], node: int) -> float:
         return weights[node] * partners.share(node) if self._push_sum else 1.0
-
-
-@dataclass
-class _Mixing:
-    """Calculates the change of a fragment from this rank's message and those of its peers.
-
-    Attributes:
-        share: This rank's message before encoding.
-        payload: The same, encoded; the same tensor if it is sent unencoded.
-        received: The payloads of all peers, in the order of the partners.
-    """
-
-    peers: Peers
-    index: int
-    weights: Sequence[float]
-    partners: Partners
-    share: Tensor
-    payload: Tensor
-    received: Sequence[Tensor]
-
-    def change(self, out: Tensor) -> None:
-        """Write the change of the fragment's x to ``out``, which may be the first of :attr:`received`."""
-        own = self._decoded(self.payload, self.share)  # as the peers decode it
-        change = self._decoded(self.received[0], out)
-        self._compare(own, change)
-        _subtract(change, own)  # in pairs, so that equal replicas change by exactly zero
-        for place in range(1, len(self.received)):
-            change.add_(_subtract(self._decoded(self.received[place], torch.empty_like(own)), own))
-        surplus = len(self.received) - len(self.partners.send_to[self.peers._topology.node])
-        if not self.peers._push_sum:
-            change.div_(len(self.received) + 1)
-        elif surplus:
-            change.add_(own, alpha=surplus)
-
-    def _part_of(self, node: int) -> float:
-        return self.peers._part(self.partners, self.weights, node)
-
-    def _decoded(self, payload: Tensor, out: Tensor) -> Tensor:
-        return payload if self.payload is self.share else self.peers._codec.decode(payload, out)
-
-    def _compare(self, own: Tensor, theirs: Tensor) -> None:
-        node = self.peers._topology.node
-        peer = self.partners.receive_from[node][0]
-        samples = sample(theirs).div_(self._part_of(peer)), sample(own).div_(self._part_of(node))
-        self.peers.disagreement.compare(self.index, *samples, own.numel())
 
 
 def _subtract(theirs: Tensor, own: Tensor) -> Tensor:
@@ -277,11 +245,13 @@ class NeighborExchange(Reducer):
         return Preflight(self.topology, self.topology.new_round(step, number))
 
     def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
-        return self._start(index, preflight.round.number, background, keep_sent)
-
-    def _start(self, index: int, number: int, background: Background, keep_sent: bool = False) -> PendingBucket:
+        number = preflight.round.number
         partners = self._peers.partners(number, index)
-        self._check(partners)
+        if any(len(to) != len(of) for to, of in zip(partners.send_to, partners.receive_from, strict=True)):
+            raise ValueError(
+                f"{self._peers.graph!r} lets nodes receive more than they send: use a graph in which all nodes send as"
+                " much as they receive, or Gossip, which has push-sum weights"
+            )
         bucket = self.buckets[index]
         is_needed = self._peers.sends(index) or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
@@ -306,7 +276,7 @@ class NeighborExchange(Reducer):
         take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
     ) -> None:
         indexes = range(len(self.buckets)) if only is None else only
-        started = [self._start(index, round_.number, self._background) for index in indexes]
+        started = [self.start(index, Preflight(self.topology, round_), self._background) for index in indexes]
         for pending in started:
             pending.arrived.wait()
             self._background.hands_out(pending.flat)
@@ -320,10 +290,3 @@ class NeighborExchange(Reducer):
 
     def gather(self, flat: Tensor, index: int) -> Handle:
         return self._peers.gather(flat, index)
-
-    def _check(self, partners: Partners) -> None:
-        if any(len(to) != len(of) for to, of in zip(partners.send_to, partners.receive_from, strict=True)):
-            raise ValueError(
-                f"{self._peers.graph!r} lets nodes receive more than they send: use a graph in which all nodes send as"
-                " much as they receive, or Gossip, which has push-sum weights"
-            )

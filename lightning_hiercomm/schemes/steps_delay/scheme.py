@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.base import Context, RunningScheme, Scheme
+from lightning_hiercomm.schemes.base import RunningScheme, Scheme
+from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.in_place_of_step import Update
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder, values_of
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
@@ -21,7 +22,7 @@ from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate
 from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket
-from lightning_hiercomm.schemes.steps_delay.served_optimizers import check_optimizer
+from lightning_hiercomm.schemes.steps_delay.served_optimizers import why_not_served
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
 GroupValues = list[dict[str, Any]]
@@ -174,7 +175,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             raise ValueError(
                 "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
             )
-        check_optimizer(self._required_optimizer, self.replica.parameters, config.local_update)
+        for reason in why_not_served(self._required_optimizer, self.replica.parameters, config.local_update):
+            raise ValueError(reason)
 
     @property
     def phase(self) -> str:  # type: ignore[override]

@@ -19,18 +19,10 @@ from lightning_hiercomm.schemes.optimizer_state import (
 from lightning_hiercomm.schemes.optimizer_trial import why_not_in_parts, why_not_without_gradient
 
 
-def check_optimizer(optimizer: Optimizer, parameters: Sequence[Tensor], local_update: str) -> None:
-    """Refuse what a sharded server cannot step.
-
-    Raises:
-        ValueError: With the reason and the remedy.
-    """
-    if not is_placeholder(optimizer):
-        for reason in _reasons(optimizer, parameters, local_update):
-            raise ValueError(reason)
-
-
-def _reasons(optimizer: Optimizer, parameters: Sequence[Tensor], local_update: str) -> Iterator[str]:
+def why_not_served(optimizer: Optimizer, parameters: Sequence[Tensor], local_update: str) -> Iterator[str]:
+    """Yield reasons why a sharded server cannot step an optimizer, with the remedy."""
+    if is_placeholder(optimizer):
+        return
     kind, held = type(optimizer).__name__, set(map(id, parameters))
     of_groups = (parameter for group in optimizer.param_groups for parameter in group["params"])
     if any(p.requires_grad and p.numel() and id(p) not in held for p in of_groups):
