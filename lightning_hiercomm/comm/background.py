@@ -62,12 +62,12 @@ class JobThread:
                 job.run()
 
 
-class _Job(Handle):
+class _Job(Completion):
     """Work for another thread, which calls :meth:`run` once."""
 
     def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
         self._work: Callable[[], object] | None = work
-        self._completion = Completion()
 
     def run(self) -> None:
         assert self._work is not None
@@ -77,16 +77,7 @@ class _Job(Handle):
         except BaseException as raised:
             error = raised
         self._work = None  # frees what the closure holds
-        self._completion.end(error)
-
-    def wait(self) -> None:
-        self._completion.wait()
-
-    def is_done(self) -> bool:
-        return self._completion.is_done()
-
-    def future(self, value: Tensor) -> Future[Tensor]:
-        return self._completion.future(value)
+        self.end(error)
 
 
 class Background:

@@ -51,8 +51,8 @@ def _future_of(value: Tensor) -> Future[Tensor]:
     return Future(devices=[] if value.device.type == "cpu" else [value.device])
 
 
-class Completion:
-    """The end of a job of another thread, with or without an error, and the torch futures that depend on it."""
+class Completion(Handle):
+    """A job of another thread, which may end with an error, and the torch futures that depend on it."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -70,17 +70,14 @@ class Completion:
             self._complete(future, value)
 
     def wait(self) -> None:
-        """Wait for the end of the job; raise its error."""
         self._ended.wait()
         if self.error is not None:
             raise self.error
 
     def is_done(self) -> bool:
-        """Whether the job has ended."""
         return self._ended.is_set()
 
     def future(self, value: Tensor) -> Future[Tensor]:
-        """Return a future that completes with ``value``, or with the error."""
         future = _future_of(value)
         with self._lock:
             if not self._ended.is_set():

@@ -185,14 +185,14 @@ class MPICommunicator(Communicator):
         )
 
 
-class _Collective(Handle):
+class _Collective(Completion):
     """A collective in flight; it keeps the tensors until its end, because MPI reads and writes their memory."""
 
     def __init__(self, communicator: MPICommunicator, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
         self.requests: list[Any] = []
         self._communicator = communicator
         self._tensors = tensors
-        self._completion = Completion()
 
     def try_to_end(self) -> bool:
         """Whether MPI has finished it; called by the progress thread."""
@@ -202,23 +202,22 @@ class _Collective(Handle):
         except BaseException as error:
             self.end(error)
         else:
-            self.end(None)
+            self.end()
         return True
 
-    def end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None = None) -> None:
         if isinstance(error, load_mpi().Exception):
             failure = self._communicator._failure(error)
             failure.__cause__ = error
             error = failure
-        self._completion.end(error)
+        super().end(error)
 
     def wait(self) -> None:
         with self._communicator.meter.waiting(self._communicator.level, torch.device("cpu")):
-            self._completion.wait()
+            super().wait()
         self._tensors = ()
 
-    def is_done(self) -> bool:
-        return self._completion.is_done()
+    future = Handle.future  # waits, and counts that
 
 
 class _Progress:

@@ -38,98 +38,91 @@ class Held:
         return {name: held[name] for name in sorted(held, key=lambda name: (name != "node", name == "rank", name))}
 
 
-class Fragments:
-    """Cuts parameters into fragments, at the same elements of the whole tensors on every rank.
+def cut(
+    parameters: Sequence[Tensor], names: Mapping[int, str], held: Held, into: int | Sequence[str]
+) -> list[list[Bucket]]:
+    """Cut parameters into fragments, at the same elements of the whole tensors on every rank.
 
     Args:
         parameters: Also those with an empty shard on this rank.
         names: Names of parameters, by the tensor's ``id``.
         held: Which ranks hold them.
+        into: See :meth:`Replica.cut`.
+
+    Returns:
+        The buckets of each fragment.
     """
-
-    def __init__(self, parameters: Sequence[Tensor], names: Mapping[int, str], held: Held) -> None:
-        self._parameters = parameters if held.shares else [tensor for tensor in parameters if tensor.numel()]
-        self._names = names
-        self._held = held
-
-    def cut(self, into: int | Sequence[str]) -> list[list[Bucket]]:
-        """Return the buckets of each fragment; see :meth:`Replica.cut`."""
-        if self._held.shares:
-            return self._cut_shares(into)
+    if not held.shares:
+        parameters = [tensor for tensor in parameters if tensor.numel()]
+    groups = [] if isinstance(into, int) else [group for group in _below(into, parameters, names) if group]
+    largest = max((parameter.element_size() for parameter in parameters), default=1)
+    if not held.shares:
         if not isinstance(into, int):
-            groups = self._below(into)
-            return [whole_tensors(tensors, _UNBOUNDED) for tensors in groups if tensors]
-        largest = max((parameter.element_size() for parameter in self._parameters), default=1)
-        elements = sum(parameter.numel() * parameter.element_size() for parameter in self._parameters) / largest
-        part_bytes = -int(-elements // into) * largest
-        return [[bucket] for bucket in whole_tensors(self._parameters, part_bytes)]
+            return [whole_tensors(tensors, _UNBOUNDED) for tensors in groups]
+        elements = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / largest
+        return [[bucket] for bucket in whole_tensors(parameters, -int(-elements // into) * largest)]
+    # by whole tensors and holders, which are equal on every rank
+    if isinstance(into, int):
+        whole_bytes = sum(held.whole(tensor) * tensor.element_size() for tensor in parameters)
+        part_bytes = -int(-(whole_bytes / largest) // into) * largest
+        parts: list[list[TensorSlice]] = []
+        for dtype in dict.fromkeys(tensor.dtype for tensor in parameters):
+            parts += _runs([t for t in parameters if t.dtype == dtype], held, max(1, part_bytes // dtype.itemsize))
+    else:
+        parts = [[TensorSlice(tensor, 0, tensor.numel()) for tensor in tensors] for tensors in groups]
+    return [_buckets_of_part(pieces, held) for pieces in parts]
 
-    def _cut_shares(self, into: int | Sequence[str]) -> list[list[Bucket]]:
-        """Cut by whole tensors and holders, which are equal on every rank."""
-        if isinstance(into, int):
-            largest = max((tensor.element_size() for tensor in self._parameters), default=1)
-            whole_bytes = sum(self._held.whole(tensor) * tensor.element_size() for tensor in self._parameters)
-            part_bytes = -int(-(whole_bytes / largest) // into) * largest
-            parts: list[list[TensorSlice]] = []
-            for dtype in dict.fromkeys(tensor.dtype for tensor in self._parameters):
-                parts += self._runs(
-                    [t for t in self._parameters if t.dtype == dtype], max(1, part_bytes // dtype.itemsize)
-                )
+
+def _runs(tensors: Sequence[Tensor], held: Held, capacity: int) -> list[list[TensorSlice]]:
+    """Return slices of tensors of one dtype, in fragments of ``capacity`` elements of the whole tensors."""
+    total = sum(map(held.whole, tensors))
+    parts: list[list[TensorSlice]] = [[] for _ in range(-(-total // capacity))]
+    offset = 0
+    for tensor in tensors:
+        whole = held.whole(tensor)
+        share = held.shares.get(id(tensor)) or ShardSpec("node", whole, start=0)
+        if not tensor.is_contiguous():  # never cut
+            parts[offset // capacity].append(TensorSlice(tensor, 0, tensor.numel()))
         else:
-            groups = [group for group in self._below(into) if group]
-            parts = [[TensorSlice(tensor, 0, tensor.numel()) for tensor in tensors] for tensors in groups]
-        return [self._buckets_of_part(pieces) for pieces in parts]
+            for index in range(offset // capacity, -(-(offset + whole) // capacity)):
+                first, last = max(index * capacity - offset, 0), min((index + 1) * capacity - offset, whole)
+                start, end = share.run(first, last, tensor.numel())
+                parts[index].append(TensorSlice(tensor, start, end - start))
+        offset += whole
+    return parts
 
-    def _runs(self, tensors: Sequence[Tensor], capacity: int) -> list[list[TensorSlice]]:
-        """Return slices of tensors of one dtype, in fragments of ``capacity`` elements of the whole tensors."""
-        total = sum(map(self._held.whole, tensors))
-        parts: list[list[TensorSlice]] = [[] for _ in range(-(-total // capacity))]
-        offset = 0
-        for tensor in tensors:
-            whole = self._held.whole(tensor)
-            share = self._held.shares.get(id(tensor)) or ShardSpec("node", whole, start=0)
-            if not tensor.is_contiguous():  # never cut
-                parts[offset // capacity].append(TensorSlice(tensor, 0, tensor.numel()))
-            else:
-                for index in range(offset // capacity, -(-(offset + whole) // capacity)):
-                    first, last = max(index * capacity - offset, 0), min((index + 1) * capacity - offset, whole)
-                    start, end = share.run(first, last, tensor.numel())
-                    parts[index].append(TensorSlice(tensor, start, end - start))
-            offset += whole
-        return parts
 
-    def _buckets_of_part(self, pieces: Sequence[TensorSlice]) -> list[Bucket]:
-        """Return one bucket for each kind of tensor, which may be empty on this rank."""
-        buckets = []
-        for held_by, tensors in self._held.grouped([piece.tensor for piece in pieces]).items():
-            ids = set(map(id, tensors))
-            for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
-                held = [p for p in pieces if id(p.tensor) in ids and p.length]
-                own = tuple(p for p in held if (p.tensor.dtype, p.tensor.device) == (dtype, device))
-                numel = sum(piece.length for piece in own)
-                buckets.append(Bucket(own, numel, dtype, device, held_by))
-        return buckets
+def _buckets_of_part(pieces: Sequence[TensorSlice], held: Held) -> list[Bucket]:
+    """Return one bucket for each kind of tensor, which may be empty on this rank."""
+    buckets = []
+    for held_by, tensors in held.grouped([piece.tensor for piece in pieces]).items():
+        ids = set(map(id, tensors))
+        for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors):
+            whole = [p for p in pieces if id(p.tensor) in ids and p.length]
+            own = tuple(p for p in whole if (p.tensor.dtype, p.tensor.device) == (dtype, device))
+            buckets.append(Bucket(own, sum(piece.length for piece in own), dtype, device, held_by))
+    return buckets
 
-    def _below(self, modules: Sequence[str]) -> list[list[Tensor]]:
-        """Return the parameters of each module, without those of a former one, then all others."""
 
-        def is_below(name: str, module: str) -> bool:
-            return name == module or name.startswith(module + ".")
+def _below(modules: Sequence[str], parameters: Sequence[Tensor], names: Mapping[int, str]) -> list[list[Tensor]]:
+    """Return the parameters of each module, without those of a former one, then all others."""
 
-        for module in modules:
-            known = list(self._names.values())
-            if not any(is_below(name, module) for name in known):
-                names = ", ".join(known[:20]) or "not named"
-                raise ValueError(
-                    f"cannot cut the model into {list(modules)!r}: no parameter is in {module!r}. The parameters"
-                    f" are {names}"
-                )
-        groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
-        for parameter in self._parameters:
-            name = self._names.get(id(parameter), "")
-            index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
-            groups[index].append(parameter)
-        return groups
+    def is_below(name: str, module: str) -> bool:
+        return name == module or name.startswith(module + ".")
+
+    known = list(names.values())
+    for module in modules:
+        if not any(is_below(name, module) for name in known):
+            raise ValueError(
+                f"cannot cut the model into {list(modules)!r}: no parameter is in {module!r}. The parameters"
+                f" are {', '.join(known[:20]) or 'not named'}"
+            )
+    groups: list[list[Tensor]] = [[] for _ in range(len(modules) + 1)]
+    for parameter in parameters:
+        name = names.get(id(parameter), "")
+        index = next((i for i, module in enumerate(modules) if is_below(name, module)), len(modules))
+        groups[index].append(parameter)
+    return groups
 
 
 def whole_tensors(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, Bucket, ShardSpec
 from lightning_hiercomm.nodes.buffers import Buffers, Home
-from lightning_hiercomm.nodes.fragments import Fragments, Held, whole_tensors
+from lightning_hiercomm.nodes.fragments import Held, cut, whole_tensors
 
 _LATE_FORMAT = (
     "`module.to(memory_format=...)` changed parameters after training had begun, and was undone: set the memory format"
@@ -152,7 +152,7 @@ class Replica:
         """
         of_buffers = set(map(id, self.buffers))
         names = {tensor: name for tensor, name in self.names.items() if tensor not in of_buffers}
-        parts = Fragments(self.with_empty, names, self.held).cut(into)
+        parts = cut(self.with_empty, names, self.held, into)
         if bucket_bytes is None:
             return parts
         return [[smaller for bucket in part for smaller in bucket.cut(bucket_bytes)] for part in parts]

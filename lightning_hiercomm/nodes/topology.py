@@ -71,6 +71,9 @@ class Topology:
         num_shards: Number of inter-node groups.
         holders: Ranks that hold the same values: ``"node"``, all ranks of the node; ``"rank"``, this rank alone; and
             the groups of ``divide``.
+        weights: Each rank's share of the world, w_r; they sum to 1.
+        node_weights: Each node's share of the world, W_m: the sum over its ranks.
+        weight_in_node: This rank's share of its node, w_r / W_m; over a node they sum to 1.
         is_left_behind: Whether a failed run has abandoned the communicators.
         may_grow: Whether nodes may join and leave.
     """
@@ -112,8 +115,8 @@ class Topology:
         if len(weights) != self.world_size or min(weights) <= 0:
             raise ValueError(f"weights must be {self.world_size} positive numbers, not {list(weights)}")
         self._given_weights = tuple(weights)
-        self.weights, self._node_weights = _shares(self._given_weights, self.nodes)
-        self._weight_in_node = self.rank_weight / self.node_weight
+        self.weights, self.node_weights = _shares(self._given_weights, self.nodes)
+        self.weight_in_node = self.rank_weight / self.node_weight
         for other in self.duplicates:
             other.set_weights(weights)
 
@@ -168,19 +171,9 @@ class Topology:
         return self.weights[self.rank]
 
     @property
-    def node_weights(self) -> tuple[float, ...]:
-        """Each node's share of the world, W_m: the sum over its ranks."""
-        return self._node_weights
-
-    @property
     def node_weight(self) -> float:
         """This node's share of the world, W_m."""
         return self.node_weights[self.node]
-
-    @property
-    def weight_in_node(self) -> float:
-        """This rank's share of its node, w_r / W_m; over a node they sum to 1."""
-        return self._weight_in_node
 
     def own_shard(self, flat: Tensor) -> Tensor:
         """Return this rank's shard of ``flat`` as a view, empty for a rank in no inter-node group."""

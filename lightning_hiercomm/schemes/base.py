@@ -8,7 +8,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.comm.background import Background
@@ -190,7 +189,7 @@ class RunningScheme(Generic[S]):
         """
         state, is_synchronous = self.state, self._in_first_phase
         update = None if is_synchronous else self.before_step(last)
-        with nullcontext() if update is None else in_place_of_step(self._required_optimizer, update):
+        with nullcontext() if update is None else in_place_of_step(self.optimizer, update):
             result = run()
         state.steps += 1
         state.step_in_epoch += 1
@@ -288,7 +287,7 @@ class RunningScheme(Generic[S]):
             only_on: The one rank that will use it: where it has to be gathered, the others' ``"state"`` is empty.
                 None: all of them.
         """
-        return self._required_optimizer.state_dict()
+        return self.optimizer.state_dict()
 
     # ---- for schemes ---------------------------------------------------------------------------------------------
 
@@ -341,12 +340,6 @@ class RunningScheme(Generic[S]):
         background = Background(self.replica.device, self.topology.meter, defers=self.topology.waits_on_host)
         self.backgrounds.append(background)
         return background
-
-    @property
-    def _required_optimizer(self) -> Optimizer:
-        if self.optimizer is None:
-            raise ValueError(f"{type(self.config).__name__} needs the optimizer that trains the replica")
-        return self.optimizer
 
 
 _MEMBERS_OF_RUNNING_SCHEME = {

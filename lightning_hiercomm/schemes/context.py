@@ -30,7 +30,7 @@ class Context:
 
     replica: Replica
     topology: Topology
-    optimizer: Optimizer | None = None
+    optimizer: Optimizer
     wire: Wire = field(default_factory=Wire)
     samples: SampleWeights | None = None
     on_nonfinite: OnNonfinite = "ignore"

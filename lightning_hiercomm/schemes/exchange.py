@@ -21,7 +21,7 @@ from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.graphs import Graph
-from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange, PendingExchanges
+from lightning_hiercomm.schemes.reducers.in_flight import Pending, PendingExchange
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
 from lightning_hiercomm.schemes.reducers.sharded import LeaderAllReduce, ShardedAllReduce
 from lightning_hiercomm.schemes.reference import ReferenceParameters
@@ -41,7 +41,7 @@ class SyncState(SchemeState):
         round_begins: Optimizer steps before the current round, whose length the scheme's ``next_period`` returns.
         round_period: The length of the current round.
         begins_at: Optimizer steps before the schedule begins; None if that is not known yet.
-        pending: The exchanges that were started and not merged.
+        pending: The exchange that was started and not merged.
         reference: The reference parameters, with the outer optimizer.
     """
 
@@ -50,7 +50,7 @@ class SyncState(SchemeState):
     round_begins: int = 0
     round_period: int | None = None
     begins_at: int | None = field(default=0, metadata=TRANSIENT)
-    pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
+    pending: Pending = field(default_factory=Pending, metadata=LOCAL)
     reference: ReferenceParameters | None = field(default=None, metadata=TRANSIENT)
 
     @property
@@ -63,7 +63,7 @@ class SyncState(SchemeState):
     def undo_point(self) -> Callable[[], None]:
         assert self.reference is not None, "the scheme is complete"
         # a pending exchange updates the reference parameters asynchronously, and undoes that itself
-        is_pending = any(not exchange.is_lost for exchange in self.pending.exchanges)
+        is_pending = self.pending.exchange is not None and not self.pending.exchange.is_lost
         undo_reference = None if is_pending else self.reference.undo_point()
         undo_pending, undo_fields = self.pending.undo_point(), super().undo_point()
 
@@ -176,7 +176,7 @@ class Exchanger:
             self._through,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
-            update_reference=update or (_add_difference if self._is_normalized else None),
+            update_reference=update or (self.reference.merge.update_reference if self._is_normalized else None),
             on_nonfinite=self._guard.on_nonfinite,
         )
 
@@ -193,11 +193,6 @@ class Exchanger:
 
     def _buckets_of(self, fragments: Sequence[int]) -> list[int]:
         return [index for fragment in fragments for index in self.fragments[fragment]]
-
-    def average_buffers(self) -> None:
-        """Replace float buffers by their mean over all ranks; blocks."""
-        if self._replica.buffers:
-            self._guard.average(self._replica.buckets_of_buffers)
 
     # ---- waited for ----------------------------------------------------------------------------------------------
 
@@ -252,7 +247,7 @@ class Exchanger:
             return
         pending = self._state.pending
         if due is not None:
-            pending.keep(due)
+            pending.exchange = due
 
             def merge() -> None:
                 if due.is_lost:
@@ -261,7 +256,7 @@ class Exchanger:
                     self._merge_and_send(due, (), staleness)
 
             self._topology.synchronize(merge, admits=admits)
-            pending.forget(due)
+            pending.exchange = None
         if outgoing:
             self._topology.synchronize(lambda: self._merge_and_send(None, outgoing, staleness))
 
@@ -318,11 +313,11 @@ class Exchanger:
                 return
 
     def drop_pending(self) -> None:
-        """Drop pending exchanges, but count their rounds, because their outer steps were taken."""
+        """Drop a pending exchange, but count its round, because its outer steps were taken."""
         pending = self._state.pending
         pending.settle()
-        for dropped in pending.exchanges:
-            self._end_round(dropped.fragments)
+        if pending.exchange is not None:
+            self._end_round(pending.exchange.fragments)
         pending.drop()
 
     # ---- for both ------------------------------------------------------------------------------------------------
@@ -338,8 +333,9 @@ class Exchanger:
         return bool(fragments) and fragments[-1] == len(self.fragments) - 1
 
     def pending_rounds(self) -> int:
-        """Return the number of rounds of all fragments that end with pending exchanges."""
-        return sum(self._ends_round(each.fragments) for each in self._state.pending.exchanges)
+        """Return the number of rounds of all fragments that end with the pending exchange: 0 or 1."""
+        pending = self._state.pending.exchange
+        return int(pending is not None and self._ends_round(pending.fragments))
 
     def _next_number(self) -> int:
         """Return the number of an exchange that starts; graphs count those of each fragment, from 1."""
@@ -348,8 +344,3 @@ class Exchanger:
         # counting steps, or all exchanges, a periodic graph could select the same neighbors for a fragment every time
         of_fragment = 1 + state.fragments_sent // max(1, len(self.fragments))
         return state.exchanges_started - 1 if self._averages_all_nodes else of_fragment
-
-
-def _add_difference(index: int, reference: Tensor, difference: Tensor) -> Tensor:
-    """Update reference parameters by the normalized mean of the ranks' differences from them."""
-    return reference.add_(difference)

@@ -25,7 +25,7 @@ from lightning_hiercomm.schemes.reducers.graphs import (
     Ring,
     partners_of,
 )
-from lightning_hiercomm.schemes.reducers.in_flight import PendingExchanges
+from lightning_hiercomm.schemes.reducers.in_flight import Pending
 from lightning_hiercomm.schemes.reducers.neighbors import Peers
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
@@ -149,7 +149,7 @@ class GossipState(SchemeState):
     """
 
     weights: list[list[float]] = field(default_factory=list, metadata=LOCAL)
-    pending: PendingExchanges = field(default_factory=PendingExchanges, metadata=LOCAL)
+    pending: Pending = field(default_factory=Pending, metadata=LOCAL)
     has_new_nodes: bool = field(default=False, metadata=TRANSIENT)
 
     @property
@@ -271,22 +271,23 @@ class RunningGossip(RunningScheme[Gossip]):
     @torch.no_grad()
     def _merge(self) -> None:
         """Merge the last exchange fragment by fragment."""
-        node = self.topology.node
-        for exchange in self.state.pending.take_all():
-            while exchange.buckets:
-                pending = exchange.buckets.popleft()
-                pending.arrived.wait()
-                self._background.hands_out(pending.flat)
-                weights = self.state.weights[pending.index]
-                after = self._peers.weights_after(exchange.started, pending.index, weights)
-                bucket = self._fragments[pending.index]
-                if weights[node] == after[node] == 1.0:
-                    bucket.add(pending.flat)
-                else:
-                    bucket.unpack(bucket.pack(weight=weights[node]).add_(pending.flat).div_(after[node]))
-                self._peers.give_back(pending)
-                self.state.weights[pending.index] = after
-            self.state.synchronizations += 1
+        node, exchange = self.topology.node, self.state.pending.take(self.state.steps, at_once=True)
+        if exchange is None:
+            return
+        while exchange.buckets:
+            pending = exchange.buckets.popleft()
+            pending.arrived.wait()
+            self._background.hands_out(pending.flat)
+            weights = self.state.weights[pending.index]
+            after = self._peers.weights_after(exchange.started, pending.index, weights)
+            bucket = self._fragments[pending.index]
+            if weights[node] == after[node] == 1.0:
+                bucket.add(pending.flat)
+            else:
+                bucket.unpack(bucket.pack(weight=weights[node]).add_(pending.flat).div_(after[node]))
+            self._peers.give_back(pending)
+            self.state.weights[pending.index] = after
+        self.state.synchronizations += 1
 
     # ---- state and logged values ---------------------------------------------------------------------------------
 

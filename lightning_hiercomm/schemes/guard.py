@@ -36,10 +36,9 @@ class NonFiniteGuard:
         self._state = state
         self._state_mean: OptimizerStateMean | None = None
         if context.average_optimizer_state:
-            if context.optimizer is None:
-                raise ValueError("average_optimizer_state needs the optimizer that trains the replica")
-            own = context.optimizer, context.topology, context.wire, context.on_nonfinite
-            self._state_mean = OptimizerStateMean(*own)
+            self._state_mean = OptimizerStateMean(
+                context.optimizer, context.topology, context.wire, context.on_nonfinite
+            )
 
     def follow(self, replica: Replica) -> None:
         """Continue from averaged values, perhaps of other parameters."""

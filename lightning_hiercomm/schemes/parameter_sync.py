@@ -135,7 +135,7 @@ class ParameterSync(Scheme):
         """Whether all nodes take part in every exchange."""
         return isinstance(self.reducer, str)
 
-    def next_period(self, state: SyncState, optimizer: Optimizer | None) -> int | None:
+    def next_period(self, state: SyncState, optimizer: Optimizer) -> int | None:
         """Return the optimizer steps until the next synchronization of all fragments; None: use the schedule.
 
         A scheme whose period changes during a run overrides this. It is called when a round begins, and must return the
@@ -311,10 +311,8 @@ class RunningParameterSync(RunningScheme[A]):
             if outgoing:
                 self.average(outgoing)
             return
-        steps, pending = self.state.steps, self.state.pending
-        due = pending.take(steps)
-        if outgoing and due is None:  # the last epoch ended with a pending exchange, and there is one at a time
-            due = pending.take_first(steps)
+        # if the last epoch ended with a pending exchange, that is merged before another one starts
+        due = self.state.pending.take(self.state.steps, at_once=bool(outgoing))
         if due is not None or outgoing:
             self._overlap(due, outgoing)
 
@@ -365,7 +363,8 @@ class RunningParameterSync(RunningScheme[A]):
         """Start the schedule from the nodes' parameters, which are equal. Collective."""
         self._average_gradients_over(self.config.gradients)
         self.state.begins_at = self.state.steps
-        self.exchanger.average_buffers()
+        if self.replica.buffers:
+            self.guard.average(self.replica.buckets_of_buffers)
         self.state.unsynchronized_steps = 0
         self.reference.restart()
 
@@ -432,14 +431,14 @@ class RunningParameterSync(RunningScheme[A]):
     def before_nodes_change(self) -> Callable[[], None]:
         pending = self.state.pending
         pending.lose()
-        exchanges = pending.exchanges
+        exchange = pending.exchange
         resume = super().before_nodes_change()
         resume_reference = self.reference.before_nodes_change(self.replica.parameters)
 
         def resume_with_reference() -> None:
             self.reference.outer = None
             resume()
-            pending.exchanges = exchanges
+            pending.exchange = exchange
             resume_reference()
 
         return resume_with_reference

@@ -151,6 +151,30 @@ def test_pending_buckets_are_dropped_and_repeated_when_they_are_due(name, wire, 
         assert_equal(results[node, 0][0], values)
 
 
+@pytest.mark.parametrize("name", ["late", "delta"])
+def test_exchange_lost_in_a_validation_is_repeated_when_it_is_due(name):
+    """Node 1 dies while buckets are pending, and the others average for a validation before these are due."""
+    due, _ = DUE[name]
+
+    def validate(own: ElasticRank) -> None:
+        if own.node == "1":
+            own.die()
+        undo = own.scheme.replica.undo_point()
+        own.scheme.synchronize()
+        undo()
+
+    def work(own: ElasticRank):
+        own.join()
+        while own.scheme.state.steps < due:
+            if own.scheme.state.steps == due - 1:
+                validate(own)
+            own.step()
+        return own.rank.values
+
+    results = threads(name).play(work, (1, 1, 1))
+    assert_equal(results["0", 0], results["2", 0])
+
+
 @pytest.mark.parametrize("moment", MOMENTS[:3])
 @pytest.mark.parametrize("name", GOSSIP)
 def test_push_sum_loses_the_weight_of_a_lost_node(name, moment):

@@ -281,8 +281,10 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
     schemes = [Gossip(RandomPermutation(seed=seed)) for seed in (0, 0, 1)]
 
     def body(topology):
+        x = torch.nn.Parameter(torch.zeros(3))
+        context = Context(Replica([x]), topology, torch.optim.SGD([x], lr=0.1))
         with pytest.raises(ValueError, match="gives rank 2 other fragments or peers"):
-            schemes[topology.rank].build(Context(Replica([torch.zeros(3)]), topology))
+            schemes[topology.rank].build(context)
 
     on_ranks(body, [[0], [1], [2]])
 

@@ -1,4 +1,4 @@
-"""Pending exchanges, which overlap with training."""
+"""A pending exchange, which overlaps with training."""
 
 from __future__ import annotations
 
@@ -93,97 +93,78 @@ class PendingExchange:
         return len(self.buckets) <= _OVERLAP or self.buckets[-1 - _OVERLAP].arrived.is_done()
 
 
-class PendingExchanges:
-    """The exchanges of one scheme that were started and not merged, oldest first.
+class Pending:
+    """The exchange of a scheme that was started and is not merged, if there is one; there are never two.
 
     Attributes:
-        exchanges: As above.
-        device: The device of restored exchanges.
+        exchange: As above.
+        device: The device of a restored exchange.
     """
 
     def __init__(self) -> None:
-        self.exchanges: list[PendingExchange] = []
+        self.exchange: PendingExchange | None = None
         self.device = torch.device("cpu")
 
     def __bool__(self) -> bool:
-        return bool(self.exchanges)
+        return self.exchange is not None
 
     def start(
         self, started: int, due: int, fragments: Sequence[int] = (0,), preflight: Preflight | None = None
     ) -> PendingExchange:
-        """Add a new exchange, without buckets."""
-        exchange = PendingExchange(started, due, fragments, preflight)
-        self.exchanges.append(exchange)
-        return exchange
+        """Make a new exchange, without buckets."""
+        assert self.exchange is None, "it would be lost"
+        self.exchange = PendingExchange(started, due, fragments, preflight)
+        return self.exchange
 
-    def take(self, step: int) -> PendingExchange | None:
-        """Remove and return the exchange that is due after ``step`` optimizer steps, if there is one."""
-        due = next((exchange for exchange in self.exchanges if exchange.due == step), None)
-        if due is not None:
-            self.exchanges.remove(due)
-        return due
-
-    def take_first(self, step: int) -> PendingExchange | None:
-        """Remove and return the oldest exchange, and make it due at ``step`` at the latest."""
-        if not self.exchanges:
+    def take(self, step: int, at_once: bool = False) -> PendingExchange | None:
+        """Remove and return the exchange if it is due after ``step`` optimizer steps, or merged then ``at_once``."""
+        taken = self.exchange
+        if taken is None or not (at_once or taken.due == step):
             return None
-        first = self.exchanges.pop(0)
-        first.due = min(first.due, step)
-        return first
-
-    def take_all(self) -> list[PendingExchange]:
-        """Remove and return all exchanges."""
-        taken, self.exchanges = self.exchanges, []
+        self.exchange, taken.due = None, min(taken.due, step)
         return taken
 
-    def keep(self, exchange: PendingExchange) -> None:
-        """Put an exchange back that :meth:`take` has removed."""
-        self.exchanges.insert(0, exchange)
-
-    def forget(self, exchange: PendingExchange) -> None:
-        """Remove an exchange, if it is pending."""
-        self.exchanges = [other for other in self.exchanges if other is not exchange]
-
     def lose(self) -> None:
-        """Cancel all, see :meth:`PendingExchange.lose`."""
-        for exchange in self.exchanges:
-            exchange.lose()
+        """Cancel it, see :meth:`PendingExchange.lose`."""
+        if self.exchange is not None:
+            self.exchange.lose()
 
     def undo_point(self) -> Callable[[], None]:
-        """Return a callback after which the same exchanges are pending, but lost: see :meth:`lose`."""
-        before = list(self.exchanges)
+        """Return a callback after which the same exchange is pending, but lost: see :meth:`lose`."""
+        before = self.exchange
 
         def undo() -> None:
-            self.exchanges = before
+            self.exchange = before
             self.lose()
 
         return undo
 
     def settle(self) -> None:
-        """Wait until all have arrived."""
-        for exchange in self.exchanges:
-            exchange.wait()
+        """Wait until it has arrived."""
+        if self.exchange is not None:
+            self.exchange.wait()
 
     def drop(self) -> None:
-        """Wait until all have arrived, and remove them."""
+        """Wait until it has arrived, and remove it."""
         self.settle()
-        self.exchanges.clear()
+        self.exchange = None
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the received values; call :meth:`settle` first."""
-        return [
-            {
-                "started": exchange.started,
-                "due": exchange.due,
-                "fragments": list(exchange.fragments),
-                "buckets": [bucket.index for bucket in exchange.buckets],
-                "arrived": [bucket.flat.clone() for bucket in exchange.buckets],
-                "sent": [bucket.sent.clone() for bucket in exchange.buckets if bucket.sent is not bucket.flat],
-                "is_flagged": (exchange.preflight is None or exchange.preflight.is_done()) and exchange.is_unfit,
-                "nodes": [bucket.nodes for bucket in exchange.buckets],
-            }
-            for exchange in self.exchanges
-        ]
+        exchange = self.exchange
+        if exchange is None:
+            return []
+        saved = {
+            "started": exchange.started,
+            "due": exchange.due,
+            "fragments": list(exchange.fragments),
+            "buckets": [bucket.index for bucket in exchange.buckets],
+            "arrived": [bucket.flat.clone() for bucket in exchange.buckets],
+            "sent": [bucket.sent.clone() for bucket in exchange.buckets if bucket.sent is not bucket.flat],
+            "is_flagged": (exchange.preflight is None or exchange.preflight.is_done()) and exchange.is_unfit,
+            "nodes": [bucket.nodes for bucket in exchange.buckets],
+        }
+        return [saved]
 
     def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology and buckets) on :attr:`device`."""

@@ -175,7 +175,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             raise ValueError(
                 "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
             )
-        for reason in why_not_served(self._required_optimizer, self.replica.parameters, config.local_update):
+        for reason in why_not_served(self.optimizer, self.replica.parameters, config.local_update):
             raise ValueError(reason)
 
     @property
@@ -227,7 +227,7 @@ class ServedStepsDelay(RunningStepsDelay):
         """Make a server of the replica's parameters, with the state of the last one's optimizers."""
         self.state.server = ShardedServer(
             self.replica.parameters,
-            self._required_optimizer,
+            self.optimizer,
             self.topology,
             self._pull_topology.inter,
             self._background,
@@ -243,7 +243,7 @@ class ServedStepsDelay(RunningStepsDelay):
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
-        optimizer = self._required_optimizer
+        optimizer = self.optimizer
         if optimizer.state:
             self._take_optimizer_state(optimizer.state)
             optimizer.state.clear()
@@ -269,7 +269,7 @@ class ServedStepsDelay(RunningStepsDelay):
             run(optimizer_step is not None, values)
 
     def _group_values(self) -> GroupValues:
-        return list(map(values_of, self._required_optimizer.param_groups))
+        return list(map(values_of, self.optimizer.param_groups))
 
     def _step_without_gradients(self, optimizer_step: Callable[[], object]) -> GroupValues:
         """Call the user's step, which moves nothing, for hooks, and for schedulers, which check that it is called.
@@ -284,7 +284,7 @@ class ServedStepsDelay(RunningStepsDelay):
                 seen.extend(self._group_values())
 
         try:
-            hook: Any = self._required_optimizer.register_step_pre_hook(before)
+            hook: Any = self.optimizer.register_step_pre_hook(before)
         except AttributeError:  # of an optimizer that has not called the constructor of torch's
             hook = nullcontext()
         gradients = [parameter.grad for parameter in self.replica.parameters]
@@ -321,7 +321,7 @@ class ServedStepsDelay(RunningStepsDelay):
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
         state = self._whole_optimizer_state(only_on=0)
         super().finish()
-        self._required_optimizer.state.update(state)
+        self.optimizer.state.update(state)
         self.state.holds_final_weights = True
 
     # ---- the method: one iteration of Algorithm 1, from the gradient on ------------------------------------------
@@ -374,7 +374,7 @@ class ServedStepsDelay(RunningStepsDelay):
         """Move a bucket's weights by the local rule, from the pulled ones if a pull has arrived after ``before``."""
         if not has_gradient and arrived is None:
             return
-        config, group = self.config, self._required_optimizer.param_groups[bucket.group]
+        config, group = self.config, self.optimizer.param_groups[bucket.group]
         learning_rate = float(group["lr"])
         samples: list[Tensor] = []
         offset = 0
@@ -433,10 +433,10 @@ class ServedStepsDelay(RunningStepsDelay):
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         state = super().optimizer_state(only_on)
-        if self.state.holds_final_weights or is_placeholder(self._required_optimizer):
+        if self.state.holds_final_weights or is_placeholder(self.optimizer):
             return state
         whole = self._whole_optimizer_state(only_on)
-        parameters = dict.fromkeys(p for group in self._required_optimizer.param_groups for p in group["params"])
+        parameters = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         return {**state, "state": {index: whole[p] for index, p in enumerate(parameters) if p in whole}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -122,14 +122,13 @@ def lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         (lambda p: Wrapping(p), {"local_update": "sgd"}, "Wrapping, which wraps another"),
         (lambda p: torch.optim.SparseAdam(p), {"local_update": "sgd"}, "SparseAdam.* does not support dense gradients"),
         (lambda p: Releasing(p), {}, "make it without gradient_release"),
-        (None, {}, "needs the optimizer"),
     ],
 )
 @pytest.mark.parametrize("nodes", [((0,),), ((0,), (1,))])
 def test_optimizers_it_cannot_serve_are_refused_with_the_way_out(nodes, optimizer, arguments, message):
     def bind(topology: Topology) -> None:
         x = torch.nn.Parameter(torch.zeros(1))
-        StepsDelay(**arguments).build(Context(Replica([x]), topology, optimizer([x]) if optimizer else None))
+        StepsDelay(**arguments).build(Context(Replica([x]), topology, optimizer([x])))
 
     with pytest.raises(ValueError, match=message):
         on_ranks(bind, nodes)
