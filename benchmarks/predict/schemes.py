@@ -35,7 +35,7 @@ from lightning_hiercomm.schemes import (
     StepsDelay,
 )
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
-from lightning_hiercomm.schemes.steps_delay.served_bucket import MIN_BUCKET_BYTES, MIN_BUCKETS
+from lightning_hiercomm.schemes.steps_delay.server import MIN_BUCKET_BYTES, MIN_BUCKETS
 
 # passes over the parameters (a read and a write of each) besides the collectives; rounded
 _MIXING_MERGE = 2.0  # several terms, on chunks that fit the cache

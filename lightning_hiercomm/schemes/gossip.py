@@ -109,7 +109,11 @@ class Gossip(Scheme):
     ) -> None:
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
-        self.graph = _graph(graph)
+        if not isinstance(graph, Graph):
+            if graph not in _GRAPHS:
+                raise ValueError(f"graph={graph!r} must be one of {', '.join(map(repr, _GRAPHS))}, or a Graph")
+            graph = _GRAPHS[graph]()
+        self.graph = graph
         self.fragments = fragments
         self.hierarchical = hierarchical
         self.overlap = overlap
@@ -397,11 +401,3 @@ class RunningGossip(RunningScheme[Gossip]):
                     " messages that are never sent. Use the same arguments and seed on every rank, and let send_to"
                     " depend on its arguments only."
                 )
-
-
-def _graph(graph: Graph | str) -> Graph:
-    if isinstance(graph, Graph):
-        return graph
-    if graph not in _GRAPHS:
-        raise ValueError(f"graph={graph!r} must be one of {', '.join(map(repr, _GRAPHS))}, or a Graph")
-    return _GRAPHS[graph]()

@@ -285,7 +285,9 @@ class RunningParameterSync(RunningScheme[A]):
                 state.begins_at = steps_of_phase("warmup_steps", given, steps)
             if state.steps >= state.begins_at:
                 self._end_first_phase()
-        elif given and self.topology.rank == 0 and _is_skipped(given, steps, state.steps):
+            return
+        is_known = given and (steps is not None or isinstance(given, Integral))
+        if is_known and self.topology.rank == 0 and state.steps < steps_of_phase("warmup_steps", given, steps):
             log.warning(
                 "%s: the resumed run skips warmup_steps=%s, because its nodes have already trained independently",
                 type(self.config).__name__,
@@ -442,9 +444,3 @@ class RunningParameterSync(RunningScheme[A]):
             resume_reference()
 
         return resume_with_reference
-
-
-def _is_skipped(given: int | float, steps: int | None, steps_taken: int) -> bool:
-    """Return whether a resumed run skips steps of its first phase."""
-    is_known = steps is not None or isinstance(given, Integral)
-    return is_known and steps_taken < steps_of_phase("warmup_steps", given, steps)

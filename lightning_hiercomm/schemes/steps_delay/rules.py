@@ -23,14 +23,10 @@ class LocalUpdate:
         gradient: The node's mean gradient g.
         taken_at: The weights at which g was taken: w' itself, unless a pull has arrived.
         pulled: pre, the server's weights from the last pull but the one that has just arrived, if one has.
-        learning_rate: The server's, from the param group.
+        learning_rate: The server's, from the param group, as are momentum, dampening (of a momentum only) and weight
+            decay; 0 if it has none.
         local_learning_rate: ``local_lr_scale`` times that.
-        momentum: From the param group; 0 if it has none.
-        dampening: From the param group; 0 if it has none, or no momentum, without which torch does not dampen.
-        weight_decay: From the param group; 0 if it has none.
-        delay: k.
-        alpha: Weight of the local gradient in GLU.
-        beta: Weight of the global gradient in GLU.
+        delay: k; alpha and beta are GLU's, too.
         state: The rule's own tensors, kept between calls and in checkpoints.
     """
 

@@ -212,41 +212,29 @@ class ServedStepsDelay(RunningStepsDelay):
 
     @property
     def server(self) -> ShardedServer:
-        """The server."""
         assert self.state.server is not None
         return self.state.server
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
     def follow(self, replica: Replica) -> None:
-        state = self._whole_optimizer_state()
+        state = self.server.optimizer_state()
         super().follow(replica)
         self._serve(state)
 
     def _serve(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Make a server of the replica's parameters, with the state of the last one's optimizers."""
         self.state.server = ShardedServer(
-            self.replica.parameters,
-            self.optimizer,
-            self.topology,
-            self._pull_topology.inter,
-            self._background,
-            self.wire,
-            self.replica.bucket_bytes,
+            self.replica, self.optimizer, self.topology, self._pull_topology.inter, self._background, self.wire
         )
-        self._take_optimizer_state(state)
+        self.server.take_optimizer_state(state)
         self.state.delayed_steps, self.state.has_pulled = 0, False
-
-    def _take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        for bucket in self.server.buckets:
-            bucket.take_state(state)
 
     def begin_run(self, epochs: int | None, steps: int | None) -> None:
         # what a checkpoint put into the user's optimizer belongs to the server
-        optimizer = self.optimizer
-        if optimizer.state:
-            self._take_optimizer_state(optimizer.state)
-            optimizer.state.clear()
+        if self.optimizer.state:
+            self.server.take_optimizer_state(self.optimizer.state)
+            self.optimizer.state.clear()
 
     def before_step(self, last: bool) -> Update:
         return self._run_iteration
@@ -319,7 +307,7 @@ class ServedStepsDelay(RunningStepsDelay):
 
     def finish(self) -> None:
         # a checkpoint that is saved after the run finds it where that of any other optimizer is
-        state = self._whole_optimizer_state(only_on=0)
+        state = self.server.optimizer_state(only_on=0)
         super().finish()
         self.optimizer.state.update(state)
         self.state.holds_final_weights = True
@@ -435,7 +423,7 @@ class ServedStepsDelay(RunningStepsDelay):
         state = super().optimizer_state(only_on)
         if self.state.holds_final_weights or is_placeholder(self.optimizer):
             return state
-        whole = self._whole_optimizer_state(only_on)
+        whole = self.server.optimizer_state(only_on)
         parameters = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         return {**state, "state": {index: whole[p] for index, p in enumerate(parameters) if p in whole}}
 
@@ -443,10 +431,6 @@ class ServedStepsDelay(RunningStepsDelay):
         for bucket in self.server.buckets:
             bucket.restart()
         super().load_state_dict(state)
-
-    def _whole_optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
-        self.state.settle()
-        return self.server.optimizer_state(only_on)
 
 
 def _dampening_of(group: Mapping[str, Any]) -> float:

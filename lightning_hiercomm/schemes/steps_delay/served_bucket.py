@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
-from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.optimizer_state import (
     changed,
@@ -25,11 +24,6 @@ from lightning_hiercomm.schemes.optimizer_state import (
     values_of,
 )
 from lightning_hiercomm.schemes.optimizer_trial import NoCollectives
-
-# A bucket's push follows its previous one, so with more buckets a link idles less between pushes. Very small ones cost
-# the processors more time than the link.
-MIN_BUCKETS = 8
-MIN_BUCKET_BYTES = 2**18
 
 
 class ServedBucket:
@@ -212,20 +206,3 @@ class ServedBucket:
         group = self.optimizer.param_groups[0]
         stays = name == "step" and not (group.get("capturable") or group.get("fused"))
         return value.clone() if stays else value.to(parameter.device, copy=True)
-
-
-def served_buckets(
-    parameters: Sequence[Tensor], optimizer: Optimizer, topology: Topology, wire: Wire, bucket_bytes: int
-) -> Iterator[ServedBucket]:
-    """Cut the trained parameters of each param group into buckets of at most so many bytes."""
-    trained = {id(parameter) for parameter in parameters}
-    for group, values in enumerate(optimizer.param_groups):
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for parameter in values["params"]:
-            if id(parameter) in trained:
-                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for tensors in kinds.values():
-            whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            fine = max(MIN_BUCKET_BYTES, -(-whole // MIN_BUCKETS))
-            for bucket in Replica(tensors, bucket_bytes=min(bucket_bytes, fine)).buckets:
-                yield ServedBucket(bucket, group, optimizer, topology, wire)

@@ -15,11 +15,17 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.optimizer_state import copied
-from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket, served_buckets
+from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket
 
 T = TypeVar("T")
+
+# A bucket's push follows its previous one, so with more buckets a link idles less between pushes. Very small ones cost
+# the processors more time than the link.
+MIN_BUCKETS = 8
+MIN_BUCKET_BYTES = 2**18
 
 
 class ShardedServer:
@@ -39,14 +45,13 @@ class ShardedServer:
     a process group of their own. Call other methods only while nothing is in flight.
 
     Args:
-        parameters: What is trained; equal on all ranks. The server starts from their values.
+        replica: What is trained; equal on all ranks. The server starts from its values, in buckets of at most its size.
         optimizer: The user's optimizer of these parameters, with the param groups but without the state.
         topology: The nodes and their weights.
         pull_group: This rank's inter-node process group for pulls; None if it has none.
         background: Runs steps and pulls.
         wire: Payload type between nodes. Gradients are cast. Weights are sent as differences from those pulled last,
             unless the wire is raw.
-        bucket_bytes: Upper bound of a bucket's size. A small model has smaller ones.
 
     Attributes:
         buckets: The parameters.
@@ -55,20 +60,30 @@ class ShardedServer:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        replica: Replica,
         optimizer: Optimizer,
         topology: Topology,
         pull_group: Communicator | None,
         background: Background,
         wire: Wire,
-        bucket_bytes: int,
     ) -> None:
         self.spares = Spares()
-        self._parameters = parameters
+        self._parameters = replica.parameters
         self._topology = topology
         self._pull_group = pull_group
         self._background = background
-        self.buckets = list(served_buckets(parameters, optimizer, topology, wire, bucket_bytes))
+        self.buckets: list[ServedBucket] = []
+        trained = set(map(id, replica.parameters))
+        for group, values in enumerate(optimizer.param_groups):
+            kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+            for parameter in values["params"]:
+                if id(parameter) in trained:
+                    kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            for tensors in kinds.values():
+                whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+                fine = max(MIN_BUCKET_BYTES, -(-whole // MIN_BUCKETS))
+                cut = Replica(tensors, bucket_bytes=min(replica.bucket_bytes, fine)).buckets
+                self.buckets += [ServedBucket(bucket, group, optimizer, topology, wire) for bucket in cut]
         for bucket in self.buckets:
             for tensor in (bucket.values, bucket.mean, bucket.payload, bucket.pulled):
                 background.uses(tensor)
@@ -176,7 +191,7 @@ class ShardedServer:
 
     @torch.no_grad()
     def optimizer_state(self, only_on: int | None = None) -> dict[Tensor, dict[str, Any]]:
-        """Return the optimizer's state for whole parameters, gathered bucket by bucket. Collective.
+        """Settle, and return the optimizer's state for whole parameters, gathered bucket by bucket. Collective.
 
         Args:
             only_on: The only rank that keeps it, so that no other holds more than a few buckets. None: all ranks.
@@ -185,6 +200,7 @@ class ShardedServer:
             For each parameter that has state, what the optimizer would hold without shards; empty on ranks that do not
             receive it.
         """
+        self.settle()
         known = self._known_state()
         entries = []
         for bucket in self.buckets:
@@ -206,6 +222,11 @@ class ShardedServer:
                 if isinstance(known[part.tensor].get(name), torch.dtype):
                     state[part.tensor][name].view(-1)[part.start :][: part.length] = elements
         return {tensor: values for tensor, values in state.items() if values}
+
+    def take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Take an optimizer's state for whole parameters."""
+        for bucket in self.buckets:
+            bucket.take_state(state)
 
     def _known_state(self) -> dict[Tensor, dict[str, Any]]:
         """Return all ranks' :meth:`ServedBucket.state`, by tensor. Collective."""
