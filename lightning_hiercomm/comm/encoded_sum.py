@@ -98,14 +98,9 @@ class EncodedSum:
 
     @torch.no_grad()
     def launch(self, part: Tensor, feedback: Feedback | None = None) -> Callable[[], None]:
-        """Start to sum a tensor. All members launch, and complete, their sums in the same order.
+        """Start to sum a 1-D tensor, with its residuals; return a function that waits, and writes the sum to it.
 
-        Args:
-            part: 1-D and contiguous, of the same length and type on every member. Do not use it before completion.
-            feedback: Its error-feedback residuals.
-
-        Returns:
-            A function that waits, and writes the sum to ``part``.
+        All members launch, and complete, their sums in the same order. Do not use the tensor before completion.
         """
         if self._members == 1 or part.numel() == 0:
             return lambda: None

@@ -53,8 +53,7 @@ class TrainingRun:
         scheme_states: Saves and restores the schemes.
         loss: The mean loss of the epoch, which some schemes follow.
         misuse: Checks the first steps.
-        has_begun: Whether training has begun in this process.
-        has_finished: Whether the last step has been taken.
+        has_begun: Whether training has begun in this process; ``has_finished``: whether the last step has been taken.
         is_closed: Whether the run is over, and nothing of it may communicate.
     """
 
@@ -180,12 +179,7 @@ class TrainingRun:
             self.exclude([name for name, is_lacking in zip(lack, lacks.tolist(), strict=True) if is_lacking])
 
     def begin(self, epochs: int | None, steps: int | None) -> None:
-        """Start or resume training.
-
-        Args:
-            epochs: The number of epochs the run will have, or None if that is not known.
-            steps: The number of optimizer steps after which the run ends, or None if that is not known.
-        """
+        """Start or resume training; see :meth:`RunningScheme.begin_run`."""
         self.has_begun, self.has_finished = True, False
         if not self._knows_means:
             self._find_means()
@@ -194,12 +188,7 @@ class TrainingRun:
         self.misuse.begin()
 
     def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Start an epoch.
-
-        Args:
-            epoch: Its number, from 0.
-            logged: Returns the metrics that the user has logged, also later in the epoch.
-        """
+        """Start an epoch; see :meth:`RunningScheme.begin_epoch`."""
         self.loss.take_mean()
         for scheme in self.schemes:
             scheme.begin_epoch(epoch, logged)
@@ -217,13 +206,7 @@ class TrainingRun:
         self.samples.round = self.gradients.round = round_
 
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
-        """Attempt an optimizer step.
-
-        Args:
-            optimizer: The optimizer.
-            run: The user's own step: forward, backward, clipping, ``optimizer.step()``.
-            last: Whether it is known to be the last step of the epoch.
-        """
+        """Attempt a step of an optimizer; see :meth:`RunningScheme.step`."""
         self.scheme_states.forget_last()
         scheme = self.scheme_of(optimizer)
         self._follow(scheme, optimizer)

@@ -123,12 +123,7 @@ class WorldMean(GradientPath):
     stages overlap, too. Over nccl a bucket is not cut: each collective waits for the other nodes and takes the GPU from
     training, which costs more than the overlap within a bucket gains.
 
-    Args:
-        topology: The nodes and the ranks' weights.
-        device: The device of the gradients.
-        wire: The encoding between nodes.
-        chunk_bytes: Upper bound of a chunk's size, if buckets are cut.
-        parameters: The model's parameters in their order, which identify the contents of buckets.
+    Its arguments are those of :func:`gradient_path`.
     """
 
     level = "inter"
@@ -409,7 +404,7 @@ def gradient_path(
         device: The device of the gradients.
         wire: The encoding between nodes.
         chunk_bytes: Upper bound of what is sent between nodes at once, except over nccl; see :class:`WorldMean`.
-        parameters: The model's parameters.
+        parameters: The model's parameters in their order, which identify the contents of buckets.
         first: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.first_gradients`.
     """
     if first is not None:

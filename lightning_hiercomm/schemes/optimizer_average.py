@@ -76,11 +76,7 @@ class OptimizerStateMean:
 
     @torch.no_grad()
     def __call__(self, replica: Replica, round_: Round) -> None:
-        """Average the state; blocks. Collective.
-
-        Args:
-            replica: The parameters that the optimizer trains.
-            round_: The synchronization.
+        """Average the state for the parameters that the optimizer trains; blocks. Collective.
 
         Raises:
             NonfiniteError: On all ranks, if a rank's state is non-finite, and that is the policy.

@@ -28,13 +28,9 @@ class Disagreement:
 
     @torch.no_grad()
     def compare(self, index: int, own: Tensor, others: Tensor, of: int) -> None:
-        """Store the distance between two samples of a bucket, replacing the last one.
+        """Store the distance of this node's values from the others', replacing the bucket's last one.
 
-        Args:
-            index: Of the bucket.
-            own: The :func:`sample` of this node's values when they were sent.
-            others: The same elements of the received values.
-            of: The number of elements from which the samples were taken.
+        Both are given by the same :func:`sample` ``of`` so many elements.
         """
         if not own.numel():  # another rank sends this bucket
             return

@@ -43,16 +43,12 @@ class ServedBucket:
         own: The elements among them that this rank owns.
         gradients: The slices of parameters whose gradients this rank sends.
         parameters: The optimizer's parameters, views of ``values``, and the slices that the rank owns.
-        values: The weights of the own elements.
-        mean: The mean of the nodes' gradients.
+        values: The weights of the own elements; ``mean``: the mean of the nodes' gradients for them.
         payload: What this rank sends and receives: gradients during a push, weights during a pull.
-        optimizer: Steps the weights.
         pulled: The weights pulled last, pre, of the whole bucket.
         parts: Cache-sized parts of the bucket, to which the local rule is applied.
         rule_state: The local rule's tensors, for each of these parts.
-        stepped: The step that follows the last push.
-        pull: The all-gather that was started after it, if there is one.
-        pull_ended: The end of that all-gather.
+        stepped: The step after the last push; ``pull``: the all-gather after it; ``pull_ended``: the end of that.
     """
 
     stepped: Handle = finished
