@@ -38,6 +38,8 @@ class Replica:
         held: Which ranks of the node hold each tensor.
         with_empty: The parameters, also those with an empty shard on this rank.
         names: The names, by the tensor's ``id``.
+        buckets_of_parameters: All parameters.
+        buckets_of_buffers: All buffers.
     """
 
     def __init__(

@@ -71,7 +71,6 @@ class Topology:
         num_shards: Number of inter-node groups.
         holders: Ranks that hold the same values: ``"node"``, all ranks of the node; ``"rank"``, this rank alone; and
             the groups of ``divide``.
-        weights: Each rank's share of the world, w_r; they sum to 1.
         node_weights: Each node's share of the world, W_m: the sum over its ranks.
         weight_in_node: This rank's share of its node, w_r / W_m; over a node they sum to 1.
         is_left_behind: Whether a failed run has abandoned the communicators.
