@@ -176,7 +176,7 @@ class MPICommunicator(Communicator):
         except BaseException as error:
             collective.end(error)
         else:
-            _progress().add(collective)
+            _progress_of(os.getpid()).add(collective)
         return collective
 
     def _failure(self, error: BaseException) -> CommunicationError:
@@ -263,10 +263,6 @@ class _Progress:
 @functools.cache
 def _progress_of(process: int) -> _Progress:
     return _Progress()
-
-
-def _progress() -> _Progress:
-    return _progress_of(os.getpid())
 
 
 def _memory(tensor: Tensor) -> tuple[Any, Any]:

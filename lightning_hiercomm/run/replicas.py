@@ -233,7 +233,10 @@ class Replicas:
             for place, (shard, *kinds) in enumerate(zip(shards, *node.all_gather_object(own_kinds), strict=True)):
                 if not shard.numel():
                     of_others = next(kind for kind in kinds if kind is not None)
-                    states[place] = {name: _empty(shard, kind) for name, kind in of_others.items()}
+                    states[place] = {
+                        name: kind if isinstance(kind, Tensor) else torch.empty_like(shard, dtype=kind)
+                        for name, kind in of_others.items()
+                    }
         return [
             {name: whole(v, parameter) if v.shape == shard.shape else v for name, v in state.items()}
             for parameter, shard, state in zip(parameters, shards, states, strict=True)
@@ -329,10 +332,6 @@ def check_initialized(module: nn.Module) -> None:
 def _kinds(state: Mapping[str, Tensor], shard: Tensor) -> dict[str, Tensor | torch.dtype]:
     """Return a parameter's state, with only the dtype of entries that have one value per element."""
     return {name: value.dtype if value.shape == shard.shape else value for name, value in state.items()}
-
-
-def _empty(shard: Tensor, kind: Tensor | torch.dtype) -> Tensor:
-    return kind if isinstance(kind, Tensor) else torch.empty_like(shard, dtype=kind)
 
 
 def has_mean(buffer: Tensor) -> bool:

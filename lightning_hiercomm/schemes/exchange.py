@@ -21,10 +21,10 @@ from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.graphs import Graph
-from lightning_hiercomm.schemes.reducers.in_flight import Pending, PendingExchange
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
+from lightning_hiercomm.schemes.reducers.pending import Pending, PendingExchange
 from lightning_hiercomm.schemes.reducers.sharded import LeaderAllReduce, ShardedAllReduce
-from lightning_hiercomm.schemes.reference import ReferenceParameters
+from lightning_hiercomm.schemes.reference_parameters import ReferenceParameters
 from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 
 ALL_REDUCERS: dict[str, type[ShardedAllReduce]] = {"sharded": ShardedAllReduce, "leader": LeaderAllReduce}

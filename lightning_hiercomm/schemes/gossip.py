@@ -25,8 +25,8 @@ from lightning_hiercomm.schemes.reducers.graphs import (
     Ring,
     partners_of,
 )
-from lightning_hiercomm.schemes.reducers.in_flight import Pending
 from lightning_hiercomm.schemes.reducers.neighbors import Peers
+from lightning_hiercomm.schemes.reducers.pending import Pending
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 

@@ -19,7 +19,7 @@ from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.exchange import ALL_REDUCERS, Exchanger, SyncState
 from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.reducers.graphs import Graph
-from lightning_hiercomm.schemes.reducers.in_flight import PendingExchange
+from lightning_hiercomm.schemes.reducers.pending import PendingExchange
 from lightning_hiercomm.schemes.requirements import Requirements
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@ from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.schemes.components.merges import Merge
-from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+from lightning_hiercomm.schemes.reducers.pending import PendingBucket
 
 
 class Elastic(Merge):

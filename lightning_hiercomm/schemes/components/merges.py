@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_hiercomm.arguments import Value
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.schemes.reducers.base import Reducer
-from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+from lightning_hiercomm.schemes.reducers.pending import PendingBucket
 
 
 class Merge(Value, ABC):

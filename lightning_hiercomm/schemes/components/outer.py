@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.schemes.components.merges import Merge, Replace
-from lightning_hiercomm.schemes.components.tensor_state import History, Run, TensorState, between, joined
+from lightning_hiercomm.schemes.components.tensor_state import ElementRun, History, TensorState, between, joined
 from lightning_hiercomm.schemes.optimizer_state import (
     changed,
     copied,
@@ -29,7 +29,7 @@ from lightning_hiercomm.schemes.optimizer_state import (
 )
 from lightning_hiercomm.schemes.optimizer_trial import why_not_in_parts
 from lightning_hiercomm.schemes.reducers.base import Reducer
-from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+from lightning_hiercomm.schemes.reducers.pending import PendingBucket
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -315,15 +315,15 @@ class RunningOuterOptimizer:
                 offset += piece.length
         return known
 
-    def _runs_of_node(self, reducer: Reducer) -> tuple[list[list[Run]], frozenset[History]]:
+    def _runs_of_node(self, reducer: Reducer) -> tuple[list[list[ElementRun]], frozenset[History]]:
         """Return the runs of every whole bucket and all histories on the node. Collective over the node."""
         topology = reducer.topology
-        own: dict[str, list[tuple[int, list[Run]]]] = {}  # their holders have them in the same order
+        own: dict[str, list[tuple[int, list[ElementRun]]]] = {}  # their holders have them in the same order
         for index, runs in enumerate(self._runs):
-            own_runs = [Run(run.numel(), History.of(self._held(run), run)) for run in runs]
+            own_runs = [ElementRun(run.numel(), History.of(self._held(run), run)) for run in runs]
             own.setdefault(reducer.buckets[index].held_by, []).append((_first_sent(reducer, index), own_runs))
         everyone = topology.intra.all_gather_object(own)
-        whole: dict[str, list[list[Run]]] = {}
+        whole: dict[str, list[list[ElementRun]]] = {}
         for held_by in own:
             group = topology.holders[held_by].group
             of_node = topology.intra.ranks
@@ -342,12 +342,12 @@ class RunningOuterOptimizer:
         reducer = self._reducer
         states = []
         for index, bucket in enumerate(reducer.buckets):
-            whole: list[Run] = []
+            whole: list[ElementRun] = []
             parts: dict[str, Tensor] = {}
             flats: dict[str, Tensor] = {}
             offset = 0
             for piece in bucket.slices:
-                state = known.get(id(piece.tensor)) or TensorState(runs=[Run(piece.tensor.numel(), History())])
+                state = known.get(id(piece.tensor)) or TensorState(runs=[ElementRun(piece.tensor.numel(), History())])
                 whole += between(state.runs, piece.start, piece.start + piece.length)
                 for name, values in state.values.items():
                     if name not in flats:
@@ -357,7 +357,7 @@ class RunningOuterOptimizer:
                 offset += piece.length
             reference, begin = reducer.references[index], _first_sent(reducer, index)
             if whole:  # padding has the history of the last element
-                whole.append(Run(begin + reference.numel(), whole[-1].history))
+                whole.append(ElementRun(begin + reference.numel(), whole[-1].history))
             own, offset = [], 0
             for run in between(joined(whole), begin, begin + reference.numel()):
                 here = slice(offset, offset + run.numel)

@@ -52,30 +52,30 @@ class History:
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """A number of consecutive elements with the same history."""
 
     numel: int
     history: History
 
 
-def between(runs: Iterable[Run], start: int, end: int) -> list[Run]:
+def between(runs: Iterable[ElementRun], start: int, end: int) -> list[ElementRun]:
     """Return the runs of elements ``start`` to ``end`` (exclusive), where ``runs`` begin with element 0."""
     found, offset = [], 0
     for run in runs:
         first, last = max(start, offset), min(end, offset + run.numel)
         if first < last:
-            found.append(Run(last - first, run.history))
+            found.append(ElementRun(last - first, run.history))
         offset += run.numel
     return found
 
 
-def joined(runs: Iterable[Run]) -> list[Run]:
+def joined(runs: Iterable[ElementRun]) -> list[ElementRun]:
     """Merge consecutive runs of the same history."""
-    long: list[Run] = []
+    long: list[ElementRun] = []
     for run in runs:
         if long and long[-1].history == run.history:
-            long[-1] = Run(long[-1].numel + run.numel, run.history)
+            long[-1] = ElementRun(long[-1].numel + run.numel, run.history)
         else:
             long.append(run)
     return long
@@ -92,7 +92,7 @@ class TensorState:
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ElementRun] = field(default_factory=list)
     other_histories: frozenset[History] = frozenset()
 
     def to_file(self, like: Tensor) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class TensorState:
         whole = History.of(rest, like)
         new = cls({name: rest[name] for name, _ in whole.kinds})
         if not by_element:
-            new.runs = [Run(like.numel(), whole)]
+            new.runs = [ElementRun(like.numel(), whole)]
             return new
         is_known = by_element.pop(_IS_KNOWN)
         columns = torch.stack([is_known.double(), *(each.double() for each in by_element.values())], 1)
@@ -144,7 +144,7 @@ class TensorState:
         for row, numel in zip(rows.tolist(), lengths.tolist(), strict=True):
             numbers = [_number(name, by_element[name].dtype, v) for name, v in zip(by_element, row[1:], strict=True)]
             history = History(tuple(sorted(numbers)), whole.kinds) if row[0] else History()
-            new.runs.append(Run(numel, history))
+            new.runs.append(ElementRun(numel, history))
         return new
 
 

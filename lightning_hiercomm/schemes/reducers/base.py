@@ -18,7 +18,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
-from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+from lightning_hiercomm.schemes.reducers.pending import PendingBucket
 
 UpdateReference = Callable[[int, Tensor, Tensor], Tensor]
 """Updates this rank's reference parameters of a bucket (1-D, in place) by the nodes' mean minus them.

@@ -19,7 +19,7 @@ from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.reducers.graphs import Graph, Partners, partners_of
-from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
+from lightning_hiercomm.schemes.reducers.pending import PendingBucket
 
 
 class Peers:

@@ -24,8 +24,8 @@ from lightning_hiercomm.schemes.nonfinite import NonfiniteError, OnNonfinite, fi
 from lightning_hiercomm.schemes.preflight import Preflight, launch
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
-from lightning_hiercomm.schemes.reducers.in_flight import PendingBucket
 from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
+from lightning_hiercomm.schemes.reducers.pending import PendingBucket
 
 
 class ShardedAllReduce(Reducer):
