@@ -171,6 +171,7 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def __init__(self, config: StepsDelay, context: Context) -> None:
         super().__init__(config, context)
+        self._disagreement = Disagreement()
         if not self.wire.codec.adds:
             raise ValueError(
                 "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
@@ -191,12 +192,12 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         The staleness is the number of the server's steps that the node's weights lack. The disagreement is their
         relative distance from the server's weights at the last pull, estimated on a few elements.
         """
-        delayed_steps = self.state.delayed_steps
+        delayed_steps, relative = self.state.delayed_steps, self._disagreement.relative()
         return {
             "phase": float(self.phase == "delay"),
             "sync_every": 1.0 if self.phase == "warm-up" else float(self.config.delay),
             "staleness": float((delayed_steps - 1) % self.config.delay + 1 if delayed_steps else 0),
-        }
+        } | ({} if relative is None else {"disagreement": relative})
 
 
 class ServedStepsDelay(RunningStepsDelay):
@@ -206,7 +207,6 @@ class ServedStepsDelay(RunningStepsDelay):
         super().__init__(config, context)
         self._pull_topology = self.topology.duplicate()
         self._background = self._new_background()
-        self._disagreement = Disagreement()
         self._has_warned_of_sparse = False
         self._serve({})
 
@@ -414,10 +414,6 @@ class ServedStepsDelay(RunningStepsDelay):
         self.guard.average(self.replica.buckets_of_buffers)
 
     # ---- state and scalars ---------------------------------------------------------------------------------------
-
-    def scalars(self) -> dict[str, float]:
-        relative = self._disagreement.relative()
-        return super().scalars() if relative is None else {**super().scalars(), "disagreement": relative}
 
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         state = super().optimizer_state(only_on)

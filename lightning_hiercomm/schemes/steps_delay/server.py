@@ -46,7 +46,7 @@ class ShardedServer:
 
     Args:
         replica: What is trained; equal on all ranks. The server starts from its values, in buckets of at most its size.
-        optimizer: The user's optimizer of these parameters, with the param groups but without the state.
+        optimizer: The user's optimizer of these parameters, whose state is not used.
         topology: The nodes and their weights.
         pull_group: This rank's inter-node process group for pulls; None if it has none.
         background: Runs steps and pulls.
