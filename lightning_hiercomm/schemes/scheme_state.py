@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -87,12 +88,7 @@ class SchemeState:
     def undo_point(self) -> Callable[[], None]:
         """Store all fields except :class:`Stateful` ones; return a callback that restores them."""
         before = {name: copy.deepcopy(value) for name, value, _ in self._fields() if not isinstance(value, Stateful)}
-
-        def undo() -> None:
-            for name, value in before.items():
-                setattr(self, name, value)
-
-        return undo
+        return partial(vars(self).update, before)
 
     def _fields(self) -> Iterator[tuple[str, Any, Scope]]:
         for each in fields(self):

@@ -198,12 +198,7 @@ class RunningOuterOptimizer:
 
     def undo_point(self) -> Callable[[], None]:
         """Store the state; return a callback that restores it."""
-        states, schedule = self.shard_states(), copy.deepcopy(self._schedule())
-
-        def undo() -> None:
-            self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], schedule)
-
-        return undo
+        return partial(self.load_shard_states, self.shard_states(), copy.deepcopy(self._schedule()))
 
     def end_round(self) -> None:
         """Step the scheduler after all fragments have been merged."""
@@ -234,9 +229,11 @@ class RunningOuterOptimizer:
             for runs in self._runs
         ]
 
-    def load_shard_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def load_shard_states(
+        self, states: Sequence[Sequence[Mapping[str, Any]]], schedule: Mapping[str, Any] | None = None
+    ) -> None:
         """Restore :meth:`shard_states` (of a run with the same topology and buckets)."""
-        self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], self._schedule())
+        self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], schedule or self._schedule())
 
     def _schedule(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.base import Handle
-from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
@@ -33,16 +32,12 @@ class Reducer(ABC):
     Attributes:
         buckets: The buckets.
         topology: The nodes.
-        through: The duplicate of it whose communicators are used.
-        wire: The encoding between nodes.
         references: This rank's reference parameters for every bucket, 1-D, if differences from them are sent.
         disagreement: The distance of this node from the received values.
     """
 
     buckets: Sequence[Bucket]
     topology: Topology
-    through: Topology
-    wire: Wire
     references: Sequence[Tensor] = ()
     disagreement: Disagreement
 

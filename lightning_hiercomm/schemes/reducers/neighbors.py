@@ -217,8 +217,6 @@ class NeighborExchange(Reducer):
     ) -> None:
         self.buckets = buckets
         self.topology = topology
-        self.through = through
-        self.wire = wire
         self._peers = Peers(buckets, graph, topology, through, wire)
         self._background = background
         self._update_reference = update_reference

@@ -71,17 +71,17 @@ class ShardedAllReduce(Reducer):
         self._on_nonfinite = on_nonfinite
         self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
-        self.through = through or topology
-        self.wire = wire or Wire()
+        self._through = through or topology
+        self._wire = wire or Wire()
         self._is_alone = topology.is_one_node and not ranks_differ
         self._update_reference = update_reference
-        self._sum = InterNodeSum(self.wire.codec, self.through.inter, None if second is None else second.inter)
+        self._sum = InterNodeSum(self._wire.codec, self._through.inter, None if second is None else second.inter)
         self._feedback: list[Feedback] = []
         self.disagreement = Disagreement()
         self.set_references()
 
     def set_references(self) -> None:
-        differences_travel = not self.wire.raw and any(map(self._is_narrowed, self.buckets))
+        differences_travel = not self._wire.raw and any(map(self._is_narrowed, self.buckets))
         if self._update_reference is not None or differences_travel:
             # buffers come last; they are sent unencoded, without a reference
             with_reference = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
@@ -103,7 +103,7 @@ class ShardedAllReduce(Reducer):
         if self._is_alone:
             return Preflight(self.topology, self.topology.new_round(step, number))
         unfit = self._is_unfit(self.buckets if leaving is None else leaving)
-        return launch(self.topology, step, unfit, number, self.through, inbound, counts)
+        return launch(self.topology, step, unfit, number, self._through, inbound, counts)
 
     def _is_unfit(self, leaving: Sequence[Bucket]) -> Tensor:
         """Return an int64 scalar on the device: 1 if this rank cannot send some buckets, otherwise 0."""
@@ -122,13 +122,13 @@ class ShardedAllReduce(Reducer):
         if not self._is_narrowed(bucket):
             return math.inf
         # reference parameters are means of checked values, so half of the limit leaves room for the difference
-        most = min(self.wire.codec.largest, torch.finfo(bucket.dtype).max)
+        most = min(self._wire.codec.largest, torch.finfo(bucket.dtype).max)
         return most / 2 if self.references else most
 
     def error(self, step: int) -> NonfiniteError:
         largest = {id(piece.tensor): self._largest(bucket) for bucket in self.buckets for piece in bucket.slices}
         found = self.topology.world.all_gather_object(find_unfit(self._replica, largest))
-        return NonfiniteError.of(dict(enumerate(found)), self.topology, step, self.wire.codec)
+        return NonfiniteError.of(dict(enumerate(found)), self.topology, step, self._wire.codec)
 
     # ---- synchronous ---------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class ShardedAllReduce(Reducer):
             if bucket.keeps_equal:  # buffers differ inside a node
                 holders = self._holders(index, round_)
                 shards = [holders.shard(flat, place) for place in range(self.topology.ranks_on_node)]
-                send_parts(self.through.intra, shards, round_.in_node(self.topology.node))()
+                send_parts(self._through.intra, shards, round_.in_node(self.topology.node))()
             in_flight.append((bucket, flat, self._between_nodes(index, flat, round_, waiting=True)))
             if len(in_flight) == BUCKETS_IN_FLIGHT:
                 finish()
@@ -201,7 +201,7 @@ class ShardedAllReduce(Reducer):
 
     def _holders(self, index: int, round_: Round | None = None) -> Holders:
         """Return the ranks that hold a bucket and send shards of it, in a synchronization."""
-        return self.through.holders[self.buckets[index].held_by]
+        return self._through.holders[self.buckets[index].held_by]
 
     def _between_nodes(
         self,
@@ -242,7 +242,7 @@ class ShardedAllReduce(Reducer):
 
     def _is_narrowed(self, bucket: Bucket) -> bool:
         # counters and variances among float buffers must not be rounded
-        return self.wire.compresses(bucket.dtype) and not bucket.keeps_equal
+        return self._wire.compresses(bucket.dtype) and not bucket.keeps_equal
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class LeaderAllReduce(ShardedAllReduce):
     def _holders(self, index: int, round_: Round | None = None) -> Holders:
         if round_ is None:
             return super()._holders(index)
-        return _Leader(self.through.intra, round_.number % self.topology.num_shards)
+        return _Leader(self._through.intra, round_.number % self.topology.num_shards)
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
