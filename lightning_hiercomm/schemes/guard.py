@@ -69,7 +69,7 @@ class NonFiniteGuard:
         """
         samples = self._context.samples
         counts = () if samples is None else samples.since(fragments)
-        preflight = reducer.checked(self._state.steps, number, leaving, counts)
+        preflight = reducer.begin(self._state.steps, number, leaving, counts)
         return preflight.round if samples is None else samples.weighed(preflight.round, preflight.counts)
 
     def average(

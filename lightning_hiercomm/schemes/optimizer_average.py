@@ -213,7 +213,7 @@ class OptimizerStateMean:
 
 def _checked(mean: ShardedAllReduce, round_: Round) -> None:
     """Check the state, which the preflight of the parameters has not seen, and average it."""
-    mean.checked(round_.step)
+    mean.begin(round_.step)
     mean(round_)
 
 

@@ -63,6 +63,10 @@ class Reducer(ABC):
             counts: See :func:`~lightning_hiercomm.schemes.preflight.launch`.
             inbound: The background of :meth:`start`. Its result is then known before the first bucket has arrived.
                 Default: waits for it.
+
+        Raises:
+            CommunicationError: On all ranks, if they have taken unequal numbers of steps. Without ``inbound``.
+            NonfiniteError: On all ranks, if a rank cannot send. Without ``inbound``.
         """
 
     @abstractmethod
@@ -93,20 +97,6 @@ class Reducer(ABC):
         Raises:
             CommunicationError: If a rank died.
         """
-
-    def checked(
-        self, step: int, number: int = 0, leaving: Sequence[Bucket] | None = None, counts: Sequence[float] = ()
-    ) -> Preflight:
-        """Do as :meth:`begin`, for an exchange for which training waits.
-
-        Raises:
-            CommunicationError: On all ranks, if they have taken unequal numbers of steps.
-            NonfiniteError: On all ranks, if a rank cannot send.
-        """
-        preflight = self.begin(step, number, leaving, counts)
-        if preflight.is_unfit:
-            raise self.error(step)
-        return preflight
 
     def error(self, step: int) -> NonfiniteError:
         """Return the error of an exchange that a rank could not send. Collective.

@@ -103,7 +103,10 @@ class ShardedAllReduce(Reducer):
         if self._is_alone:
             return Preflight(self.topology, self.topology.new_round(step, number))
         unfit = self._is_unfit(self.buckets if leaving is None else leaving)
-        return launch(self.topology, step, unfit, number, self._through, inbound, counts)
+        preflight = launch(self.topology, step, unfit, number, self._through, inbound, counts)
+        if inbound is None and preflight.is_unfit:
+            raise self.error(step)
+        return preflight
 
     def _is_unfit(self, leaving: Sequence[Bucket]) -> Tensor:
         """Return an int64 scalar on the device: 1 if this rank cannot send some buckets, otherwise 0."""

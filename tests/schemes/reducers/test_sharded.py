@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 def test_the_preflight_of_an_exchange_is_one_message_of_24_bytes():
     def work(topology):
         reducer = ShardedAllReduce(Replica([torch.zeros(5, device=place.device)]), topology)
-        reducer(reducer.checked(3).round)
+        reducer(reducer.begin(3).round)
         return topology.meter.snapshot()
 
     for counters in on_ranks(work, [[0], [1]]):
@@ -34,7 +34,7 @@ def test_shards_are_averaged_with_the_same_shards_of_other_nodes(wire):
         own += rank
         everywhere += rank // 2
         statistics += rank
-        average(average.checked(3).round)
+        average(average.begin(3).round)
         return own.tolist(), everywhere.tolist(), statistics.tolist(), topology.meter.snapshot()["intra_bytes"]
 
     everyone = on_ranks(work, [[0, 1], [2, 3]], [1.0, 1.0, 3.0, 3.0])
