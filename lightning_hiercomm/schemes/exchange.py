@@ -220,7 +220,7 @@ class Exchanger:
             self._samples.end(fragments)
 
     def _take(self, bucket: Bucket, mean: Tensor) -> None:
-        if any(bucket is of_buffers for of_buffers in self._replica.buckets_of_buffers):
+        if bucket.keeps_equal:  # it holds buffers
             bucket.unpack(mean)
         else:
             self.reference.merge.at_once(bucket, mean, self._topology.num_nodes)
