@@ -52,35 +52,29 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_named(path):
     assert [*path.parent.iterdir()] == [path]
 
 
-@pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_a_kill_at_any_moment_leaves_the_old_checkpoint(path, monkeypatch, moment):
-    def die(*_: object) -> None:
-        os._exit(9)
-
-    monkeypatch.setattr(os if moment == "fsync" else Path, moment, die)
+def die_while_saving(monkeypatch, owner: object, moment: str, path: Path) -> None:
+    """Save in a process that is killed when it comes to a call."""
+    monkeypatch.setattr(owner, moment, lambda *_: os._exit(9))
     child = os.fork()
     if child == 0:
         DurableCheckpointIO().save_checkpoint(NEW, path)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("owner", "moment"), [(os, "fsync"), (Path, "replace")])
+def test_a_kill_at_any_moment_leaves_the_old_checkpoint(path, monkeypatch, owner, moment):
+    die_while_saving(monkeypatch, owner, moment, path)
     assert holds(path, OLD)
     DurableCheckpointIO().save_checkpoint(NEW, path)  # despite the files of the dead process
     assert [*path.parent.iterdir()] == [path]
 
 
 def test_a_kill_during_slurms_checkpoint_keeps_the_one_before(tmp_path, monkeypatch):
-    def die(*_: object) -> None:
-        os._exit(9)
-
     path = tmp_path / "hpc_ckpt_1.ckpt"
     DurableCheckpointIO().save_checkpoint(OLD, path)
-    monkeypatch.setattr(os, "fsync", die)
-    child = os.fork()
-    if child == 0:
-        DurableCheckpointIO().save_checkpoint(NEW, tmp_path / "hpc_ckpt_2.ckpt")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    die_while_saving(monkeypatch, os, "fsync", tmp_path / "hpc_ckpt_2.ckpt")
     trainer = pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False)
     assert trainer._checkpoint_connector._hpc_resume_path == str(path)
 

@@ -16,8 +16,9 @@ import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
+from fits import fit_here
 from lightning.pytorch.plugins import Precision
-from problems import Oracle, one_trainer
+from problems import Oracle, SaveAfter, one_trainer
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
@@ -95,10 +96,10 @@ def equal(one: Any, other: Any) -> bool:
 
 
 class Remembers(pl.Callback):
-    """Saves ``state`` (in ``state_dict``) and ``extra`` (in ``on_save_checkpoint``), and keeps what it gets back."""
+    """Saves ``state`` in ``state_dict`` and in ``on_save_checkpoint``, and keeps what it gets back."""
 
-    def __init__(self, state: Any, extra: Any) -> None:
-        self.state, self.extra = state, extra
+    def __init__(self, state: Any) -> None:
+        self.state = state
         self.restored: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Remembers(pl.Callback):
         self.restored["callback"] = state_dict
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint) -> None:
-        checkpoint["of_callback"] = self.extra
+        checkpoint["of_callback"] = self.state
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint) -> None:
         self.restored["hook"] = checkpoint["of_callback"]
@@ -183,22 +184,15 @@ class Net(Oracle):
         return optimizer
 
 
-class SaveAtEnd(pl.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if batch_idx == STEPS - 1:
-            trainer.save_checkpoint(self.path)
+def saves_unless(resume: bool, path: Path) -> list[pl.Callback]:
+    return [] if resume else [SaveAfter(STEPS, path)]
 
 
 def fitted(path: Path, state: Any, resume: bool = False, **fit_arguments: Any) -> dict[str, Any]:
     """Save in all places, or resume; what this rank has got back from them."""
     strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, checkpoint_replicas=True)
-    callback, data, module = Remembers(state, state), Data(state), Net(state)
-    callbacks = [callback] if resume else [callback, SaveAtEnd(path)]
-    plugin = Plugin(None if resume else state)
-    arguments = {"max_epochs": 2 if resume else 1, "callbacks": callbacks, "plugins": [plugin]}
+    callback, data, module, plugin = Remembers(state), Data(state), Net(state), Plugin(None if resume else state)
+    arguments = {"max_epochs": 1 + resume, "callbacks": [callback, *saves_unless(resume, path)], "plugins": [plugin]}
     trainer = one_trainer(path.parent, devices=2, strategy=strategy, use_distributed_sampler=False, **arguments)
     trainer.fit(module, data, ckpt_path=path if resume else None, **fit_arguments)
     (group,) = trainer.optimizers[0].param_groups
@@ -288,10 +282,9 @@ def test_a_save_on_rank_0_in_a_hook_includes_all_ranks(borrow, with_state):
         rank, path = int(os.environ["LOCAL_RANK"]), folder / "saved.ckpt"
         for resume in (False, True):
             callback = RankZeroOnly(rank, with_state)
-            strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, checkpoint_replicas=True)
-            callbacks = [callback, *([] if resume else [SaveAtEnd(path)])]
-            trainer = one_trainer(folder, devices=2, strategy=strategy, max_epochs=1 + resume, callbacks=callbacks)
-            trainer.fit(Oracle(STEPS), ckpt_path=path if resume else None)
+            arguments = {"max_epochs": 1 + resume, "callbacks": [callback, *saves_unless(resume, path)]}
+            where, arguments["checkpoint_replicas"] = path if resume else None, True
+            fit_here(folder, Oracle(STEPS), PeriodicAveraging(2), where, **arguments)
         return callback.restored
 
     expected = [["all"], ["all"]]

@@ -176,8 +176,7 @@ def test_a_place_that_only_rank_0_had_is_reported_once_at_a_save(resumed, kind, 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("replicas", [False, True])
 @pytest.mark.parametrize(
-    "kind",
-    ["torchdata", "torchdata sampler", "torchdata sampler, workers", "litdata", "litdata workers"],
+    "kind", ["torchdata", "torchdata sampler", "torchdata sampler, workers", "litdata", "litdata workers"]
 )
 def test_loaders_that_count_batches_resume_with_each_sample_once(resumed, kind, replicas):
     seen, warned = resumed(kind, replicas=replicas)

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from fits import fit_here, whole_and_resumed
 from lightning.pytorch.callbacks import ModelCheckpoint
-from problems import SaveAfter, one_trainer, same_bits
+from pairwise import on_push
+from problems import SaveAfter, same_bits
 from sidecar_cases import STEPS, TWO_NODES, AdamW, Net, schemes
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    AllReduce,
-    DiLoCo,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-    Transport,
-)
+from lightning_hiercomm import AllReduce, DiLoCo, PeriodicAveraging, Transport
 
 pytestmark = pytest.mark.pooled
 
 
-class Thawing(Net):
-    """The first layer is frozen for three steps, by the module itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        self.layers[0].requires_grad_(self.global_step >= 3)
-
-
-# by night what the same scheme shows by day with another wire, or with more in flight
+# the others are a scheme of these with another wire, or with less in flight
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("all_reduce", "gossip", "diloco_int4", "periodic")))
-        for name in schemes()
-    ],
+    "name", on_push(schemes(), "daso", "gossip_overlap", "steps_delay", "all_reduce_int8", "streaming_int8")
 )
 def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
     """With a narrow wire, whose last averaged values and what it keeps back are state, too.
@@ -50,13 +33,10 @@ def test_a_resume_at_the_end_of_an_epoch_is_bit_identical(fit, tmp_path, name):
     Without one, see compatibility/test_checkpoints.
     """
     path, wire = tmp_path / "saved.ckpt", name.rpartition("_")[2]
-
-    def strategy():
-        wire_dtype = wire if wire.startswith("int") else "bfloat16"
-        return {"scheme": schemes()[name], "wire_dtype": wire_dtype, "checkpoint_replicas": True}
-
-    whole = fit(Net(), strategy(), max_epochs=2, callbacks=[SaveAfter(STEPS, path)])
-    resumed = fit(Net(), strategy(), max_epochs=2, fit_arguments={"ckpt_path": path})
+    strategy = {"scheme": schemes()[name], "wire_dtype": wire if wire.startswith("int") else "bfloat16"}
+    strategy["checkpoint_replicas"] = True
+    whole = fit(Net(), strategy, max_epochs=2, callbacks=[SaveAfter(STEPS, path)])
+    resumed = fit(Net(), strategy, max_epochs=2, fit_arguments={"ckpt_path": path})
     for one, other in zip(whole, resumed, strict=True):
         assert other["report"] == one["report"][STEPS:]
         for key, value in one["state_dict"].items():
@@ -75,19 +55,18 @@ class Logs(Net):
 def _saved_by_names_of_their_own(folder):
     saves = ModelCheckpoint(folder, "{step}-{loss:.6f}", every_n_train_steps=STEPS, save_top_k=-1)
 
-    def run(resume=None, **arguments):
-        strategy = HierarchicalStrategy(PeriodicAveraging(3), ranks_per_node=1, checkpoint_replicas=True)
-        trainer = one_trainer(folder, devices=2, strategy=strategy, limit_train_batches=STEPS, **arguments)
-        trainer.fit(module := Logs(), ckpt_path=resume)
-        return module.report, trainer
+    def run(path=None, **arguments):
+        arguments |= {"checkpoint_replicas": True, "limit_train_batches": STEPS}
+        return fit_here(folder, Logs(), PeriodicAveraging(3), path, **arguments)
 
-    whole, trainer = run(callbacks=[saves], enable_checkpointing=True)
-    resumed, _ = run(next(folder.glob(f"step={STEPS}-*.ckpt")))
+    trainer = run(callbacks=[saves], enable_checkpointing=True)
+    resumed = run(next(folder.glob(f"step={STEPS}-*.ckpt")))
     last, name = f"step={2 * STEPS}-*.ckpt*", saves.best_model_path
     trainer.strategy.remove_checkpoint(name)
     deadline = time.monotonic() + 20
     while any(folder.glob(last)) and time.monotonic() < deadline:  # rank 0 deletes them
         time.sleep(0.01)
+    whole, resumed = (each.lightning_module.report for each in (trainer, resumed))
     return whole[STEPS:], resumed, Path(name).name, [*folder.glob(last)]
 
 
@@ -100,65 +79,30 @@ def test_a_file_name_with_a_rank_dependent_metric_is_the_same_on_all_ranks(borro
     assert left == []
 
 
+class Thawing(Net):
+    """The first layer is frozen for three steps, by the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        self.layers[0].requires_grad_(self.global_step >= 3)
+
+
 class Wide(Net):
-    """So many elements that three nodes add them up in a ring, whose order depends on where an element is."""
+    """So many elements that three nodes add them up in a ring, whose order depends on where an element is.
+
+    DDP by itself cuts its buckets after the first step of a process, so its first step has another order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         for layer in (torch.nn.Linear(2000, 5), torch.nn.Linear(5, 2000), torch.nn.Linear(5, 5)):
             self.layers.insert(0, layer)
 
-    def on_after_backward(self) -> None:
-        self.report.append([parameter.grad.flatten().tolist() for parameter in self.parameters()])
-
     def on_train_batch_end(self, *_: object) -> None:
-        """Says nothing more."""
-
-
-def _resumed_on_three_nodes(folder):
-    reports = {}
-    for wire in (None, "int8"):
-        path = folder / f"{wire}.ckpt"
-        whole, resumed = Wide(), Wide()
-        steps = 3
-        for module in (whole, resumed):
-            strategy = HierarchicalStrategy(AllReduce(), ranks_per_node=1, wire_dtype=wire, checkpoint_replicas=True)
-            callbacks = [SaveAfter(steps, path)] if module is whole else []
-            length = {"limit_train_batches": steps}
-            trainer = one_trainer(folder, devices=3, strategy=strategy, callbacks=callbacks, **length)
-            trainer.fit(module, ckpt_path=None if module is whole else path)
-        reports[wire] = whole.report[steps:], resumed.report
-    return reports
-
-
-def test_a_resume_sums_over_three_nodes_in_the_order_of_the_run_before(borrow):
-    """DDP by itself cuts its buckets after the first step of a process, so its first step has another order."""
-    for reports in borrow(_resumed_on_three_nodes, ranks=3):
-        for wire, (whole, resumed) in reports.items():
-            assert resumed == whole, wire
-
-
-def _unfrozen_and_resumed(folder):
-    reports = {}
-    for name in ("periodic", "diloco", "steps_delay", "gossip"):
-        scheme = schemes()[name] if name != "diloco" else DiLoCo(4, AdamW)
-        path = folder / f"{name}.ckpt"
-        for run in ("whole", "resumed", "resumed without replicas"):
-            arguments = {"ranks_per_node": 1, "checkpoint_replicas": run != "resumed without replicas"}
-            callbacks = [SaveAfter(STEPS, path)] if run == "whole" else []
-            strategy, length = HierarchicalStrategy(scheme, **arguments), {"limit_train_batches": STEPS}
-            trainer = one_trainer(folder, devices=2, strategy=strategy, callbacks=callbacks, **length)
-            trainer.fit(module := Thawing(), ckpt_path=None if run == "whole" else path)
-            reports[name, run] = module.report, trainer.global_step
-    return reports
-
-
-def test_a_resume_after_parameters_were_unfrozen_is_bit_identical(borrow):
-    for reports in borrow(_unfrozen_and_resumed, ranks=2):
-        for (name, run), (report, steps) in reports.items():
-            assert steps == 2 * STEPS
-            if run == "resumed":
-                assert report == reports[name, "whole"][0][STEPS:], name
+        self.report.append([parameter.grad.flatten().tolist() for parameter in self.parameters()])
 
 
 class Best(Net):
@@ -177,25 +121,35 @@ class Best(Net):
         self.report.append(self.best.item())
 
 
-def _resumed_with_best(folder):
-    reports = []
-    for number, wire in enumerate((None, "int8")):
-        path = folder / f"{number}.ckpt"
-        whole, resumed = Best(), Best()
-        for module in (whole, resumed):
-            arguments = {"ranks_per_node": 1, "wire_dtype": wire, "checkpoint_replicas": True}
-            strategy = HierarchicalStrategy(PeriodicAveraging(2), **arguments)
-            arguments = {"callbacks": [SaveAfter(STEPS, path)] * (module is whole), "limit_train_batches": STEPS}
-            trainer = one_trainer(folder, devices=2, strategy=strategy, **arguments)
-            trainer.fit(module, ckpt_path=None if module is whole else path)
-        reports.append((whole.report[STEPS:], resumed.report))
-    return reports
+UNFROZEN = [schemes()[name] for name in ("periodic", "steps_delay", "gossip")] + [DiLoCo(4, AdamW)]
 
 
-def test_a_buffer_without_mean_has_none_after_a_resume(borrow):
-    for reports in borrow(_resumed_with_best, ranks=2):
-        for whole, resumed in reports:
-            assert resumed == whole
+@pytest.mark.parametrize(
+    ("make", "trained", "wires", "ranks"),
+    [
+        (Thawing, UNFROZEN, [None], 2),
+        (Wide, [AllReduce()], [None, "int8"], 3),
+        (Best, [PeriodicAveraging(2)], [None, "int8"], 2),
+    ],
+    ids=["parameters were unfrozen", "three nodes sum in a ring", "a buffer has no mean"],
+)
+def test_a_resume_is_bit_identical_where(borrow, make, trained, wires, ranks):
+    steps = 3 if ranks == 3 else STEPS
+
+    def main(folder):
+        length = {"devices": ranks, "limit_train_batches": steps}
+        found = []
+        for scheme, wire in itertools.product(trained, wires):
+            whole, resumed = whole_and_resumed(folder, make, scheme, after=steps, wire_dtype=wire, **length)
+            found.append((whole.report, resumed.report))
+            if make is Thawing:
+                assert fit_here(folder, make(), scheme, folder / "whole.ckpt", **length).global_step == 2 * steps
+        return found
+
+    for found in borrow(main, ranks=ranks):
+        for whole, resumed in found:
+            assert len(whole) == 2 * steps
+            assert resumed == whole[steps:]
 
 
 class Shares(Net):
@@ -229,28 +183,16 @@ class Shares(Net):
 
 
 def _validated_and_resumed(folder):
-    path = folder / "saved.ckpt"
-    reports = {}
-    steps = 4  # per epoch
-    for kind in ("averaged", "replica", "manual"):
-        for run, validations in {"plain": 0, "whole": 2, "resumed": 2}.items():
-            if (kind, run) == ("replica", "plain"):  # no run validates this one
-                reports[kind, run] = reports["averaged", run]
-                continue
-            evaluate = "replica" if kind == "replica" else "averaged"
-            arguments = {"ranks_per_node": 2, "evaluate": evaluate, "checkpoint_replicas": True}
-            strategy = HierarchicalStrategy(PeriodicAveraging(3, at_epoch_end=False), **arguments)
-            callbacks = [SaveAfter(steps, path)] if run == "whole" else []
-            arguments = {
-                "limit_train_batches": steps,
-                "limit_val_batches": validations,
-                "val_check_interval": steps // 2,
-            }
-            trainer = one_trainer(folder, devices=4, strategy=strategy, callbacks=callbacks, **arguments)
-            module = Shares(automatic_optimization=kind != "manual")
-            trainer.fit(module, ckpt_path=path if run == "resumed" else None)
-            reports[kind, run] = module.report
-    return reports, steps
+    steps, found = 4, []  # per epoch
+    scheme, four = PeriodicAveraging(3, at_epoch_end=False), {"ranks_per_node": 2, "devices": 4}
+    four["limit_train_batches"], validates = steps, {"limit_val_batches": 2, "val_check_interval": steps // 2}
+    for automatic, ways in ((True, ("averaged", "replica")), (False, ("averaged",))):
+        fit_here(folder, plain := Shares(automatic), scheme, limit_val_batches=0, **four)
+        for evaluate in ways:
+            make, arguments = partial(Shares, automatic), {"evaluate": evaluate, **validates, **four}
+            whole, resumed = whole_and_resumed(folder, make, scheme, after=steps, **arguments)
+            found.append((plain.report, whole.report, whole.report[steps:], resumed.report))
+    return found
 
 
 @pytest.mark.long("eight runs on four ranks")
@@ -259,11 +201,10 @@ def test_buffers_shared_in_a_node_are_unchanged_by_validation(borrow):
 
     And Lightning's manual optimization lets it do so before the first one of a process only.
     """
-    for reports, steps in borrow(_validated_and_resumed, ranks=4):
-        for kind in ("averaged", "replica", "manual"):
-            plain, whole, resumed = (reports[kind, run] for run in ("plain", "whole", "resumed"))
-            assert whole == plain, kind
-            assert resumed == whole[steps:], kind
+    for found in borrow(_validated_and_resumed, ranks=4):
+        for plain, whole, rest, resumed in found:
+            assert whole == plain
+            assert resumed == rest
 
 
 @pytest.mark.parametrize("name", ["periodic", "gossip_overlap", "steps_delay"])
@@ -276,22 +217,15 @@ def test_resuming_a_finished_run_ends_on_the_averaged_model(fit, tmp_path, name)
 
 
 @pytest.mark.parametrize("max_epochs", [0, 1])
-def test_a_run_in_which_nothing_is_left_to_train_can_be_saved_afterwards(borrow, tmp_path, max_epochs):
+def test_a_run_in_which_nothing_is_left_to_train_can_be_saved_afterwards(borrow, max_epochs):
     def main(folder):
-        def trainer(**arguments):
-            strategy = HierarchicalStrategy(DiLoCo(6, AdamW, fragments=2, staleness=2), ranks_per_node=1)
-            return one_trainer(folder, devices=2, strategy=strategy, **arguments)
-
-        first = trainer(max_epochs=max_epochs, callbacks=[ModelCheckpoint(folder, "over")], enable_checkpointing=True)
-        first.fit(Net())
-        again = trainer(max_epochs=max_epochs)
-        again.fit(Net(), ckpt_path=folder / "over.ckpt" if max_epochs else None)
+        fit = partial(fit_here, folder, scheme=DiLoCo(6, AdamW, fragments=2, staleness=2), max_epochs=max_epochs)
+        first = fit(Net(), callbacks=[ModelCheckpoint(folder, "over")], enable_checkpointing=True)
+        again = fit(Net(), ckpt_path=folder / "over.ckpt" if max_epochs else None)
         again.save_checkpoint(folder / "again.ckpt")
         first.save_checkpoint(folder / "first.ckpt")
-        schedules = [
-            torch.load(folder / f"{which}.ckpt", weights_only=True)["hiercomm"] for which in ("first", "again")
-        ]
-        return [schedule["schemes"][0]["steps"] for schedule in schedules]
+        saved = [torch.load(folder / f"{which}.ckpt", weights_only=True)["hiercomm"] for which in ("first", "again")]
+        return [schedule["schemes"][0]["steps"] for schedule in saved]
 
     assert borrow(main, 2) == [[2 * STEPS * max_epochs] * 2] * 2
 
@@ -301,8 +235,8 @@ def saved_after_a_synchronization(borrow, tmp_path_factory):
     path = tmp_path_factory.mktemp("outer") / "saved.ckpt"
 
     def main(folder):
-        strategy = HierarchicalStrategy(DiLoCo(6, AdamW), ranks_per_node=2)
-        one_trainer(folder, devices=4, strategy=strategy, callbacks=[SaveAfter(11, path)], max_steps=11).fit(Net())
+        four = {"devices": 4, "ranks_per_node": 2, "max_steps": 11}
+        fit_here(folder, Net(), DiLoCo(6, AdamW), callbacks=[SaveAfter(11, path)], **four)
 
     borrow(main)
     return path
@@ -324,17 +258,9 @@ def test_other_nodes_go_on_with_the_outer_optimizer_of_a_plain_checkpoint(fit, s
                 seen.append(trainer.strategy.schemes[0].state_dict(shared=True)["outer"]["state"])
                 pl_module.report.append(seen[0])
 
-    resumed = fit(
-        Net(),
-        {
-            "scheme": DiLoCo(6, AdamW, fragments=2, staleness=1),
-            "ranks_per_node": nodes,
-            "transport": Transport(bucket_mb=1e-4),
-        },
-        callbacks=[Look()],
-        max_epochs=2,
-        fit_arguments={"ckpt_path": path},
-    )
+    strategy = {"scheme": DiLoCo(6, AdamW, fragments=2, staleness=1), "transport": Transport(bucket_mb=1e-4)}
+    strategy["ranks_per_node"], arguments = nodes, {"max_epochs": 2, "fit_arguments": {"ckpt_path": path}}
+    resumed = fit(Net(), strategy, callbacks=[Look()], **arguments)
     for report in resumed:
         for restored, before in zip(report["report"][0], outer, strict=True):
             assert restored.keys() == before.keys()

@@ -10,20 +10,16 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from fits import fit_here
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from problems import SaveAfter, one_trainer, report_of, same_bits
+from problems import SaveAfter, report_of, same_bits
 from sidecar_cases import STEPS, TWO_NODES, Net
 
-from lightning_hiercomm import (
-    HierarchicalStrategy,
-    PeriodicAveraging,
-)
+from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import remove_replaced
-from lightning_hiercomm.checkpoints.sidecar import (
-    sidecar_path,
-)
+from lightning_hiercomm.checkpoints.sidecar import sidecar_path
 
 pytestmark = pytest.mark.pooled
 
@@ -49,23 +45,17 @@ def test_sidecars_follow_the_deletion_of_their_checkpoint(fit, tmp_path):
     assert len([*tmp_path.glob("epoch*")]) == 2
 
 
-class Links(ModelCheckpoint):
-    CHECKPOINT_NAME_LAST = "last-{epoch}"
-
-
 def test_a_run_resumes_from_a_remote_checkpoint(tmp_path):
     path = "memory://resumed/saved.ckpt"
 
-    def fitted(**arguments):
-        strategy = HierarchicalStrategy(PeriodicAveraging(4), checkpoint_replicas=True)
-        saves = {"callbacks": [SaveAfter(2, path), SaveAfter(STEPS, path)], "limit_train_batches": STEPS}
-        trainer = one_trainer(tmp_path, strategy=strategy, **saves)
-        trainer.fit(Net(), **arguments)
-        return report_of(trainer)
+    def fitted(resume=None):
+        arguments = {"devices": 1, "checkpoint_replicas": True, "limit_train_batches": STEPS}
+        arguments["callbacks"] = [SaveAfter(2, path), SaveAfter(STEPS, path)]
+        return report_of(fit_here(tmp_path, Net(), PeriodicAveraging(4), resume, **arguments))
 
     whole = fitted()
     assert len(fsspec.filesystem("memory").find("/resumed")) == 2, "only the last sidecar"
-    same_bits([whole, fitted(ckpt_path=path)])
+    same_bits([whole, fitted(path)])
 
 
 def test_an_interrupt_after_the_write_leaves_the_checkpoint_complete(tmp_path):
@@ -77,16 +67,16 @@ def test_an_interrupt_after_the_write_leaves_the_checkpoint_complete(tmp_path):
             if Path(at) == path:
                 raise KeyboardInterrupt  # within the sync that makes the new name last
 
-    strategy = HierarchicalStrategy(PeriodicAveraging(4), checkpoint_replicas=True)
-    trainer = one_trainer(tmp_path, strategy=strategy, plugins=[Interrupted()], callbacks=[SaveAfter(2, path)])
+    io = {"checkpoint_replicas": True, "plugins": [Interrupted()]}
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        trainer.fit(Net())
+        fit_here(tmp_path, Net(), devices=1, callbacks=[SaveAfter(2, path)], **io)
     assert sidecars_of(path) == [f"{identity_of(path)}/rank-0000"]
 
 
 def test_a_link_to_a_checkpoint_resumes_and_its_deletion_keeps_shards(fit, tmp_path):
     strategy = {"checkpoint_replicas": True, "ranks_per_node": 1}
-    callback = Links(tmp_path, "{epoch}", save_top_k=-1, save_last="link")
+    callback = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_last="link")
+    callback.CHECKPOINT_NAME_LAST = "last-{epoch}"
     fit(Net(), strategy, max_epochs=2, callbacks=[callback], enable_checkpointing=True, **TWO_NODES)
     assert [path.name for path in tmp_path.glob("last*")] == ["last-epoch=1.ckpt"]
     assert len(sidecars_of(tmp_path / "epoch=0.ckpt")) == len(sidecars_of(tmp_path / "epoch=1.ckpt")) == 2
@@ -125,15 +115,16 @@ def test_a_checkpoint_that_replaces_another_brings_its_own_sidecars(fit, tmp_pat
 
 
 class Fails(DurableCheckpointIO):
-    """Fails, or dies, in the middle of a file of some rank."""
+    """Fails, or dies, in the middle of the second file of a name."""
 
     def __init__(self, name: str, how: str) -> None:
         self.name, self.how = name, how
         self.saved = 0
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        self.saved += self.name in str(path)
-        if self.name in str(path) and self.saved == 2:
+        own = Path(path).name == self.name
+        self.saved += own
+        if own and self.saved == 2:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(f"{path}.part").write_bytes(b"half")
             if self.how == "dies":
@@ -147,9 +138,7 @@ def undisturbed(borrow):
     """Return the ranks' reports of a run whose synchronizations do not end its epochs."""
 
     def main(folder):
-        scheme = PeriodicAveraging(4, at_epoch_end=False)
-        strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=True)
-        one_trainer(folder, strategy=strategy, **TWO_NODES).fit(module := Net())
+        fit_here(folder, module := Net(), PeriodicAveraging(4, at_epoch_end=False), **TWO_NODES)
         return module.report
 
     return borrow(main, ranks=2)
@@ -166,24 +155,14 @@ def test_the_last_checkpoint_stays_complete_until_the_next_one_is(fit, undisturb
         return {"scheme": scheme, "checkpoint_replicas": True, "checkpoint_io": io, "ranks_per_node": 1}
 
     saves = [SaveAfter(STEPS, path), SaveAfter(2 * STEPS, path)]
-    # rank 0 writes a sidecar and the checkpoint itself, whose name is in that of its sidecar, too
-    io = Fails(name, how) if "rank" in name else FailsAtItself(name, how)
     with pytest.raises(Exception, match="No space left on device" if "space" in how else "SIGKILL"):
-        fit(Net(), strategy(io), max_epochs=2, callbacks=saves, forked=True, **TWO_NODES)
+        fit(Net(), strategy(Fails(name, how)), max_epochs=2, callbacks=saves, forked=True, **TWO_NODES)
     assert torch.load(path, weights_only=True)["global_step"] == STEPS
     again = {"fit_arguments": {"ckpt_path": path}, "callbacks": saves[1:]}
     resumed = fit(Net(), strategy(), max_epochs=2, **again, **TWO_NODES)
     assert resumed[1]["report"] == undisturbed[1][STEPS:]
     # what was left behind goes with the next one
     assert sidecars_of(path) == [f"{identity_of(path)}/rank-{rank:04d}" for rank in range(2)]
-
-
-class FailsAtItself(Fails):
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        if Path(path).name == self.name:
-            super().save_checkpoint(checkpoint, path, storage_options)
-        else:
-            DurableCheckpointIO.save_checkpoint(self, checkpoint, path, storage_options)
 
 
 def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
@@ -195,11 +174,6 @@ def test_ranks_that_find_different_checkpoints_are_named(fit, tmp_path):
             other = Path(checkpoint_path).with_name("step=4.ckpt")
             return super().load_checkpoint(other if self.global_rank == 1 else checkpoint_path, weights_only)
 
+    resume = {"fit_arguments": {"ckpt_path": tmp_path / "step=2.ckpt"}}
     with pytest.raises(Exception, match="rank 0 resumed from one of step 2, but rank 1 from one of step 4"):
-        fit(
-            Net(),
-            Confused(ranks_per_node=2, start_method="fork"),
-            fit_arguments={"ckpt_path": tmp_path / "step=2.ckpt"},
-            forked=True,
-            **TWO_NODES,
-        )
+        fit(Net(), Confused(ranks_per_node=2, start_method="fork"), **resume, forked=True, **TWO_NODES)

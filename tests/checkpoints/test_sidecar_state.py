@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
+from fits import whole_and_resumed
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
-from problems import SaveAfter, one_trainer
+from problems import SaveAfter
 from sidecar_cases import STEPS, Net, schemes
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    DASO,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-    Plateau,
-)
+from lightning_hiercomm import DASO, PeriodicAveraging, Plateau
 
 pytestmark = pytest.mark.pooled
 
@@ -60,32 +58,28 @@ class Tells(pl.Callback):
         pl_module.report.append(state.tolist())
 
 
+def _callbacks():
+    averages = EMAWeightAveraging(decay=0.7), KeepsAverage()
+    return [*averages, Tells(*averages)]
+
+
 def _resumed_with_averages(folder):
-    reports = {}
-    for name in ("periodic", "diloco_int4", "gossip_overlap"):
-        path = folder / f"{name}.ckpt"
-        scheme = schemes()[name] if name != "periodic" else PeriodicAveraging(5, at_epoch_end=False)
-        whole, resumed = Net(), Net()
-        for module in (whole, resumed):
-            strategy = HierarchicalStrategy(scheme, ranks_per_node=1, checkpoint_replicas=True)
-            averages = EMAWeightAveraging(decay=0.7), KeepsAverage()
-            callbacks = [*averages, Tells(*averages), *([SaveAfter(STEPS, path)] if module is whole else [])]
-            arguments = {"callbacks": callbacks, "limit_train_batches": STEPS}
-            trainer = one_trainer(folder, devices=2, strategy=strategy, **arguments)
-            trainer.fit(module, ckpt_path=None if module is whole else path)
+    reports = []
+    for scheme in (PeriodicAveraging(5, at_epoch_end=False), schemes()["diloco_int4"], schemes()["gossip_overlap"]):
+        arguments = {"callbacks": _callbacks, "limit_train_batches": STEPS}
+        whole, resumed = whole_and_resumed(folder, Net, scheme, after=STEPS, **arguments)
         ends = [[value.tolist() for value in module.state_dict().values()] for module in (whole, resumed)]
-        reports[name] = whole.report, resumed.report, ends
+        reports.append((whole.report, resumed.report, ends))
     return reports
 
 
 def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(borrow):
-    one, other = borrow(_resumed_with_averages, ranks=2)
-    for name in one:
-        assert one[name][0][: 2 * STEPS] != other[name][0][: 2 * STEPS], "nodes differ"
-        for whole, resumed, ends in (one[name], other[name]):
+    for one, other in zip(*borrow(_resumed_with_averages, ranks=2), strict=True):
+        assert one[0][: 2 * STEPS] != other[0][: 2 * STEPS], "nodes differ"
+        for whole, resumed, ends in (one, other):
             assert len(resumed) == STEPS * 2  # after every batch the module reports, and a callback
-            assert resumed == whole[-len(resumed) :], name
-            assert ends[0] == ends[1], name
+            assert resumed == whole[-len(resumed) :]
+            assert ends[0] == ends[1]
 
 
 LOSSES = [[4.0, 4.0, 4.0, 4.0], [9.0, 9.0, 1.0, 1.0], [4.0, 4.0, 4.0, 4.0]]
@@ -123,28 +117,17 @@ class Noisy(pl.LightningModule):
         return DataLoader(torch.ones(16, 1))
 
 
-def trained_noisily(fit, path, replicas: bool, resumed: bool):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
-
-    class Saves(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if trainer.current_epoch == 1 and batch_idx == 1:
-                trainer.save_checkpoint(path)
-
-    return fit(
-        Noisy(),
-        {"scheme": DASO(4, 1, 0, 0, plateau=Plateau(0, 0.0)), "checkpoint_replicas": replicas},
-        max_epochs=3,
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
-        callbacks=[] if resumed else [Saves()],
-        fit_arguments={"ckpt_path": path} if resumed else {},
-    )
-
-
 @pytest.mark.parametrize("replicas", [True, False], ids=["sidecars", "plain checkpoint"])
 def test_the_loss_so_far_the_scale_and_numpys_stream_go_on(fit, tmp_path, replicas):
-    whole = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=False)
-    again = trained_noisily(fit, tmp_path / "saved.ckpt", replicas, resumed=True)
+    path = tmp_path / "saved.ckpt"
+    strategy = {"scheme": DASO(4, 1, 0, 0, plateau=Plateau(0, 0.0)), "checkpoint_replicas": replicas}
+
+    def run(**arguments):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        return fit(Noisy(), strategy, max_epochs=3, plugins=plugins, **arguments)
+
+    whole, again = run(callbacks=[SaveAfter(6, path)]), run(fit_arguments={"ckpt_path": path})
     for rank, (one, other) in enumerate(zip(whole, again, strict=True)):
         periods, _, scales = zip(*one["report"], strict=True)
         assert periods == (4,) * 7 + (2,) * 4 + (1,)
@@ -176,11 +159,7 @@ class Drawing(Net):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_random_numbers_go_on_after_a_resume_in_mid_epoch(tmp_path, shuffle):
-    whole, resumed = Drawing(shuffle), Drawing(shuffle)
-    for module in (whole, resumed):
-        strategy = HierarchicalStrategy("periodic", checkpoint_replicas=True)
-        saves = [SaveAfter(2, tmp_path / "saved.ckpt")] if module is whole else []
-        trainer = one_trainer(tmp_path, strategy=strategy, callbacks=saves, max_epochs=1, use_distributed_sampler=False)
-        trainer.fit(module, ckpt_path=None if module is whole else tmp_path / "saved.ckpt")
+    arguments = {"devices": 1, "max_epochs": 1, "use_distributed_sampler": False}
+    whole, resumed = whole_and_resumed(tmp_path, partial(Drawing, shuffle), after=2, **arguments)
     assert len(whole.report) == STEPS
     assert resumed.report == whole.report[2:]
