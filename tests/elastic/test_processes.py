@@ -84,8 +84,7 @@ def nightly_but(*kept: tuple[str, int, str]) -> list[Any]:
 def test_a_killed_node_delays_the_others_by_seconds_and_rejoins(cluster, scheme, ranks, moment):
     hold = {"40": "1.1"}
     with cluster(min_nodes=2, scheme=scheme, ranks=ranks, hold=hold, **LASTING) as nodes:
-        for node in range(3):
-            nodes.start(node, fault=f"kill:{moment}:3" if node == 1 else "")
+        nodes.start_all(3, f"kill:{moment}:3", at=1)
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
         assert nodes.incarnations == {"0": 0, "1": 1, "2": 0}, nodes.said()
@@ -104,27 +103,12 @@ def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster, rememb
     """No sample is seen twice. With fewer than min_nodes the others wait."""
     epoch = {"epochs": 1, "batches": 40, "pause": 0.01, "notes_samples": True, "remembers": remembers}
     with cluster(min_nodes=3, scheme="periodic", **epoch) as nodes:
-        for node in range(3):
-            nodes.start(node, fault="kill:in the exchange:4" if node == 1 else "")
+        nodes.start_all(3, "kill:in the exchange:4", at=1)
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
         seen = nodes.samples()[0]
         assert len(seen) == len({*seen}), "no sample twice"
         assert len(seen) == 8 * 3 * 40, "and all of them once"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("who", "moment"), [(0, "while it heals"), (1, "while it is healed")])
-def test_a_failed_heal_is_repeated(cluster, ranks, who, moment):
-    hold = {"20": "1.1", "40": "0.1" if who == 0 else "1.2"}
-    with cluster(min_nodes=3, scheme="diloco", ranks=ranks, hold=hold, **LASTING) as nodes:
-        for node in range(3):
-            nodes.start(node, fault=f"kill:{moment}:1" if node == who else "")
-        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 5)
-        nodes.signal(1, signal.SIGKILL)
-        nodes.watch()
-        ends_equal(nodes, [0, 1, 2])
 
 
 @pytest.mark.nightly
@@ -134,9 +118,8 @@ def test_a_stopped_node_is_excluded_and_heals(cluster, moment, who):
     """Also the first one, whose store keeps the vote, and where groups meet."""
     other = 2
     with cluster(min_nodes=2, scheme="diloco", hold={"40": f"{who}.1"}, **LASTING) as nodes:
-        for node in range(3):
-            nodes.start(node, fault=f"stop:{moment}:3" if node == who else "")
-        nodes.watch(until=lambda: bool(nodes.steps(other)) and nodes.steps(other)[-1][1] > 20)
+        nodes.start_all(3, f"stop:{moment}:3", at=who)
+        nodes.watch_until(other, 21)
         nodes.signal(who, signal.SIGCONT)
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
@@ -147,9 +130,8 @@ def test_a_stopped_node_is_excluded_and_heals(cluster, moment, who):
 @pytest.mark.nightly
 def test_a_node_asked_to_leave_leaves_and_the_others_continue(cluster):
     with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
-        for node in range(3):
-            nodes.start(node)
-        nodes.watch(until=lambda: bool(nodes.steps(2)) and nodes.steps(2)[-1][1] > 10)
+        nodes.start_all(3)
+        nodes.watch_until(2, 11)
         os.kill(nodes.living["2"].pid, signal.SIGTERM)
         nodes.watch(restarts=False)
         ends_equal(nodes, [0, 1])
@@ -160,9 +142,8 @@ def test_a_node_asked_to_leave_leaves_and_the_others_continue(cluster):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_node_waiting_for_a_lost_lighthouse_leaves_when_terminated(cluster, ranks):
     with cluster(min_nodes=2, scheme="periodic", ranks=ranks, **LASTING) as nodes:
-        for node in range(2):
-            nodes.start(node)
-        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 10)
+        nodes.start_all(2)
+        nodes.watch_until(1, 11)
         nodes.stop_lighthouse()
         time.sleep(1.0)  # they come to their next synchronization
         for node in nodes.living.values():
@@ -175,9 +156,8 @@ def test_node_waiting_for_a_lost_lighthouse_leaves_when_terminated(cluster, rank
 def test_when_all_have_died_the_run_goes_on_from_its_newest_checkpoint(cluster, tmp_path):
     folder = str(tmp_path / "checkpoints")
     with cluster(min_nodes=2, scheme="diloco", checkpoints=folder, resume=True, **LASTING) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 20)
+        nodes.start_all(2)
+        nodes.watch_until(0, 21)
         for node in range(2):
             nodes.signal(node, signal.SIGKILL)
         nodes.watch()
@@ -188,18 +168,13 @@ def test_when_all_have_died_the_run_goes_on_from_its_newest_checkpoint(cluster, 
         assert nodes.incarnations == {"0": 1, "1": 1}
 
 
-def two_train_and_die(nodes: Cluster) -> None:
-    nodes.start(0)
-    nodes.start(1)
-    nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 10)
-    for node in range(2):
-        nodes.signal(node, signal.SIGKILL)
-
-
 @pytest.mark.nightly
 def test_run_without_checkpoint_ends_with_an_error_when_all_nodes_died(cluster):
     with cluster(min_nodes=2, scheme="diloco", **LASTING) as nodes:
-        two_train_and_die(nodes)
+        nodes.start_all(2)
+        nodes.watch_until(0, 11)
+        for node in range(2):
+            nodes.signal(node, signal.SIGKILL)
         nodes.watch(until=lambda: min(nodes.incarnations.values()) >= 2)
         assert "would begin at step 0 again. Give fit(ckpt_path='last')" in nodes.log(0, 1)
 
@@ -207,9 +182,8 @@ def test_run_without_checkpoint_ends_with_an_error_when_all_nodes_died(cluster):
 @pytest.mark.nightly
 def test_restarted_lighthouse_costs_only_its_absence(cluster):
     with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
-        for node in range(2):
-            nodes.start(node)
-        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] > 10)
+        nodes.start_all(2)
+        nodes.watch_until(0, 11)
         nodes.stop_lighthouse()
         time.sleep(1.0)
         nodes.start_lighthouse()
@@ -220,37 +194,26 @@ def test_restarted_lighthouse_costs_only_its_absence(cluster):
 @pytest.mark.nightly
 def test_a_node_of_another_run_is_refused_by_the_lighthouse_of_this_one(cluster):
     with cluster(min_nodes=2, scheme="periodic", hold={"20": "2.0"}, **LASTING) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(0)))
+        nodes.start_all(2)
+        nodes.watch_until(0, 1)
         nodes.start(2, {"HIERCOMM_RUN": "another"}, hold={})
         nodes.watch(restarts=False)
         ends_equal(nodes, [0, 1])
         assert "belongs to run 'another:" in nodes.log(2)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("scheme", ["periodic", "streaming"])
-def test_a_node_that_is_there_twice_goes_on_as_the_later_one(cluster, scheme):
-    with cluster(min_nodes=2, scheme=scheme, hold={"20": "1.1"}, **LASTING) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 5)
-        first = nodes.living["1"]
-        nodes.start(1)
-        nodes.watch(restarts=False)
-        assert first.poll() == 1
-        assert "node '1' was started again, which replaces this incarnation" in nodes.log(1, 0)
-        ends_equal(nodes, [0, 1])
+GROWN = {"bank": True, "settings": {"average_buffers": ["net.*"]}, "validates": True}
+"""Nodes have a buffer whose length changes with every step."""
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", [*SCHEMES, *NEVER_EQUAL])
-def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme):
-    with cluster(min_nodes=2, scheme=scheme, hold={"20": "2.0"}, **LASTING) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(0)))
+@pytest.mark.parametrize(
+    ("scheme", "own"), [*((each, {}) for each in (*SCHEMES, *NEVER_EQUAL)), *((each, GROWN) for each in SCHEMES)]
+)
+def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme, own):
+    with cluster(min_nodes=2, scheme=scheme, hold={"20": "2.0"}, **own, **LASTING) as nodes:
+        nodes.start_all(2)
+        nodes.watch_until(0, 1)
         nodes.start(2)
         nodes.watch(restarts=False)
         first = ends_equal(nodes, [0, 1, 2])
@@ -259,39 +222,21 @@ def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_node_joins_others_whose_buffers_have_grown(cluster, scheme):
-    own = {"bank": True, "settings": {"average_buffers": ["net.*"]}}
-    with cluster(min_nodes=2, scheme=scheme, hold={"20": "2.0"}, validates=True, **own, **LASTING) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(0)))
-        nodes.start(2)
-        nodes.watch(restarts=False)
-        first = ends_equal(nodes, [0, 1, 2])
-        assert first["communication"]["heals"] == 1
-
-
-@pytest.mark.nightly
 def test_writes_of_elastic_nodes_in_a_validation_hook_are_undone(cluster):
-    with cluster(min_nodes=2, scheme="periodic", validates=True) as nodes:
-        for node in (0, 1):
-            nodes.start(node)
-        nodes.watch(restarts=False)
-        expected = ends_equal(nodes, [0, 1])["parameters"]
-    with cluster(min_nodes=2, scheme="periodic", validates=True, writes=True) as nodes:
-        for node in (0, 1):
-            nodes.start(node)
-        nodes.watch(restarts=False)
-        assert ends_equal(nodes, [0, 1])["parameters"] == expected
+    ends = []
+    for writes in (False, True):
+        with cluster(min_nodes=2, scheme="periodic", validates=True, writes=writes) as nodes:
+            nodes.start_all(2)
+            nodes.watch(restarts=False)
+            ends.append(ends_equal(nodes, [0, 1])["parameters"])
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.nightly
 def test_a_node_that_joins_at_the_last_sync_ends_with_the_others(cluster):
     with cluster(min_nodes=2, scheme="periodic", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
-        nodes.start(0)
-        nodes.start(1)
-        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] == 29)
+        nodes.start_all(2)
+        nodes.watch_until(0, 29)
         nodes.start(2)
         nodes.watch(restarts=False)
         first = ends_equal(nodes, [0, 1, 2])
@@ -303,9 +248,8 @@ def test_a_node_that_joins_at_the_last_sync_ends_with_the_others(cluster):
 def test_node_too_late_for_the_last_sync_reports_the_end(cluster):
     """It has asked while the others were there, and was asked to wait; it does not begin a run of its own."""
     with cluster(min_nodes=2, scheme="diloco", pause=0.01, hold={"29": "2.0.heard"}) as nodes:
-        for node in range(2):
-            nodes.start(node)
-        nodes.watch(until=lambda: bool(nodes.steps(0)) and nodes.steps(0)[-1][1] == 29)
+        nodes.start_all(2)
+        nodes.watch_until(0, 29)
         nodes.start(2)
         nodes.watch()
         ends_equal(nodes, [0, 1])
@@ -321,8 +265,7 @@ def test_node_too_late_for_the_last_sync_reports_the_end(cluster):
 def test_another_node_writes_checkpoints_when_the_writer_dies(cluster, tmp_path, scheme):
     folder = tmp_path / "checkpoints"
     with cluster(min_nodes=2, scheme=scheme, checkpoints=str(folder), pause=0.01, epochs=6) as nodes:
-        for node in range(3):
-            nodes.start(node, fault="kill:before the vote:5" if node == 0 else "")
+        nodes.start_all(3, "kill:before the vote:5", at=0)
         nodes.watch(restarts=False)
         first = ends_equal(nodes, [1, 2])
         assert not (nodes.folder / "0.json").exists(), "it is gone for good"
@@ -342,7 +285,7 @@ def test_a_heal_longer_than_dead_after_loses_no_node(cluster, who, moment, schem
         for node in range(3):
             faults = {0: "slow:while it heals:1", 1: "slow:while it is healed:1"} if node == who else {}
             nodes.start(node, fault=faults.get(node, ""))
-        nodes.watch(until=lambda: bool(nodes.steps(1)) and nodes.steps(1)[-1][1] > 5)
+        nodes.watch_until(1, 6)
         nodes.signal(1, signal.SIGKILL)
         nodes.watch()
         ends_equal(nodes, [0, 1, 2])
@@ -356,8 +299,7 @@ def test_a_heal_longer_than_dead_after_loses_no_node(cluster, who, moment, schem
 def test_all_ranks_repeat_a_sync_when_one_process_group_is_cut(cluster, tmp_path, scheme, what):
     """No node is lost, and it ends with the bits of nodes that stay."""
     with cluster(min_nodes=2, scheme=scheme, ranks=2, **LASTING) as nodes:
-        for node in range(2):
-            nodes.start(node, fault=f"{what}:in the exchange:3" if node == 1 else "")
+        nodes.start_all(2, f"{what}:in the exchange:3", at=1)
         nodes.watch(restarts=False)
         first = ends_equal(nodes, [0, 1])
         assert (nodes.folder / "1.struck").exists()

@@ -24,7 +24,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
+from elastic_fault import Fault
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,8 +40,7 @@ from lightning_hiercomm import (
 )
 from lightning_hiercomm._lightning.state_transfer import state_of
 from lightning_hiercomm.checkpoints.sidecar import random_state
-from lightning_hiercomm.comm.base import finished
-from lightning_hiercomm.elastic import groups, healing, lighthouse, membership, rendezvous, topology, vote
+from lightning_hiercomm.elastic import lighthouse, membership, rendezvous
 from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Scheme
 
 SCHEMES: dict[str, Callable[[int], Scheme]] = {
@@ -82,7 +81,6 @@ class Node:
         notes_samples: Write down which samples it has seen.
         notes_states: Write down, as digests, what it gives to joining nodes, and what it has when it begins to train.
         estimates: Let the schedule be as long as Lightning estimates the run.
-        width: Of the model, which has fifteen parameters for each of it.
         accelerator: ``"cpu"``, or ``"gpu"`` for nodes of one rank.
         bank: Fill a buffer whose length is another one on every node and after every step.
         writes: Write to the parameters in every validation.
@@ -108,7 +106,6 @@ class Node:
     notes_samples: bool = False
     notes_states: bool = False
     estimates: bool = False
-    width: int = 64
     accelerator: str = "cpu"
     bank: bool = False
     writes: bool = False
@@ -137,11 +134,11 @@ class Remembering(DataLoader):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, pause: float, seed: int, width: int = 64) -> None:
+    def __init__(self, pause: float, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(8, width), torch.nn.BatchNorm1d(width), torch.nn.ReLU(), torch.nn.Linear(width, 4)
+            torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         )
         self.pause = pause
         self.notes: Path | None = None
@@ -194,72 +191,6 @@ def go_to_namespace(name: str) -> None:
     with open(f"/var/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
             raise OSError(ctypes.get_errno(), f"cannot go to namespace {name}")
-
-
-class Fault:
-    """Strikes this process at a moment of its n-th synchronization, once: the node's next incarnation goes on."""
-
-    def __init__(self, fault: str, folder: Path, name: str) -> None:
-        self.what, self.moment, number = fault.split(":")
-        self.at, self.done = int(number), folder / f"{name}.struck"
-        self.seen = 0
-
-    def __call__(self, moment: str) -> bool:
-        """Strike, if it is time; whether it was."""
-        if moment != self.moment or self.done.exists():
-            return False
-        if self.what in ("close", "mute") and dist.get_rank() != 1:
-            return False
-        self.seen += 1
-        if self.seen < self.at:
-            return False
-        self.done.touch()
-        if self.what == "slow":
-            time.sleep(3.0)
-        elif self.what in ("kill", "stop"):
-            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.what])
-        return True
-
-    def install(self) -> None:
-        form, connect = rendezvous.Rendezvous.form, topology.ElasticTopology.connect_members
-        decide, launch = vote.Vote.decide, groups.InterNodeGroup._launch
-        fetch, put = healing.Healing.fetch, healing.Healing._put
-
-        def forms(own: Any, *args: Any) -> Any:
-            self("before the quorum")
-            return form(own, *args)
-
-        def connects(own: Any, *args: Any) -> Any:
-            error = connect(own, *args)
-            self("after the quorum")
-            return error
-
-        def decides(own: Any, *args: Any) -> Any:
-            self("before the vote")
-            is_kept = decide(own, *args)
-            self("after the vote")
-            return is_kept
-
-        def launches(own: Any, start: Any) -> Any:
-            if self.what == "mute" and self("in the exchange"):
-                return finished
-            move = launch(own, start)
-            if self("in the exchange") and self.what == "close":
-                move.wait()
-                own._group.close()
-            return move
-
-        def fetches(own: Any, *args: Any) -> Any:
-            self("while it is healed")
-            return fetch(own, *args)
-
-        def puts(own: Any, *args: Any) -> None:
-            self("while it heals")
-            put(own, *args)
-
-        rendezvous.Rendezvous.form, topology.ElasticTopology.connect_members = forms, connects
-        vote.Vote.decide, groups.InterNodeGroup._launch = decides, launches
-        healing.Healing.fetch, healing.Healing._put = fetches, puts
 
 
 def incarnation() -> str:
@@ -369,21 +300,18 @@ class Looks(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        strategy, state = trainer.strategy, model.state_dict()
-        floats = {name: value for name, value in state.items() if value.is_floating_point() and name != "bank"}
+        strategy = trainer.strategy
+        floats = {
+            name: value for name, value in model.state_dict().items() if value.is_floating_point() and name != "bank"
+        }
         values = b"".join(value.cpu().numpy().tobytes() for _, value in sorted(floats.items()))
         progress = trainer.fit_loop.epoch_loop.batch_progress
-        scheme = strategy.schemes[0]
+        state = strategy.schemes[0].state
         said = {
             "parameters": hashlib.sha256(values).hexdigest()[:16],
             "global_step": trainer.global_step,
             "epoch": trainer.current_epoch,
-            "scheme": [
-                scheme.state.steps,
-                scheme.state.synchronizations,
-                scheme.state.epoch,
-                scheme.state.step_in_epoch,
-            ],
+            "scheme": [state.steps, state.synchronizations, state.epoch, state.step_in_epoch],
             "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
             "batches": [progress.total.ready, progress.total.completed],
             "logger_step": trainer.fit_loop.epoch_loop._batches_that_stepped,
@@ -432,7 +360,7 @@ def main(node: Node) -> None:
         limit_val_batches=1.0 if node.validates else 0,
         num_sanity_val_steps=0,
     )
-    model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)), node.width)  # nodes begin unequal on purpose
+    model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)))  # nodes begin unequal on purpose
     model.notes = folder / f"{name}.{incarnation()}" if node.notes_samples else None
     model.estimates, model.writes = node.estimates, node.writes
     if node.bank:

@@ -39,7 +39,7 @@ class Cluster:
         start: Starts `python *arguments` in a session of its own, given its environment and a file for its output.
         dead_after: Seconds.
         min_nodes: Of all nodes.
-        lives: How often a node is started again at most.
+        incarnations: How often a node is started again at most.
         namespaces: By node, the network namespace in which it is; the lighthouse's is under ``"lighthouse"``.
         address: Of the lighthouse.
         settings: Of all nodes, see `elastic_node.Node`.
@@ -114,6 +114,11 @@ class Cluster:
         self._environments[name] = dict(environment or {})
         self._live(name)
 
+    def start_all(self, number: int, fault: str = "", at: int = -1, **settings: Any) -> None:
+        """Start so many nodes; a ``fault`` strikes the one with the number ``at``."""
+        for node in range(number):
+            self.start(node, fault=fault if node == at else "", **settings)
+
     def _live(self, name: str) -> None:
         incarnation = self.incarnations[name] = self.incarnations.get(name, -1) + 1
         environment = {
@@ -139,6 +144,10 @@ class Cluster:
             assert time.monotonic() < deadline, f"nodes {sorted(self._nodes)} still run\n{self.said_by_the_living()}"
             self.look(restarts)
             time.sleep(0.01)
+
+    def watch_until(self, node: int, step: int) -> None:
+        """Wait until a node has taken a step."""
+        self.watch(until=lambda: any(number >= step for _, number in self.steps(node)[-1:]))
 
     def look(self, restarts: bool = True) -> None:
         for name, process in list(self._nodes.items()):
