@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("tests", "tests/support", "tools")]
 
 import torch
-from harness import Rank, attached, flattened, on_a_gpu, on_ranks, reloaded, with_policy
+from devices import on_a_gpu
+from harness import Rank, attached, flattened, on_ranks, reloaded, with_policy
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR

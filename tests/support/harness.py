@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
+from devices import place
+from reloading import reloaded
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -36,47 +37,6 @@ TARGETS = (0.0, 2.0, 4.0, 10.0)
 _TRACED = 10_000
 """Elements; to make numbers of more takes longer than the step."""
 SGD_AT_HALF: MakeOptimizer = partial(torch.optim.SGD, lr=0.5)
-
-
-@dataclass
-class Place:
-    """Where the ranks of a test compute; the fixtures ``device`` and ``fake_device`` change it.
-
-    Tests see values of the CPU all the same: what they give to a rank is moved there, and what they get from it, here.
-
-    Attributes:
-        device: Of their tensors.
-        rank: Around all that a rank does.
-    """
-
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    rank: Callable[[], AbstractContextManager[object]] = nullcontext
-
-
-place = Place()
-
-
-@contextmanager
-def _on_a_stream(device: torch.device) -> Iterator[None]:
-    """Run on a stream of its own, and synchronize it at the end for readers on other streams."""
-    stream = torch.cuda.Stream(device)
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        stream.synchronize()
-
-
-@contextmanager
-def on_a_gpu() -> Iterator[torch.device]:
-    """Let ranks compute on the GPU, each on a stream of its own."""
-    before = place.device, place.rank
-    place.device = device = torch.device("cuda", torch.cuda.current_device())
-    place.rank = partial(_on_a_stream, device)
-    try:
-        yield device
-    finally:
-        place.device, place.rank = before
 
 
 def on_ranks(
@@ -198,17 +158,6 @@ class Rank:
             self.trace.append(self.values.tolist())
         return seen[0]
 
-    def train_on(self, samples: float) -> None:
-        """One step on a batch of so many samples; on none, the node idles."""
-        assert self.scheme.samples is not None
-        if samples:
-            self.scheme.samples.count(samples)
-            self.scheme.samples.count_step()
-            self.train()
-        else:
-            self.scheme.step(lambda: None)
-            self.trace.append(self.values.tolist())
-
     def averaged(self) -> Tensor:
         """Return the averaged values; the rank keeps its own."""
         snapshot = self.scheme.replica.snapshot()
@@ -252,33 +201,6 @@ def needs_a_backward_pass_for_each_rank() -> None:
     """Skip where backward passes wait for each other: autograd has one thread for a device, of all ranks."""
     if place.device.type != "cpu":
         pytest.skip("of ranks that are threads, one would hold autograd's thread of a GPU until the others come")
-
-
-_read: set[frozenset[type]] = set()
-
-
-def reloaded(state: dict[str, Any]) -> dict[str, Any]:
-    """What a file gives back of a state: tensors and primitives only.
-
-    torch is slow where it reads nothing else, so it is asked to for the first state of objects of these types.
-    """
-    file, kinds = io.BytesIO(), frozenset(_kinds(state))
-    torch.save(state, file)
-    file.seek(0)
-    given: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=kinds not in _read)
-    _read.add(kinds)
-    return given
-
-
-def _kinds(state: object) -> Iterator[type]:
-    yield type(state)
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            yield type(key)
-            yield from _kinds(value)
-    elif isinstance(state, list | tuple | set | frozenset):
-        for value in state:
-            yield from _kinds(value)
 
 
 def _flat(parameters: Sequence[Tensor]) -> Tensor:
@@ -338,7 +260,7 @@ def attached(
     named = shapes.items() if isinstance(shapes, Mapping) else ((str(i), shape) for i, shape in enumerate(shapes))
     dtypes = dtype if isinstance(dtype, Mapping) else defaultdict(lambda: dtype)
     module = torch.nn.ParameterDict(
-        {name: torch.full(_shape(shape), start, dtype=dtypes[name]) for name, shape in named}
+        {name: torch.zeros(shape, dtype=dtypes[name]).fill_(start) for name, shape in named}
     )
     module.register_buffer("buffer", None if buffer is None else buffer.clone())
     module.to(place.device)
@@ -367,10 +289,6 @@ def attached(
         if begins_epoch:
             own.begin_epoch(0, dict)
         yield Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
-
-
-def _shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    return (shape,) if isinstance(shape, int) else tuple(shape)
 
 
 def on_nodes(

@@ -114,7 +114,7 @@ def ends_ranks_after_an_error() -> Iterator[None]:
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """A GPU on which the ranks of a test compute, each on its own stream."""
-    from harness import on_a_gpu  # on the path only now
+    from devices import on_a_gpu  # on the path only now
 
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU that torch can use")
@@ -139,8 +139,8 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Ranks compute on devices that work in streams; in the end nothing must have been used out of order."""
+    from devices import place
     from fake_streams import FakeDevice
-    from harness import place
 
     with FakeDevice().installed() as device:
         monkeypatch.setattr(place, "rank", device.watching)
