@@ -337,12 +337,11 @@ _NAMED_PARTS = (("a",), ("c",), ("c", "a"), ("b", "c"))
 def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
     if kind == "periodic":
         period = draw.choice([1, 2, 3, 4, None])
-        arguments = {
+        return {
             "sync_every": period,
             "at_epoch_end": period is None or draw.random() < 0.6,
             "order": draw.choice(["after_step", "after_step", "before_step"]),
         }
-        return arguments
     if kind == "daso":
         period = draw.randint(1, 4)
         adapts = draw.random() < 0.3
@@ -409,17 +408,11 @@ def goes_together(c: Combination) -> bool:
         return False  # refused: GLU needs SGD
     if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
         return False  # refused: a server gets gradients
-    if c.scheme == "parameter_sync" and c.argument("reducer") == "unfair":
-        return False  # refused: only Gossip keeps weights
     parts = c.argument("fragments", 1)
     if c.dtype in _DTYPES and c.argument("staleness") and isinstance(parts, int) and parts > 1:
         return False  # may be refused: parts are of one type, so there may be more, and each is due earlier
     if c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments):
         return False  # refused: one half has no such parameters
-    if c.argument("plateau") is not None and len(c.losses) != c.epochs:
-        return False
-    if c.clamp is not None and c.scheme == "steps_delay" and c.argument("warmup_steps") < c.total:
-        return False  # pulls overwrite it after the warm-up
     if c.skip is not None and c.skip[0] < c.synchronous_steps:
         return False  # then all nodes skip
     parts = c.argument("fragments")

@@ -160,7 +160,7 @@ def drawn(number: int) -> Fit:
             "looks": (),
             "epochs": epochs,
             "steps": steps,
-            "weights": tuple(map(float, _sizes(base, draw))) if base.weights else None,
+            "weights": tuple(float(draw.randint(1, 3)) for _ in base.ranks) if base.weights else None,
             "dtype": draw.choice(["float64", "float64", "float64", "float32", base.dtype]),
             "resume": None,
             "knows_last": True,
@@ -196,10 +196,6 @@ def drawn(number: int) -> Fit:
     return fit if goes_together(fit) else drawn(number + 1_000_003)
 
 
-def _sizes(base: Combination, draw: random.Random) -> list[int]:
-    return [draw.randint(1, 3) for _ in base.ranks]
-
-
 def _fitting(fit: Fit, draw: random.Random) -> Fit:
     """Return the fit without settings that the Trainer refuses or that have no effect."""
     if fit.manual:
@@ -229,26 +225,14 @@ def goes_together(fit: Fit) -> bool:
     """Return whether no documented rule forbids a fit."""
     if fit.averages == "swa" and fit.resume is not None:
         return False  # a resumed run of Lightning's own strategies, too, keeps the learning rate that SWA would change
-    if not combinations.goes_together(fit) or fit.total < 1 or fit.batches < 1 or not 0 <= fit.cut < fit.steps:
+    if not combinations.goes_together(fit):
         return False
-    if fit.two and not fit.manual:
-        return False
-    if fit.manual and (fit.accumulate > 1 or fit.clip or fit.schedule or fit.averages == "swa" or fit.skip):
+    if fit.manual and (fit.averages == "swa" or fit.skip):
         return False  # the module's own to do
-    if not 0 <= fit.short < fit.accumulate:
-        return False
     writes = any(kind in fit.module for kind in ("clamp", "reborn"))
     if fit.scheme == "steps_delay" and writes:
         return False  # pulls overwrite what is written
-    if fit.skip is not None and fit.precision != "scaled":
-        return False
-    if fit.precision == "bf16-true" and fit.dtype != "bfloat16":
-        return False
-    if fit.finetuning and (
-        fit.freeze or fit.unfreeze is None or fit.unfreeze % fit.steps or fit.unfreeze >= fit.total or fit.two
-    ):
-        return False
-    if fit.finetuning and fit.resume is not None and fit.resume + 1 >= fit.unfreeze:
+    if fit.finetuning and (fit.two or (fit.resume is not None and fit.resume + 1 >= fit.steps)):
         return False  # Lightning freezes again after a resume, and does not unfreeze at the epoch that begins with it
     if "noise" in fit.module and fit.resume is not None and fit.validate is not None:
         return False  # Lightning does not repeat a validation that comes after the file, and it draws a number
@@ -264,17 +248,8 @@ def goes_together(fit: Fit) -> bool:
         return False
     if fit.averages == "swa" and "batchnorm" in fit.module:
         return False  # takes an epoch more: tests/compatibility/test_callbacks.py
-    if fit.stops and fit.validate is None:
-        return False
-    if (
-        fit.stops
-        and fit.resume is not None
-        and (fit.averages == "swap" or (fit.averages == "ema" and not fit.replicas))
-    ):
-        return False  # stops by an average that is in no file
-    if "monitor" in fit.saves and fit.validate is None:
-        return False
-    return fit.validate is None or fit.validate[0] != "batches" or fit.validate[1] <= fit.batches
+    averages_in_no_file = fit.averages == "swap" or (fit.averages == "ema" and not fit.replicas)
+    return not (fit.stops and fit.resume is not None and averages_in_no_file)
 
 
 # ---- one rank --------------------------------------------------------------------------------------------------------

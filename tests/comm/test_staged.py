@@ -55,7 +55,6 @@ def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None):
 
 
 @pytest.mark.pairwise
-@pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_staged_tensors_arrive_unchanged_and_in_order(name, wire, fake_device: FakeDevice):

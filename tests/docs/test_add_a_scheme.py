@@ -109,17 +109,17 @@ class Plainly:
         return sum(x) / 2
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [("Overlap-Local-SGD", "overlap"), ("CoCoD-SGD", "cocod"), ("SlowMo", "slowmo"), ("NoLoCo", "noloco")],
-)
-def test_compositions_of_the_page_are_the_methods(name, method):
+METHODS = {"Overlap-Local-SGD": "overlap", "CoCoD-SGD": "cocod", "SlowMo": "slowmo", "NoLoCo": "noloco"}
+
+
+@pytest.mark.parametrize("name", sorted({*METHODS, *COMPOSITIONS}))
+def test_every_composition_of_the_page_is_the_method(name):
     scheme = eval(COMPOSITIONS[name], {"SGD": SGD, "partial": partial, **vars(schemes)})
     period, plain = scheme.schedule.period, Plainly()
     x, expected = [0.0, 0.0], []
     for step in range(1, 3 * period + 1):
         x = [own + 0.02 * (target - own) for own, target in zip(x, (0.0, 8.0), strict=True)]
-        x = getattr(plain, method)(x) if step % period == 0 else x
+        x = getattr(plain, METHODS[name])(x) if step % period == 0 else x
         expected.append(x)
 
     def work(rank: Rank) -> list[float]:
@@ -130,10 +130,6 @@ def test_compositions_of_the_page_are_the_methods(name, method):
     traces = on_nodes(work, scheme, targets=(0.0, 8.0), inner=partial(SGD, lr=0.02), dtype=torch.float64)
     for node, trace in enumerate(traces):
         assert trace == pytest.approx([values[node] for values in expected], abs=1e-12)
-
-
-def test_every_composition_of_the_page_is_tested():
-    assert len(COMPOSITIONS) == 4
 
 
 class Decaying(Oracle):
@@ -233,7 +229,7 @@ def elastic(page, **arguments) -> ParameterSync:
     return ParameterSync(merge=page("schemes/elastic.py").Elastic(0.5), **arguments)
 
 
-def test_elastic_averaging_follows_the_numbers_worked_by_hand(page):
+def test_elastic_averaging_follows_the_numbers_and_ends_on_the_mean(page):
     # with alpha = 1/4 and beta = 1/2, by local steps to (0, 4) and (0, 5.5):
     # x = (0, 4) - (0, 4) / 4, c = 0 + 2 / 2;  then x = (0, 5.5) - (-1, 4.5) / 4; what is seen are the means of x
     def work(rank: Rank) -> list[float]:
@@ -241,11 +237,14 @@ def test_elastic_averaging_follows_the_numbers_worked_by_hand(page):
         for _ in range(2):
             rank.train()
             seen += [rank.values.item(), rank.averaged().item()]
-        return seen
+        centre = rank.scheme.state_dict(shared=True)["outer"]["state"][0]["reference"].item()
+        rank.scheme.finish()
+        return [*seen, centre, rank.values.item()]
 
+    ends = [1.875, 2.3125]  # c = 1 + (2.75 - 1) / 2
     assert on_nodes(work, elastic(page, schedule=1), targets=(0.0, 8.0)) == [
-        [0, 1.5, 0.25, 2.3125],
-        [3, 1.5, 4.375, 2.3125],
+        [0, 1.5, 0.25, 2.3125, *ends],
+        [3, 1.5, 4.375, 2.3125, *ends],
     ]
 
 
@@ -271,18 +270,3 @@ def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
     training = {"shapes": {"x": 5, "y": 3}, "nodes": ((0, 1), (2, 3)), "wire": wire}
     assert on_nodes(first, elastic(page, **words), **training) == on_nodes(second, elastic(page, **words), **training)
     assert len(saved) == 4
-
-
-def centre(rank: Rank) -> float:
-    rank.train()
-    rank.train()
-    return rank.scheme.state_dict(shared=True)["outer"]["state"][0]["reference"].item()
-
-
-def test_elastic_averaging_ends_on_the_mean_and_keeps_the_centre(page, fit):
-    scheme = elastic(page, schedule=1)
-    reports = fit(Oracle(2, targets=(0.0, 8.0)), {"scheme": scheme, "ranks_per_node": 1}, devices=2)
-    assert [report["report"] for report in reports] == [[0.0, 0.25], [3.0, 4.375]]
-    assert [report["state_dict"]["x"].item() for report in reports] == [2.3125] * 2
-    kept = on_nodes(centre, elastic(page, schedule=1), targets=(0.0, 8.0))
-    assert kept == [1.875, 1.875]  # 1 + (2.75 - 1) / 2

@@ -9,15 +9,8 @@ import pytest
 from elastic_cases import assert_equal, threads
 from elastic_threads import ElasticRank, Threads, wait_until
 
-from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, rendezvous
 from lightning_hiercomm.elastic.quorum import RunFinished, StaleReplica
-
-
-@pytest.fixture(autouse=True)
-def nodes_share_a_processor():
-    with on_one_processor():
-        yield
 
 
 @pytest.fixture

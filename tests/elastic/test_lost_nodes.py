@@ -24,16 +24,9 @@ from elastic_cases import (
 from elastic_threads import ElasticRank, Failing
 from harness import on_nodes
 
-from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic
 
 MOMENTS = ["before the quorum", "in the exchange", "before the vote", "after the vote"]
-
-
-@pytest.fixture(autouse=True)
-def nodes_share_a_processor():
-    with on_one_processor():
-        yield
 
 
 @pytest.mark.pairwise(groups=[("name",), ("moment", "sizes")])

@@ -24,17 +24,10 @@ from elastic_threads import ElasticRank, wait_until
 from harness import on_nodes
 
 from lightning_hiercomm import Gossip
-from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic import Elastic, rendezvous
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.quorum import NodeRefused
 from lightning_hiercomm.run.averaged_model import AveragedModel
-
-
-@pytest.fixture(autouse=True)
-def nodes_share_a_processor():
-    with on_one_processor():
-        yield
 
 
 def recover(own: ElasticRank):

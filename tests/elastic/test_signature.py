@@ -39,6 +39,13 @@ def test_keys_of_stores_need_the_token():
     assert Signer("token").key("vote") != Signer("token").key("group")
 
 
+def takes_part(own: ElasticRank) -> int:
+    """Train, and return the number of nodes."""
+    own.join()
+    own.train(5)
+    return own.membership.history.nodes
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -64,15 +71,8 @@ def test_data_of_other_programs_is_ignored(said, token):
 
     threads.lights.ask = ask_among_strangers
 
-    def work(own: ElasticRank):
-        own.join()
-        for _ in range(3):
-            own.step()
-        own.scheme.finish()
-        return own.membership.history.nodes
-
     for node in range(2):
-        threads.start(node, work)
+        threads.start(node, takes_part)
     assert threads.end() == {("0", 0): 2, ("1", 0): 2}
 
 
@@ -85,14 +85,7 @@ def test_node_with_another_token_does_not_begin_a_run_of_its_own():
         threads.results["2", 0] = waits
         own.die()
 
-    def work(own: ElasticRank):
-        own.join()
-        for _ in range(5):
-            own.step()
-        own.scheme.finish()
-        return own.membership.history.nodes
-
-    for node, does in enumerate((work, work, stranger)):
+    for node, does in enumerate((takes_part, takes_part, stranger)):
         threads.start(node, does)
     results = threads.end()
     assert (results["0", 0], results["1", 0]) == (2, 2)

@@ -21,15 +21,8 @@ from elastic_threads import ElasticRank, Failing, Threads, play, wait_until
 
 from lightning_hiercomm import PeriodicAveraging
 from lightning_hiercomm.comm.base import finished
-from lightning_hiercomm.comm.threads import on_one_processor
 from lightning_hiercomm.elastic.groups import InterNodeGroup
 from lightning_hiercomm.elastic.quorum import NodeRefused, StaleReplica
-
-
-@pytest.fixture(autouse=True)
-def nodes_share_a_processor():
-    with on_one_processor():
-        yield
 
 
 @pytest.mark.pairwise(groups=[("name",), ("sizes", "wire")])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from forked import ForkedPython, stand_in_for_python
+from PIL import Image
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -30,6 +31,16 @@ class Folder:
     def fit_digits(self, *arguments: str | Path) -> str:
         """What the digits example prints with its configuration, and others laid over it."""
         return self.run("digits/main.py", "fit", "--config", self.digits / "config.yaml", *arguments)
+
+    def make_imagenet(self, training: int, validation: int) -> Path:
+        """So many pictures of each of two classes, in folders as ImageNet's."""
+        root = self.path / "imagenet"
+        for split, count in (("train", training), ("val", validation)):
+            for kind, gray in (("dark", 30), ("light", 220)):
+                (root / split / kind).mkdir(parents=True)
+                for number in range(count):
+                    Image.new("RGB", (48, 40), (gray,) * 3).save(root / split / kind / f"{number}.png")
+        return root
 
     @staticmethod
     def accuracy(output: str) -> float:

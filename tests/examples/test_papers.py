@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
 STRATEGY = "--trainer.strategy.init_args"
@@ -39,36 +38,31 @@ runpy.run_path({program!r}, run_name="__main__")
 """
 
 
-def make_pictures(root, dataset):
-    """A few, in the files that torchvision reads."""
+def make_pictures(folder, dataset):
+    """A few, in the files that torchvision reads; where they are."""
     if dataset == "imagenet":
-        for split in ("train", "val"):
-            for kind in ("dark", "light"):
-                (root / split / kind).mkdir(parents=True)
-                for number in range(4):
-                    pixels = np.full((40, 48, 3), 30 if kind == "dark" else 220, dtype=np.uint8)
-                    Image.fromarray(pixels).save(root / split / kind / f"{number}.png")
-        return
+        return folder.make_imagenet(training=4, validation=4)
+    root = folder.path / "data"
     if dataset == "mnist":
         raw = root / "MNIST" / "raw"
         raw.mkdir(parents=True)
         for split in ("train", "t10k"):
-            write_idx(
-                raw / f"{split}-images-idx3-ubyte",
-                np.random.default_rng(0).integers(256, size=(8, 28, 28), dtype=np.uint8),
-            )
+            pixels = np.random.default_rng(0).integers(256, size=(8, 28, 28), dtype=np.uint8)
+            write_idx(raw / f"{split}-images-idx3-ubyte", pixels)
             write_idx(raw / f"{split}-labels-idx1-ubyte", np.arange(8, dtype=np.uint8))
-        return
-    folder, files, labels, meta = {
+        return root
+    name_of_folder, files, labels, meta = {
         "cifar10": ("cifar-10-batches-py", [f"data_batch_{i}" for i in range(1, 6)], "labels", "batches.meta"),
         "cifar100": ("cifar-100-python", ["train"], "fine_labels", "meta"),
     }[dataset]
-    (root / folder).mkdir(parents=True)
+    where = root / name_of_folder
+    where.mkdir(parents=True)
     for name in [*files, "test_batch" if dataset == "cifar10" else "test"]:
         pixels = np.random.default_rng(0).integers(256, size=(8, 3072), dtype=np.uint8)
-        (root / folder / name).write_bytes(pickle.dumps({"data": pixels, labels: list(range(8))}))
+        (where / name).write_bytes(pickle.dumps({"data": pixels, labels: list(range(8))}))
     names = {"label_names" if dataset == "cifar10" else "fine_label_names": [str(i) for i in range(8)]}
-    (root / folder / meta).write_bytes(pickle.dumps(names))
+    (where / meta).write_bytes(pickle.dumps(names))
+    return root
 
 
 def write_idx(path, values):
@@ -97,18 +91,13 @@ ON_PUSH = [next(run for run in RUNS if run[1] == dataset) for dataset in ("cifar
 )
 def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, dataset):
     text = (PAPERS / config).read_text()
-    make_pictures(folder.path / "data", dataset)
+    pictures = make_pictures(folder, dataset)
     out = fit(
         folder,
         config,
         *("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.num_nodes=1", "--trainer.devices=2"),
         *(f"{STRATEGY}.ranks_per_node=1", f"{STRATEGY}.start_method=fork", "--trainer.fast_dev_run=2"),
-        *(
-            "--data.root=data",
-            f"--data.dataset={dataset}",
-            "--data.batch_size=2",
-            "--data.num_workers=0",
-        ),
+        *(f"--data.root={pictures}", f"--data.dataset={dataset}", "--data.batch_size=2", "--data.num_workers=0"),
         *(option for word, options in SMALL.items() if word in text for option in options),
     )
     steps = 1 if "accumulate" in text else 2

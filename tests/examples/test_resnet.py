@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
-from PIL import Image
 
 
 def fit(folder, config, *arguments):
@@ -28,13 +26,7 @@ def test_the_large_configurations_are_valid(folder):
 
 @pytest.mark.long("three epochs, one for each of DASO's phases, of a network of torchvision")
 def test_the_imagenet_configuration_trains_on_folders_of_pictures(folder):
-    for split, count in (("train", 8), ("val", 4)):
-        for kind in ("dark", "light"):
-            place = folder.path / "imagenet" / split / kind
-            place.mkdir(parents=True)
-            for number in range(count):
-                pixels = np.full((40, 48, 3), 30 if kind == "dark" else 220, dtype=np.uint8)
-                Image.fromarray(pixels).save(place / f"{number}.png")
+    pictures = folder.make_imagenet(training=8, validation=4)
     out = fit(
         folder,
         "imagenet.yaml",
@@ -42,7 +34,7 @@ def test_the_imagenet_configuration_trains_on_folders_of_pictures(folder):
         *("--trainer.strategy.init_args.ranks_per_node=1", "--trainer.strategy.init_args.start_method=fork"),
         *("--trainer.max_epochs=3", "--trainer.strategy.init_args.scheme.init_args.warmup.epochs=1"),
         *("--trainer.strategy.init_args.scheme.init_args.cooldown.epochs=1", "--model.architecture=shufflenet_v2_x0_5"),
-        *("--model.num_classes=2", "--data.root=imagenet", "--data.size=32", "--data.batch_size=4"),
+        *("--model.num_classes=2", f"--data.root={pictures}", "--data.size=32", "--data.batch_size=4"),
         "--data.num_workers=0",
     )
     assert "what was sent" in out  # the monitor's summary

@@ -14,18 +14,11 @@ ROUTES = {"10.0.0.1": "10.0.0.5", "10.1.0.7": "10.1.0.5"}
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A machine with two networks, whose own name is a loopback address."""
-    monkeypatch.delenv(module.VARIABLE, raising=False)
+    monkeypatch.setenv(module.VARIABLE, "")  # the package sets it itself
+    monkeypatch.delenv(module.VARIABLE)
     monkeypatch.setattr(module, "interfaces", lambda: KNOWN)
     monkeypatch.setattr(module, "resolved", lambda name: "127.0.1.1")
     monkeypatch.setattr(module, "address_towards", ROUTES.get)
-
-
-def chosen(monkeypatch, main_address, others=()):
-    found = use_reachable_interface(main_address, lambda own: [own, *others])
-    variable = module.os.environ.get(module.VARIABLE)
-    monkeypatch.delenv(module.VARIABLE, raising=False)
-    assert (found is None) == (variable is None)
-    return variable
 
 
 def test_the_loopback_interface_of_this_machine_is_found(monkeypatch):
@@ -35,27 +28,27 @@ def test_the_loopback_interface_of_this_machine_is_found(monkeypatch):
     assert module.address_towards("no-such-host.invalid") is None
 
 
-@pytest.mark.parametrize(("main_address", "interface"), [("10.0.0.1", "eth0"), ("10.1.0.7", "ib0")])
-def test_gloo_uses_the_interface_towards_rank_0(monkeypatch, main_address, interface):
-    assert chosen(monkeypatch, main_address) == interface
+LOOPBACK = "127.0.1.1"
 
 
-def test_rank_0_uses_the_interface_towards_another_rank(monkeypatch):
-    assert chosen(monkeypatch, "own-host-name", ["", "10.1.0.7"]) == "ib0"
-
-
-def test_ranks_of_one_machine_keep_the_loopback(monkeypatch):
-    assert chosen(monkeypatch, "127.0.0.1", ["", ""]) is None
-
-
-def test_a_name_of_a_usable_address_decides(monkeypatch):
-    monkeypatch.setattr(module, "resolved", lambda name: "10.1.0.5")
-    assert chosen(monkeypatch, "10.0.0.1") is None
-
-
-def test_a_name_of_an_address_that_the_machine_no_longer_has_does_not_decide(monkeypatch):
-    monkeypatch.setattr(module, "resolved", lambda name: "10.9.9.9")
-    assert chosen(monkeypatch, "10.0.0.1") == "eth0"
+@pytest.mark.parametrize(
+    ("main_address", "others", "own_name", "interface"),
+    [
+        pytest.param("10.0.0.1", [], LOOPBACK, "eth0", id="the one towards rank 0"),
+        pytest.param("10.1.0.7", [], LOOPBACK, "ib0", id="the other one towards rank 0"),
+        pytest.param("own-host-name", ["", "10.1.0.7"], LOOPBACK, "ib0", id="on rank 0, the one towards another rank"),
+        pytest.param("127.0.0.1", ["", ""], LOOPBACK, None, id="the loopback for ranks of one machine"),
+        pytest.param("10.0.0.1", [], "10.1.0.5", None, id="that of a usable address of the host name"),
+        pytest.param("10.0.0.1", [], "10.9.9.9", "eth0", id="not an address that the machine no longer has"),
+    ],
+)
+def test_gloo_uses_the_interface_over_which_ranks_reach_each_other(
+    monkeypatch, main_address, others, own_name, interface
+):
+    monkeypatch.setattr(module, "resolved", lambda name: own_name)
+    found = use_reachable_interface(main_address, lambda own: [own, *others])
+    assert module.os.environ.get(module.VARIABLE) == interface
+    assert (found is None) == (interface is None)
 
 
 def test_a_variable_that_is_set_is_not_overruled(monkeypatch):
