@@ -7,7 +7,7 @@ Faults are drawn from the seed; ``cut`` needs root, and network namespaces.
 It counts how often the run stood still; how long survivors waited for each fault at most, compared with their
 undisturbed pace; how long a node needed from asking to training; which share of an undisturbed run's steps was taken
 by the survivors (``waits alone``), and by all nodes together (``with restarts``: what a node has trained since the last
-synchronization is lost with it); whether all end with equal bits; and the loss, compared with that of nodes that stay.
+synchronization is lost with it); and whether all end with equal bits.
 
 ``--torchft SECONDS`` lets the same faults happen to torchft's own DiLoCo, with a Manager of that timeout.
 """
@@ -92,7 +92,6 @@ class Outcome:
         steps: Of the run.
         seconds: From the first fault to the last one's end.
         pace: Seconds per step, with synchronizations: the median of all periods; most are undisturbed.
-        calm_pace: The same, the mean before the first fault; other work of the machine shows in the difference.
         kept_waits_alone: Which share of the undisturbed run's steps the run took in that time.
         kept_with_restarts: The same of all nodes' steps, less those that were lost.
         missed_end: How many came back when the others had ended.
@@ -108,7 +107,6 @@ class Outcome:
     steps: int = 0
     seconds: float = 0.0
     pace: float = 0.0
-    calm_pace: float = 0.0
     kept_waits_alone: float = 0.0
     kept_with_restarts: float = 0.0
     missed_end: int = 0
@@ -225,11 +223,10 @@ class Run:
         (self._nodes.folder / "end.new").rename(self._nodes.folder / "end")
         self.go_on()
 
-    def count(self, undisturbed: tuple[float, float], disturbed: tuple[float, float], every: int) -> None:
+    def count(self, disturbed: tuple[float, float], every: int) -> None:
         """Sum up.
 
         Args:
-            undisturbed: From when to when nothing happened.
             disturbed: From the first fault until all were back after the last.
             every: Steps between synchronizations.
         """
@@ -240,9 +237,8 @@ class Run:
         for when, step in taken:
             if step % every == 1 % every:
                 first[step] = min(first.get(step, when), when)
-        periods = [(first[step], first[step + every] - first[step]) for step in first if step + every in first]
-        outcome.calm_pace = statistics.mean(t for at, t in periods if undisturbed[0] <= at <= undisturbed[1]) / every
-        outcome.pace = statistics.median(t for _, t in periods) / every
+        periods = [first[step + every] - first[step] for step in first if step + every in first]
+        outcome.pace = statistics.median(periods) / every
         usual = statistics.median(after[0] - before[0] for each in steps.values() for before, after in pairwise(each))
         begin, end = disturbed
         outcome.seconds = end - begin
@@ -373,7 +369,6 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
             scheme=arguments.scheme,
             every=arguments.sync_every,
             pause=arguments.pause,
-            seed=arguments.parameters,
             epochs=10**6,
             batches=arguments.sync_every * 10,
             **({"timeout": arguments.torchft} if is_theirs else {}),
@@ -385,8 +380,7 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
             run = Run(nodes, names, arguments.sync_every, period, wires.cut)
             try:
                 run.go_on(until=run.all_train)
-                calm = time.time() + period, time.time() + period + arguments.calm
-                run.go_on(calm[1] - time.time())
+                run.go_on(period + arguments.calm)
                 begin = time.time()
                 faults = drawn(arguments)
                 while time.time() - begin < 60 * arguments.minutes and len(run.outcome.faults) < arguments.faults:
@@ -398,7 +392,7 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
                 run.go_on(period)
                 end = time.time()
                 run.end(4, arguments.sync_every)
-                run.count(calm, (begin, end), arguments.sync_every)
+                run.count((begin, end), arguments.sync_every)
             except RuntimeError as error:
                 run.outcome.troubles.append(str(error)[-20000:])
                 return run.outcome
@@ -420,19 +414,6 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
         if wrong:
             outcome.troubles.append(f"nodes ended with {wrong}\n{nodes.said()}")
         return outcome
-
-
-def undisturbed_loss(arguments: argparse.Namespace, steps: int, seed: int) -> float:
-    """The loss of as many nodes that stay, after as many steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        nodes = Cluster(Path(folder), ForkedPython, scheme=arguments.scheme, every=arguments.sync_every)
-        settings = {"ranks_per_node": [1] * arguments.nodes}
-        seed += arguments.parameters
-        more = {"elastic": None, "ranks": arguments.nodes, "steps": steps, "seed": seed, "settings": settings}
-        nodes.start(0, {"HIERCOMM_LIGHTHOUSE": ""}, **more, batches=arguments.sync_every * 10)
-        nodes.watch(3600.0, restarts=False)
-        loss: float = nodes.result(0)["loss"]
-        return loss
 
 
 def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
@@ -474,8 +455,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dead-after", type=float, default=2.0)
     parser.add_argument("--torchft", type=float, help="torchft's own DiLoCo, with a Manager's timeout in seconds")
     parser.add_argument("--calm", type=float, default=30.0, help="seconds before the first fault, for the pace")
-    parser.add_argument("--parameters", type=int, default=0, help="a seed")
-    parser.add_argument("--losses", type=int, default=0, help="of nodes that stay, with so many seeds from that one on")
     parser.add_argument("--out", type=Path, help="a JSON file for all of it")
     parser.add_argument("--keep", type=Path, help="a folder for what the nodes write")
     chosen = parser.parse_args(arguments)
@@ -491,16 +470,9 @@ def main(given: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         outcome = play(arguments, folder)
     print(said(outcome, arguments), *outcome.troubles, sep="\n", flush=True)
-    whole: dict[str, Any] = {
-        "arguments": {key: str(value) for key, value in vars(arguments).items()},
-        **asdict(outcome),
-    }
-    for seed in range(arguments.losses + 1):
-        if arguments.out:
-            arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
-        if seed < arguments.losses:
-            whole.setdefault("losses_undisturbed", []).append(undisturbed_loss(arguments, outcome.steps, seed))
-            print("loss of nodes that stay:", whole["losses_undisturbed"][-1], flush=True)
+    if arguments.out:
+        whole = {"arguments": {key: str(value) for key, value in vars(arguments).items()}, **asdict(outcome)}
+        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
     return 1 if outcome.troubles or outcome.hangs else 0
 
 

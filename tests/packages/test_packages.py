@@ -355,15 +355,7 @@ def litgpt(folder: Path, how: str) -> dict[str, Any]:
     return {"loss": float(loss), "bound": 3.0}
 
 
-PACKAGES = {
-    "chemprop": chemprop,
-    "darts": darts,
-    "lightly": lightly,
-    "gluonts": gluonts,
-    "pytorch_tabular": pytorch_tabular,
-    "nequip": nequip,
-    "litgpt": litgpt,
-}
+PACKAGES = {train.__name__: train for train in (chemprop, darts, lightly, gluonts, pytorch_tabular, nequip, litgpt)}
 
 
 @pytest.mark.parametrize("name", PACKAGES)

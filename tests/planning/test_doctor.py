@@ -13,12 +13,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning import doctor
 from lightning_hiercomm.planning.doctor import Finding
 
-GOOD = {
-    "torch": "2.15.0",
-    "lightning": "2.6.6",
-    "torchmetrics": "1.0",
-    "lightning-hiercomm": "0.1.0",
-}
+GOOD = {"torch": "2.15.0", "lightning": "2.6.6", "torchmetrics": "1.0", "lightning-hiercomm": "0.1.0"}
 
 
 def levels(findings):
