@@ -21,9 +21,8 @@ from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch
 
 
 @pytest.mark.parametrize("is_nccl", [True, False])
-def test_nccl_connects_once_before_exchanges_of_a_subset(is_nccl, monkeypatch):
+def test_nccl_connects_once_before_exchanges_of_a_subset(is_nccl, monkeypatch, process_group):
     gathers: list[object] = []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "all_gather_object", lambda values, value, group: gathers.append(group))
     group = TorchCommunicator(None, [0], 0, "inter", Meter())
     group.is_nccl = is_nccl
@@ -171,8 +170,7 @@ class Post:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 9, 16, 21])
-def test_gathering_objects_over_gloo_sends_two_per_member(size, monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_gathering_objects_over_gloo_sends_two_per_member(size, monkeypatch, process_group):
     post = Post(monkeypatch)
     ranks = [3 * member for member in range(size)]
     values = [(member, "a place", None) for member in range(size)]
@@ -182,8 +180,7 @@ def test_gathering_objects_over_gloo_sends_two_per_member(size, monkeypatch):
     assert max(peers.values(), default=0) <= size.bit_length()
 
 
-def test_members_of_a_large_group_connect_to_neighbors_only(monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_members_of_a_large_group_connect_to_neighbors_only(monkeypatch, process_group):
     posted: list[tuple[str, int]] = []
 
     class Operation:
@@ -208,8 +205,7 @@ def test_a_device_whose_order_of_work_is_not_known_is_refused():
 
 
 @pytest.fixture
-def over_gloo() -> TorchCommunicator:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def over_gloo(process_group) -> TorchCommunicator:
     return TorchCommunicator(None, [0], 0, "inter", Meter())
 
 

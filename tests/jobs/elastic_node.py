@@ -76,8 +76,6 @@ class Node:
         checkpoints: The folder for them; none if empty.
         resume: From the last one.
         validates: After each epoch.
-        seed: Of the parameters.
-        steps: Of the run, instead of its epochs; none if 0.
         notes_samples: Write down which samples it has seen.
         notes_states: Write down, as digests, what it gives to joining nodes, and what it has when it begins to train.
         estimates: Let the schedule be as long as Lightning estimates the run.
@@ -101,8 +99,6 @@ class Node:
     checkpoints: str = ""
     resume: bool = False
     validates: bool = False
-    seed: int = 0
-    steps: int = 0
     notes_samples: bool = False
     notes_states: bool = False
     estimates: bool = False
@@ -345,8 +341,7 @@ def main(node: Node) -> None:
     if node.checkpoints:
         callbacks.append(ModelCheckpoint(node.checkpoints, save_last=True, every_n_train_steps=node.every))
     trainer = pl.Trainer(
-        max_epochs=-1 if node.steps else node.epochs,
-        max_steps=node.steps or -1,
+        max_epochs=node.epochs,
         limit_train_batches=node.batches,
         accelerator=node.accelerator,
         devices=node.ranks,
@@ -360,7 +355,7 @@ def main(node: Node) -> None:
         limit_val_batches=1.0 if node.validates else 0,
         num_sanity_val_steps=0,
     )
-    model = Net(node.pause, 1000 * node.seed + sum(map(ord, name)))  # nodes begin unequal on purpose
+    model = Net(node.pause, sum(map(ord, name)))  # nodes begin unequal on purpose
     model.notes = folder / f"{name}.{incarnation()}" if node.notes_samples else None
     model.estimates, model.writes = node.estimates, node.writes
     if node.bank:

@@ -18,23 +18,20 @@ class Kills(pl.Callback):
     Args:
         folder: Gets one file per start of the run, and one per kill.
         times: How often.
-        seed: Of ranks and moments.
-        within: Steps after a start within which the kill comes.
     """
 
-    def __init__(self, folder: str, times: int = 5, seed: int = 0, within: int = 24) -> None:
-        self.folder = Path(folder)
-        self.times, self.seed, self.within = times, seed, within
+    def __init__(self, folder: str, times: int = 5) -> None:
+        self.folder, self.times = Path(folder), times
         self.kills = 0
         self.victim, self.at = -1, -1
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.kills = len([*self.folder.glob("kill-*")])
         trainer.strategy.barrier()  # or the victim of the next kill writes before others have counted
-        draw = random.Random(f"{self.seed} {self.kills}")
+        draw = random.Random(f"0 {self.kills}")
         if self.kills < self.times:
             self.victim = draw.randrange(trainer.world_size)
-            self.at = trainer.global_step + draw.randrange(2, self.within)
+            self.at = trainer.global_step + draw.randrange(2, 24)
         if trainer.global_rank == 0:
             start = {"step": trainer.global_step, "ranks": trainer.world_size}
             (self.folder / f"start-{len([*self.folder.glob('start-*')])}").write_text(json.dumps(start))

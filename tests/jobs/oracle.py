@@ -30,11 +30,9 @@ class Oracle(pl.LightningModule):
         self.x = torch.nn.Parameter(torch.zeros(1))
         self.arguments = arguments
         self.trace: list[float] = []
-        self.started: list[float] = []
         self.samples: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.started.append(time.monotonic())
         self.samples += batch.flatten().tolist()
         arguments = self.arguments
         if self.global_rank == arguments.slow_rank:
@@ -114,7 +112,6 @@ class Report(pl.Callback):
             "samples": pl_module.samples,
             "trace": pl_module.trace,
             "x": pl_module.x.item(),
-            "started": pl_module.started,
         }
         unfinished = self.folder / f"unfinished-{trainer.global_rank}.json"
         unfinished.write_text(json.dumps(report))

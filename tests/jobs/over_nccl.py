@@ -1,7 +1,4 @@
-"""A fit of every scheme over nccl, each rank a node with a GPU of its own: ``torchrun ... over_nccl.py FOLDER``.
-
-Given ``gloo`` as well, it does the same on the CPU.
-"""
+"""A fit of every scheme over nccl, each rank a node with a GPU of its own: ``torchrun ... over_nccl.py FOLDER``."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from jobs.on_a_device import SCHEMES, Net
 from lightning_hiercomm import HierarchicalStrategy
 
 
-def fits(accelerator: str) -> dict[str, torch.Tensor]:
+def fits() -> dict[str, torch.Tensor]:
     """The weights that every scheme ended with, flat, by its name."""
     warnings.filterwarnings("ignore")
     found = {}
     for name, scheme in SCHEMES.items():
         module = Net()
         pl.Trainer(
-            accelerator=accelerator,
+            accelerator="gpu",
             devices=int(os.environ["WORLD_SIZE"]),
             strategy=HierarchicalStrategy(scheme(), ranks_per_node=1),
             max_epochs=1,
@@ -38,5 +35,4 @@ def fits(accelerator: str) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    folder, *where = sys.argv[1:]
-    torch.save(fits("cpu" if where else "gpu"), Path(folder) / f"{os.environ['RANK']}.pt")
+    torch.save(fits(), Path(sys.argv[1]) / f"{os.environ['RANK']}.pt")

@@ -106,7 +106,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--fits", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--schemes", nargs="+", choices=ASYNCHRONOUS, default=[*ASYNCHRONOUS])
     arguments = parser.parse_args()
     gc.freeze()  # what is imported stays, and every look would go through it
     fits: list[dict[str, int]] = []
@@ -114,7 +113,7 @@ def main() -> None:
         fit(SCHEMES[number % len(SCHEMES)](), 1, BoringModel(), 4)
         fits.append(held())
     steps: dict[str, list[dict[str, int]]] = {}
-    for name in arguments.schemes if arguments.steps else ():
+    for name in ASYNCHRONOUS if arguments.steps else ():
         watch = Watch(arguments.steps)
         fit(ASYNCHRONOUS[name](), 2, Long(), arguments.steps, watch)
         steps[name] = watch.seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
@@ -12,12 +11,7 @@ from lightning_hiercomm.comm.torch import TorchCommunicator
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
 from lightning_hiercomm.nodes.hosts import Place
 
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def _connects_in_a_fork(done):
@@ -27,7 +21,6 @@ def _connects_in_a_fork(done):
     done.set()
 
 
-@pytest.mark.usefixtures("alone")
 def test_abandoned_topologies_are_closed_after_the_next_connect():
     first = connect_world(0, 1, Place(0, 0))
     leave_behind(first)
@@ -37,7 +30,6 @@ def test_abandoned_topologies_are_closed_after_the_next_connect():
     second.close()
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_fork_does_not_wait_for_threads_of_its_parent():
     """The threads that it would wait for are not there."""
     left = connect_world(0, 1, Place(0, 0))
@@ -53,7 +45,6 @@ def test_a_fork_does_not_wait_for_threads_of_its_parent():
     assert left.is_closed
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("inter_node", "is_nccl", "waits"), [("torch", True, False), ("torch", False, True), ("gloo", True, True)]
 )
