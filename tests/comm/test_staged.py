@@ -90,34 +90,29 @@ def test_processes_synchronize_over_gloo_as_over_torch(fit):
     assert traces("gloo") == traces("torch")
 
 
-def test_cpu_tensors_are_not_staged():
-    def work(topology) -> list[float]:
-        inter = topology.inter
-        tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
-        inter.all_gather(whole, tensor[:2]).wait()
-        inter.reduce_scatter(part, tensor.clone()).wait()
-        inter.all_reduce(tensor).wait()
-        inter.broadcast(scalar := torch.tensor(float(topology.rank)), source=1).wait()
-        return [tensor[0].item(), *whole.tolist(), *part.tolist(), scalar.item(), *inter.all_gather_object("x")]
+def moved(topology) -> list[float]:
+    inter = topology.inter
+    tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
+    inter.all_gather(whole, tensor[:2].clone()).wait()
+    inter.reduce_scatter(part, tensor.clone()).wait()
+    inter.all_reduce(tensor).wait()
+    inter.broadcast(scalar := torch.tensor(float(topology.rank)), source=1).wait()
+    return [tensor[0].item(), *whole.tolist(), *part.tolist(), scalar.item(), *inter.all_gather_object("x")]
 
-    results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
-    assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0, 2.0, "x", "x"]
+
+MOVED = [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0, 2.0, "x", "x"]
+
+
+def test_cpu_tensors_are_not_staged():
+    results = on_ranks(moved, TWO_BY_TWO, connect=staging, waits_on_host=True)
+    assert results[0] == results[2] == MOVED
     assert harness.place.device.type == "cpu"
 
 
 def test_inference_mode_tensors_are_staged(fake_device: FakeDevice):
     """Validation averages in it, and the thread that moves it is not in that mode by itself."""
-
-    def work(topology) -> list[float]:
-        with torch.inference_mode():
-            tensor, whole, part = torch.full((4,), 1.0 + topology.rank), torch.zeros(4), torch.zeros(2)
-            topology.inter.all_gather(whole, tensor[:2].clone()).wait()
-            topology.inter.reduce_scatter(part, tensor.clone()).wait()
-            topology.inter.all_reduce(tensor).wait()
-            return [tensor[0].item(), *whole.tolist(), *part.tolist()]
-
-    results = on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True)
-    assert results[0] == results[2] == [4.0, 1.0, 1.0, 3.0, 3.0, 4.0, 4.0]
+    results = on_ranks(torch.inference_mode()(moved), TWO_BY_TWO, connect=staging, waits_on_host=True)
+    assert results[0] == results[2] == MOVED
 
 
 def test_waiting_for_tensors_of_the_cpu_is_exposed_time_of_the_run():

@@ -71,21 +71,13 @@ def test_a_rank_makes_its_own_groups_only_and_as_many_as_every_other(rank, made)
     assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 
 
-def test_all_ranks_make_all_groups_where_names_may_differ(made, monkeypatch):
-    for version, is_equal in (
-        ("2.4.0", False),
-        ("2.13.1+cpu", False),
-        ("2.14.0", True),
-        ("2.15.0a0", True),
-        ("3.0", True),
-    ):
-        monkeypatch.setattr(torch, "__version__", version)
-        assert over_torch.group_names_are_equal() == is_equal
-    monkeypatch.setattr(over_torch, "group_names_are_equal", lambda: False)
-    pretend(4)
-    assert connect_torch(Meter())(NODES, "intra").ranks == (3, 4)
-    assert [ranks for ranks, _ in made] == list(NODES)
-    assert not any("use_local_synchronization" in how for _, how in made)
+@pytest.mark.parametrize(
+    ("version", "is_equal"),
+    [("2.4.0", False), ("2.13.1+cpu", False), ("2.14.0", True), ("2.15.0a0", True), ("3.0", True)],
+)
+def test_ranks_name_groups_equally_from_torch_2_14_on(version, is_equal, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    assert over_torch.group_names_are_equal() == is_equal
 
 
 @pytest.mark.parametrize("rank", range(5))
@@ -99,6 +91,7 @@ def test_where_all_ranks_make_all_groups_every_rank_is_in_one_of_them(rank, made
     group = connect_torch(Meter())(INTER_NODE, "inter")
     assert (group and list(group.ranks)) == (None if rank == 2 else INTER_NODE[rank % 3])
     assert [ranks for ranks, _ in made] == [*INTER_NODE, [2]]
+    assert not any("use_local_synchronization" in how for _, how in made)
     assert len(dist.distributed_c10d._world.pg_map) == (1 if rank == 2 else 2)  # with the world
 
 
