@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,7 @@ class Processes(World):
     def close(self) -> None:
         for rank in self._ranks:
             rank.close()
-        for end in (lambda process: None, _terminate, _kill_group):  # idle ranks end by themselves
+        for end in (lambda process: None, methodcaller("terminate"), _kill_group):  # idle ranks end by themselves
             for process in self._processes:
                 end(process)
             with suppress(subprocess.TimeoutExpired):
@@ -260,17 +261,9 @@ _PYTHON = (sys.executable, "-c", _ONLY_COMM)
 
 def _execute(command: Sequence[str], environment: Mapping[str, str]) -> Start:
     def start(arguments: Sequence[str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*command, *arguments],
-            env={**environment, **own},
-            start_new_session=True,
-        )
+        return subprocess.Popen([*command, *arguments], env={**environment, **own}, start_new_session=True)
 
     return start
-
-
-def _terminate(process: subprocess.Popen[bytes] | ForkedPython) -> None:
-    process.terminate()
 
 
 def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
@@ -278,7 +271,12 @@ def _kill_group(process: subprocess.Popen[bytes] | ForkedPython) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-BACKENDS = ["threads", "gloo", "gloo-lazy", "shared-memory", "openmpi", "mpich"]
+FORKED: dict[str, dict[str, str]] = {
+    "gloo": {},
+    "gloo-lazy": {"TORCH_GLOO_LAZY_INIT": "1"},  # as in groups between more nodes
+    "shared-memory": {"SHARE_MEMORY": "1"},
+}
+BACKENDS = ["threads", *FORKED, "openmpi", "mpich"]
 ON_A_GPU = [pytest.param(f"{name}, gpu", marks=pytest.mark.gpu) for name in ("threads", "gloo", "staged", "openmpi")]
 
 
@@ -298,12 +296,8 @@ def world(request: pytest.FixtureRequest, mpiexec: Any) -> Iterator[World]:
             world = Processes([_execute(_PYTHON, environment) for environment in ranks])
     elif request.param == "threads":
         world = Threads()
-    elif request.param == "gloo":
-        world = Processes([_fork(rank) for rank in range(SIZE)])
-    elif request.param == "gloo-lazy":  # as in groups between more nodes
-        world = Processes([_fork(rank, TORCH_GLOO_LAZY_INIT="1") for rank in range(SIZE)])
-    elif request.param == "shared-memory":
-        world = Processes([_fork(rank, SHARE_MEMORY="1") for rank in range(SIZE)])
+    elif request.param in FORKED:
+        world = Processes([_fork(rank, **FORKED[request.param]) for rank in range(SIZE)])
     else:
         command, environment = mpiexec(request.param, SIZE)
         world = Processes([_execute([*command, stand_in_for_python()], environment)])

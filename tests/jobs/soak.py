@@ -32,22 +32,13 @@ from lightning_hiercomm import (
 
 torch.set_num_threads(1)
 
-SCHEMES: list[Callable[[], Scheme]] = [
-    AllReduce,
-    lambda: PeriodicAveraging(2),
-    lambda: DASO(2, 1, warmup=0, cooldown=0),
-    lambda: DiLoCo(2, staleness=1),
-    lambda: StepsDelay(2, warmup_steps=0),
-    lambda: Gossip(overlap=True),
-]
-
-
 ASYNCHRONOUS: dict[str, Callable[[], Scheme]] = {
     "DASO": lambda: DASO(2, 1, warmup=0, cooldown=0, plateau=None),
     "DiLoCo": lambda: DiLoCo(8, fragments=2, staleness=2),
     "StepsDelay": lambda: StepsDelay(2, warmup_steps=0),
     "Gossip": lambda: Gossip(overlap=True, fragments=2),
 }
+SCHEMES: list[Callable[[], Scheme]] = [AllReduce, lambda: PeriodicAveraging(2), *ASYNCHRONOUS.values()]
 
 _libc = ctypes.CDLL(None)
 
