@@ -197,9 +197,3 @@ def test_wrong_types_raise_type_error():
     with pytest.raises(TypeError) as refused:
         hiercomm.PeriodicAveraging(4.5)
     assert refused.type is TypeError  # in a traceback argparse's ArgumentTypeError means a command line
-
-
-def test_valid_configuration_files_are_accepted():
-    config = {"class_path": "lightning_hiercomm.StepsDelay", "init_args": {"delay": 5, "alpha": 0.5}}
-    scheme = PARSER.instantiate_classes(PARSER.parse_object(Namespace(scheme=config))).scheme
-    assert (scheme.delay, scheme.alpha) == (5, 0.5)

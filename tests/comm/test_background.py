@@ -11,9 +11,8 @@ import torch
 from fake_streams import FakeEvent
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future
+from lightning_hiercomm.comm.base import CommunicationError, completed_future
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
 
 CPU = torch.device("cpu")
 
@@ -118,26 +117,6 @@ def test_a_closed_background_ends_its_thread_and_can_be_used_again(meter):
     background.submit(lambda: done.append(3)).wait()
     assert done == [0, 1, 2, 3]
     background.close()
-
-
-def test_backgrounds_of_several_ranks_match_their_moves_up():
-    def work(rank: int, world: ThreadWorld) -> list[float]:
-        meter = Meter()
-        group = world.connect(rank, meter)([range(world.size)], "inter")
-        background = Background(CPU, meter)
-        tensors = [torch.full((3,), float(rank + i)) for i in range(10)]
-
-        def double_sum(tensor: torch.Tensor) -> None:
-            group.all_reduce(tensor).wait()
-            group.all_reduce(tensor).wait()
-
-        handles: list[Handle] = [background.submit(lambda tensor=tensor: double_sum(tensor)) for tensor in tensors]
-        handles[-1].wait()
-        background.close()
-        return [tensor[0].item() for tensor in tensors]
-
-    expected = [4.0 * (6 + 4 * i) for i in range(10)]
-    assert ThreadWorld(4).run(work) == [expected] * 4
 
 
 def test_a_future_of_an_interrupted_job_has_not_succeeded(background):

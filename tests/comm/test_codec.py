@@ -82,12 +82,6 @@ def test_the_four_largest_of_sixteen_travel_as_powers_of_two():
 
 
 @on_both
-def test_of_equally_large_codes_those_at_lower_places_travel():
-    values = torch.tensor([1.0] + [64.0, -64.0] * 7 + [1.0])
-    assert decoded(LargestFour(block=16), values).tolist() == [0.0, 64.0, -64.0, 64.0, -64.0] + [0.0] * 11
-
-
-@on_both
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_byte_left_over_is_zero(bits):
     payload = torch.full((4,), 255, dtype=torch.uint8, device=harness.place.device)
