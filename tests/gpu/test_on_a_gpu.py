@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import DASO, AllReduce, Context, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
@@ -27,6 +28,7 @@ from lightning_hiercomm.schemes.gradient_path import gradient_path
 pytestmark = pytest.mark.gpu
 
 
+ROOT = Path(__file__).parents[2]
 NODES = ((0,), (1,))
 _ONE_SEED = threading.Lock()
 PERIOD = 8
@@ -60,9 +62,9 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int 
     """A function that takes one step with the model's own loss on a fixed batch; it never looks at a value."""
     device = next(model.parameters()).device
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    gradients = gradient_path(scheme.gradients, topology, device, scheme_wire(), chunk_bytes=2**22)
+    gradients = gradient_path(scheme.gradients, topology, device, Wire(), chunk_bytes=2**22)
     replica = Replica(model.parameters(), named=model.named_parameters())
-    running = scheme.build(Context(replica, topology, optimizer, scheme_wire(), on_nonfinite="raise"))
+    running = scheme.build(Context(replica, topology, optimizer, Wire(), on_nonfinite="raise"))
     running.begin_run(1, None)
     running.begin_epoch(0, dict)
     width = next(model.parameters()).shape[-1]
@@ -84,12 +86,6 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int 
     finally:
         running.close(1.0)
         gradients.close(1.0)
-
-
-def scheme_wire():
-    from lightning_hiercomm.comm.wire import Wire
-
-    return Wire()
 
 
 def layers(device: torch.device, width: int = 256, depth: int = 4) -> nn.Module:
@@ -215,45 +211,38 @@ def test_a_model_in_cuda_graphs_trains_as_it_is(name, gpu):
     torch.testing.assert_close(graphed[0], plain[0], rtol=1e-4, atol=1e-5)  # kernels of graphs are others, too
 
 
-def run_again(environment: dict[str, str], *prefix: str) -> subprocess.CompletedProcess[str]:
-    """The GPU's variants of some oracle traces, in a process of their own."""
-    root = Path(__file__).parents[2]
-    paths = ["tests/schemes/test_plain_means.py", "tests/schemes/test_periodic.py"]
-    command = [*prefix, sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", *paths]
-    return subprocess.run(command, cwd=root, env={**os.environ, **environment}, capture_output=True, text=True)
+UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+MEMCHECK = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "7"]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_memory_that_another_stream_uses_is_not_freed_early():
-    """Without the allocator's cache a tensor that goes is freed, and what still uses it fails or reads anything."""
-    ended = run_again({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
-    assert ended.returncode == 0, ended.stdout[-3000:]
-
-
-@pytest.mark.usefixtures("gpu")
-def test_torch_s_own_sanitizer_finds_no_use_out_of_order():
-    """See torch.cuda._sanitizer: it watches which stream uses which tensor."""
-    ended = run_again({"TORCH_CUDA_SANITIZER": "1"})
-    assert ended.returncode == 0, ended.stdout[-3000:]
-
-
-@pytest.mark.usefixtures("gpu")
-def test_no_kernel_uses_freed_memory():
-    """With every tensor in memory of its own, so that the tool sees its bounds."""
-    if shutil.which("compute-sanitizer") is None:
+@pytest.mark.parametrize(
+    ("environment", "tool"),
+    [
+        # a tensor that goes is freed, and what still uses it fails or reads anything
+        pytest.param(UNCACHED, [], id="memory that another stream uses is not freed early"),
+        # torch.cuda._sanitizer watches which stream uses which tensor
+        pytest.param({"TORCH_CUDA_SANITIZER": "1"}, [], id="no use is out of order"),
+        # every tensor is in memory of its own, so that the tool sees its bounds
+        pytest.param(UNCACHED, MEMCHECK, id="no kernel uses freed memory"),
+    ],
+)
+def test_oracle_traces_pass_checks_of_memory_and_order(environment, tool):
+    """They run in a process of their own."""
+    if tool and shutil.which(tool[0]) is None:
         pytest.skip("compute-sanitizer, of the CUDA toolkit, is not installed")
-    tool = ["compute-sanitizer", "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "7"]
-    ended = run_again({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, *tool)
+    paths = ["tests/schemes/test_plain_means.py", "tests/schemes/test_periodic.py"]
+    command = [*tool, sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", *paths]
+    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:]
 
 
 def test_one_rank_trains_over_nccl(gpu, tmp_path):
     """nccl refuses two ranks on one GPU; with more GPUs, each rank has its own, and every rank is a node."""
     ranks = torch.cuda.device_count()
-    program = Path(__file__).parents[1] / "jobs" / "over_nccl.py"
+    program = ROOT / "tests" / "jobs" / "over_nccl.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     ended = subprocess.run([*command, str(program), str(tmp_path)], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
