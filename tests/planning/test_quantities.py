@@ -6,36 +6,21 @@ import pytest
 
 from lightning_hiercomm.planning import quantities
 
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("10gbit", 1.25e9),
-        ("10Gbit/s", 1.25e9),
-        ("10Gb/s", 1.25e9),
-        ("10Gbps", 1.25e9),
-        ("10GBps", 1e10),
-        ("300gbyte", 3e11),
-        ("300GB/s", 3e11),
-        ("1e2 mbit", 1.25e7),
-        ("8bit", 1.0),
-    ],
-)
-def test_bandwidths(text, value):
-    assert quantities.bandwidth(text) == pytest.approx(value)
+READ = {
+    quantities.bandwidth: {
+        **{"10gbit": 1.25e9, "10Gbit/s": 1.25e9, "10Gb/s": 1.25e9, "10Gbps": 1.25e9, "10GBps": 1e10, "300gbyte": 3e11},
+        **{"300GB/s": 3e11, "1e2 mbit": 1.25e7, "8bit": 1.0},
+    },
+    quantities.duration: {"50us": 5e-5, "2.5 ms": 2.5e-3, "0.4": 0.4, "0.4s": 0.4},
+    quantities.count: {"1.3e9": 1.3e9, "1.3b": 1.3e9, "350M": 3.5e8, "7": 7},
+}
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    [("50us", 5e-5), ("2.5 ms", 2.5e-3), ("0.4", 0.4), ("0.4s", 0.4)],
+    ("reader", "text", "value"), [(reader, *pair) for reader, pairs in READ.items() for pair in pairs.items()]
 )
-def test_durations(text, value):
-    assert quantities.duration(text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(("text", "value"), [("1.3e9", 1.3e9), ("1.3b", 1.3e9), ("350M", 3.5e8), ("7", 7)])
-def test_counts(text, value):
-    assert quantities.count(text) == pytest.approx(value)
+def test_quantities_are_read_with_their_units(reader, text, value):
+    assert reader(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
