@@ -14,6 +14,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -240,6 +241,19 @@ def test_nan_in_a_buffer_is_averaged_without_checks():
     ):
         assert math.isnan(first)
         assert second == 0.5
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), AllReduce()], ids=repr)
+def test_a_node_whose_buffer_is_not_finite_is_named(scheme):
+    def work(run: TrainingRun) -> None:
+        for _ in range(2):
+            run.module.moving[0] = math.nan if run.topology.rank == 1 else 0.0
+            step(run)
+        run.finish()
+        run.averaged_model.average_module()
+
+    with pytest.raises(NonfiniteError, match=r"rank 1 \(node 1\): buffer moving \(1 of 3 elements\)"):
+        on_two_nodes(scheme, work, lambda: with_buffers(scalar(), moving=torch.zeros(3)))
 
 
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(1), DiLoCo(1)], ids=repr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import lightning.pytorch as pl
@@ -150,22 +149,6 @@ def test_unused_parameters_warn_at_one_rank_per_node(recwarn, strategy, warned):
     for text in said:
         assert "training_step: backbone.weight, backbone.bias. They are not trained." in text
         assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in text
-
-
-class NonfiniteOnOne(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("moving", torch.zeros(3))
-
-    def training_step(self, batch, batch_idx):
-        self.moving[0] = math.nan if self.global_rank == 1 else 0.0
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("scheme", on_push([PeriodicAveraging(2), AllReduce()], AllReduce()), ids=repr)
-def test_a_node_whose_buffer_is_not_finite_is_named(fit, scheme):
-    with pytest.raises(ProcessException, match=r"rank 1 \(node 1\): buffer moving \(1 of 3 elements\)"):
-        fit(NonfiniteOnOne(), {"scheme": scheme, "ranks_per_node": 1}, devices=2, forked=True)
 
 
 class Normed(pl.LightningModule):

@@ -248,7 +248,7 @@ def test_freezing_and_unfreezing_keep_outer_steps_of_others(on_nodes, outer, fra
         (CountsInGroup, 1, partial(OneCycleLR, max_lr=1.0, total_steps=9), SHAPES, 7),
         (ADAM, 2, None, {"x": 12}, 3),  # the first fragment has stepped once, and the second, of the same tensor, never
     ],
-    ids=str,
+    ids=["counts", "counts, fragments", "cosine", "cosine, fragments", "one cycle", "a cut tensor"],
 )
 @pytest.mark.parametrize("nodes", [TWO, TWO_BY_TWO], ids=str)
 def test_an_exact_resume_goes_on_with_outer_steps(on_nodes, nodes, outer, fragments, scheduler, shapes, saved_after):
@@ -275,7 +275,7 @@ def test_an_exact_resume_goes_on_with_outer_steps(on_nodes, nodes, outer, fragme
         *((CountsInGroup, fragments, SHAPES, 7) for fragments in (1, 2)),
         *((outer, 2, {"x": 12}, 3) for outer in (ADAM, DAMPENED)),  # half of the tensor has taken an outer step
     ],
-    ids=str,
+    ids=["counts", "counts, fragments", "Adam in a cut tensor", "dampened in a cut tensor"],
 )
 @pytest.mark.parametrize("nodes", [THREE, UNEQUAL], ids=str)
 def test_a_plain_state_goes_on_with_the_outer_steps_on_other_nodes(
@@ -300,7 +300,9 @@ def test_a_plain_state_goes_on_with_the_outer_steps_on_other_nodes(
 
 
 @pytest.mark.parametrize(
-    "outer", [partial(SGD, lr=0.7, momentum=0.9, nesterov=True), partial(AdamW, lr=0.05, weight_decay=0.1)], ids=str
+    "outer",
+    [partial(SGD, lr=0.7, momentum=0.9, nesterov=True), partial(AdamW, lr=0.05, weight_decay=0.1)],
+    ids=["nesterov", "adamw"],
 )
 @pytest.mark.parametrize(
     ("nodes", "fragments", "elements", "bucket_bytes"),
