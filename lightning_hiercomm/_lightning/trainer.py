@@ -107,7 +107,7 @@ def replace_sigterm_broadcast(
 def restore_trainer(trainer: pl.Trainer) -> None:
     """Undo what this package has replaced in a trainer, so that it can be pickled and used with another strategy."""
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    vars(epoch).pop("_broadcast_sigterm_tensor", None)
+    epoch.__dict__.pop("_broadcast_sigterm_tensor", None)
     vars(epoch._results).pop("update_metrics", None)
     vars(fit).pop("setup_data", None)
     vars(fit._data_source).pop("dataloader", None)

@@ -90,10 +90,9 @@ class HierarchicalHooks(CheckpointHooks):
         store = None
         if is_first:
             raise_limit(2 * needed_files(self.world_size))  # torch before 2.8 always connects all pairs
-            environment, size = self._environment, self.world_size
-            address = environment.main_address, environment.main_port
-            bootstrap = Bootstrap(*address, self.global_rank, size, self._timeout)
-            if (found := use_reachable_interface(environment.main_address, bootstrap.gather)) is not None:
+            host, port = self._environment.main_address, self._environment.main_port
+            bootstrap = Bootstrap(host, port, self.global_rank, self.world_size, self._timeout)
+            if (found := use_reachable_interface(host, bootstrap.gather)) is not None:
                 pl.utilities.rank_zero_info(found)
             self._start_control(bootstrap.store("control", own_connection=True), bootstrap.gather)
             store = bootstrap.store("process group")
