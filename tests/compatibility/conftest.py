@@ -133,11 +133,7 @@ def together_launched(launch: Callable[..., list[Any]]) -> Together:
 
 @pytest.fixture
 def on_ranks(
-    together: Together,
-    together_launched: Together,
-    scheme_name: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    together: Together, together_launched: Together, scheme_name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Callable[..., list[Any]]:
     """Run a user's main program on four processes, as a launcher does: ``main(trainer, rank)`` for every rank.
 
@@ -187,10 +183,7 @@ def on_one_device() -> dict[str, Any]:
 
 @pytest.fixture
 def follows_one_device(
-    fit_on_ranks: Callable[..., Reports],
-    on_one_device: dict[str, Any],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
+    fit_on_ranks: Callable[..., Reports], on_one_device: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> Follows:
     """Fit what ``make()`` gives on 2 nodes of 2 ranks and on one device: the same parameters, on every rank.
 

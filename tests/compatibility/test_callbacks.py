@@ -18,12 +18,11 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from pairwise import on_push
-from problems import Normalized, Quadratic, same_bits
+from problems import Quadratic, same_bits
 
 from lightning_hiercomm import PeriodicAveraging
 
@@ -65,22 +64,6 @@ def test_backbone_finetuning(follows_one_device):
     strategy = {"find_unused_parameters": True}
     _, one = follows_one_device(Quadratic, strategy=strategy, callbacks=unfreeze, max_epochs=3)
     assert not torch.equal(one["state_dict"]["backbone.bias"], Quadratic().backbone.bias)
-
-
-@pytest.mark.nightly  # a push trains it with BatchNorm
-@pytest.mark.feature("StochasticWeightAveraging")
-def test_stochastic_weight_averaging(follows_one_device):
-    follows_one_device(Quadratic, callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=5)
-
-
-@pytest.mark.feature("StochasticWeightAveraging")
-def test_stochastic_weight_averaging_collects_batchnorm_statistics_again(follows_one_device):
-    follows_one_device(
-        Normalized,
-        strategy={"broadcast_buffers": False},
-        callbacks=lambda: [StochasticWeightAveraging(0.05, swa_epoch_start=1)],
-        max_epochs=4,
-    )
 
 
 EMA = "validation during fit runs on each rank's own average; checkpoints and the end of fit hold the mean of them"

@@ -7,29 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from problems import BATCH, Quadratic, same_bits
-from torch.utils.data import DataLoader, IterableDataset
-
-
-class Stream(IterableDataset):
-    """Every rank takes its part of each step's samples; their number is unknown."""
-
-    def __init__(self, data, rank, ranks):
-        self.data, self.rank, self.ranks = data, rank, ranks
-
-    def __iter__(self):
-        return (self.data[i] for i in range(self.rank, len(self.data), self.ranks))
-
-
-class Streaming(Quadratic):
-    def train_dataloader(self):
-        ranks = self.trainer.world_size
-        return DataLoader(Stream(self.samples(self.steps, 1), self.global_rank, ranks), batch_size=BATCH // ranks)
-
-
-@pytest.mark.feature("IterableDataset")
-def test_iterable_dataset(follows_one_device):
-    follows_one_device(Streaming)
+from problems import Quadratic, same_bits
 
 
 class Several(Quadratic):
@@ -57,17 +35,6 @@ def test_several_dataloaders(follows_one_device):
     ours, one = follows_one_device(Several)
     for name in ("val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"):
         assert ours[0]["metrics"][name] == pytest.approx(one["metrics"][name])
-
-
-class Reloading(Quadratic):
-    def train_dataloader(self):
-        return self.loader(self.samples(self.steps, 1 + self.trainer.current_epoch), shuffle=True)
-
-
-@pytest.mark.nightly
-@pytest.mark.feature("reload_dataloaders_every_n_epochs")
-def test_reloaded_dataloaders(follows_one_device):
-    follows_one_device(Reloading, reload_dataloaders_every_n_epochs=1)
 
 
 class Counting(Quadratic):
@@ -139,13 +106,6 @@ def test_max_time_stops_all_ranks_after_the_same_step(fit_on_ranks):
     same_bits(reports)
     assert reports[0]["report"][0] > 0
     assert len({report["report"][0] for report in reports}) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.feature("Trainer(barebones=True)")
-def test_barebones(follows_one_device):
-    bare = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
-    follows_one_device(Quadratic, barebones=True, num_sanity_val_steps=None, **bare)
 
 
 @pytest.mark.nightly

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from pairwise import on_push
-from problems import Manual, Net, Normalized, Quadratic, same_bits
+from problems import Net, Normalized, Quadratic, same_bits
 from torch import nn
 
 
@@ -15,11 +14,6 @@ def test_automatic_optimization(follows_one_device):
     ours, one = follows_one_device(Quadratic)
     assert not torch.equal(one["state_dict"]["head.bias"], Quadratic().head.bias)
     assert ours[0]["metrics"]["val_loss"] == pytest.approx(one["metrics"]["val_loss"])
-
-
-@pytest.mark.feature("manual optimization")
-def test_manual_optimization(follows_one_device):
-    follows_one_device(Manual)
 
 
 class Gan(Net):
@@ -48,10 +42,7 @@ class Gan(Net):
             self.untoggle_optimizer(generate)
 
     def configure_optimizers(self):
-        return [
-            torch.optim.SGD(self.layers.parameters(), lr=0.1),
-            torch.optim.SGD(self.generator.parameters(), lr=0.2),
-        ]
+        return [torch.optim.SGD(self.layers.parameters(), lr=0.1), torch.optim.SGD(self.generator.parameters(), lr=0.2)]
 
     def on_train_end(self):
         schemes = getattr(self.trainer.strategy, "schemes", [])
@@ -64,17 +55,6 @@ def test_gan_with_toggled_optimizers(follows_one_device):
     ours, one = follows_one_device(Gan, strategy=strategy, use_distributed_sampler=False)
     assert [report["report"] for report in ours] == [[(8, 4), (4, 4)]] * 4
     assert not torch.equal(one["state_dict"]["generator.0.bias"], Gan().generator[0].bias)
-
-
-@pytest.mark.feature("gradient accumulation")
-@pytest.mark.parametrize("batches", on_push([2, 4], 2))
-def test_gradient_accumulation(follows_one_device, batches):
-    follows_one_device(Quadratic, accumulate_grad_batches=batches)
-
-
-@pytest.mark.feature("gradient accumulation")
-def test_gradient_accumulation_that_changes_between_epochs(follows_one_device):
-    follows_one_device(Quadratic, callbacks=lambda: [GradientAccumulationScheduler({0: 3, 1: 1})])
 
 
 @pytest.mark.feature("gradient clipping by norm and by value")
@@ -127,19 +107,6 @@ def test_reduce_lr_on_plateau(follows_one_device):
     assert [report["report"] for report in ours] == [one["report"]] * 4
 
 
-class SomeUnused(Quadratic):
-    """The head takes part in every third batch, and on rank 0's samples only in every sixth."""
-
-    def training_step(self, batch, batch_idx):
-        layers = (self.backbone, self.head) if batch_idx % 3 == 0 else (self.backbone,)
-        return self.loss(batch[0], *layers)
-
-
-@pytest.mark.feature("unused parameters")
-def test_parameters_unused_in_some_batches(follows_one_device):
-    follows_one_device(SomeUnused, strategy={"find_unused_parameters": True})
-
-
 class UsedOnOneRank(Quadratic):
     """The head takes part on rank 1 only: on its node DDP averages with a zero, on the other node no rank uses it."""
 
@@ -152,29 +119,6 @@ def test_parameters_used_on_one_rank_only(fit_on_ranks):
     reports = fit_on_ranks(UsedOnOneRank, strategy={"find_unused_parameters": True})
     same_bits(reports)
     assert not torch.equal(reports[3]["state_dict"]["head.bias"], Quadratic().head.bias)
-
-
-@pytest.mark.feature("DDP's static_graph")
-def test_static_graph(follows_one_device):
-    follows_one_device(Quadratic, strategy={"static_graph": True})
-
-
-class Configured(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state = {name: getattr(self, name).state_dict() for name in ("backbone", "head")}
-        del self.backbone, self.head
-
-    def configure_model(self):
-        if not hasattr(self, "backbone"):
-            self.backbone, self.head = nn.Linear(3, 2), nn.Linear(2, 1)
-            self.backbone.load_state_dict(self.state["backbone"])
-            self.head.load_state_dict(self.state["head"])
-
-
-@pytest.mark.feature("configure_model")
-def test_configure_model(follows_one_device):
-    follows_one_device(Configured)
 
 
 @pytest.mark.feature("torch.compile")
