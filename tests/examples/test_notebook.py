@@ -12,7 +12,7 @@ except Exception as error:
 """
 
 
-@pytest.mark.nightly  # a push tests the refused start in trainer/test_strategy.py
+@pytest.mark.nightly  # a push tests the refused start in _lightning/test_launcher.py
 @pytest.mark.long("a Jupyter kernel imports everything, and four ranks take the notebook's 640 steps")
 def test_two_nodes_train_in_a_notebook_and_a_wrong_start_is_refused(folder):
     notebook = nbformat.read(folder.examples / "notebook.ipynb", as_version=4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -12,24 +14,19 @@ from lightning.pytorch import accelerators as of_trainer
 from lightning_hiercomm import HierarchicalFabricStrategy, HierarchicalModelParallelStrategy, HierarchicalStrategy
 
 
-class InTrainer(of_trainer.CPUAccelerator):
-    @staticmethod
-    def get_parallel_devices(devices: object) -> list[torch.device]:
-        return [torch.device("xpu", 0)]
+def with_xpus(cpu: type) -> Any:
+    devices = staticmethod(lambda devices: [torch.device("xpu", 0)])
+    return type("Xpus", (cpu,), {"get_parallel_devices": devices})()
 
 
-class InFabric(of_fabric.CPUAccelerator):
-    @staticmethod
-    def get_parallel_devices(devices: object) -> list[torch.device]:
-        return [torch.device("xpu", 0)]
-
-
-@pytest.mark.parametrize("strategy", [HierarchicalStrategy, HierarchicalModelParallelStrategy])
-def test_a_trainer_on_another_accelerator_is_refused_with_the_remedy(strategy):
+@pytest.mark.parametrize(
+    ("kind", "cpu", "strategy"),
+    [
+        (pl.Trainer, of_trainer.CPUAccelerator, HierarchicalStrategy),
+        (pl.Trainer, of_trainer.CPUAccelerator, HierarchicalModelParallelStrategy),
+        (Fabric, of_fabric.CPUAccelerator, HierarchicalFabricStrategy),
+    ],
+)
+def test_another_accelerator_is_refused_with_the_remedy(kind, cpu, strategy):
     with pytest.raises(ValueError, match=r"'xpu' devices.*accelerator='gpu'.*accelerator='cpu'"):
-        pl.Trainer(accelerator=InTrainer(), devices=1, strategy=strategy(), logger=False)
-
-
-def test_fabric_runs_on_accelerators():
-    with pytest.raises(ValueError, match=r"'xpu' devices.*accelerator='gpu'.*accelerator='cpu'"):
-        Fabric(accelerator=InFabric(), devices=1, strategy=HierarchicalFabricStrategy())
+        kind(accelerator=with_xpus(cpu), devices=1, strategy=strategy())

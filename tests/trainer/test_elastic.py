@@ -69,18 +69,12 @@ def node(trainer=None, leads: bool = True, nodes: int = 1, kind=ElasticNode, **m
     return kind(trainer, run, SimpleNamespace(**given), Checkpoints(), lambda: None)
 
 
-class Checks(ElasticNode):
-    def on_train_epoch_start(self, trainer, pl_module):
-        pass
+def nothing(*_: object) -> None:
+    """A hook that asks no other node."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        pass
 
-    def on_train_end(self, trainer, pl_module):
-        pass
-
-    def on_exception(self, trainer, pl_module, exception):
-        pass
+HOOKS = ("on_train_epoch_start", "on_train_batch_start", "on_train_end", "on_exception")
+Checks = type("Checks", (ElasticNode,), dict.fromkeys(HOOKS, nothing))
 
 
 def fit(folder, *callbacks: pl.Callback, plateau: str | None = None) -> None:
@@ -130,9 +124,8 @@ class RayTrainReportCallback(Callback):
 )
 def test_callbacks_that_decide_per_node_are_refused(tmp_path, callback, said):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
-    run = one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True)
     with pytest.raises(ValueError, match=said):
-        check_trainer(run)
+        check_trainer(one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True))
 
 
 def test_elastic_world_of_several_nodes_is_refused(tmp_path, monkeypatch):
@@ -145,33 +138,26 @@ def test_elastic_world_of_several_nodes_is_refused(tmp_path, monkeypatch):
 
 def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
-    run = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
     with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
-        check_trainer(run)
+        check_trainer(one_trainer(tmp_path, val_check_interval=timedelta(minutes=15)))
 
 
 @pytest.mark.parametrize(
-    ("leads", "nodes", "gives_up", "writes"),
+    ("leads", "nodes", "leaves", "writes"),
     [
-        (True, 2, False, True),
-        (False, 2, False, False),
-        (True, 2, True, False),
-        (True, 1, True, True),
+        (True, 2, lambda own: None, True),
+        (False, 2, lambda own: None, False),
+        (True, 2, ElasticNode.give_up, False),
+        (True, 1, ElasticNode.give_up, True),
+        (True, 2, ElasticNode.leave_others, False),  # when it is queued again
+        (True, 1, ElasticNode.leave_others, True),
     ],
 )
-def test_first_node_writes_unless_it_leaves_others(leads, nodes, gives_up, writes):
+def test_first_node_writes_unless_it_leaves_others(leads, nodes, leaves, writes):
     """It would overwrite the averaged model with its own parameters."""
     own = node(leads=leads, nodes=nodes)
-    if gives_up:
-        own.give_up()
+    leaves(own)
     assert own.writes == writes
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_node_that_is_queued_again_writes_only_if_it_is_alone(nodes):
-    own = node(nodes=nodes)
-    own.leave_others()
-    assert own.writes == (nodes == 1)
 
 
 def test_node_with_other_parameters_or_buffers_is_at_another_position():

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fits import fit_here, outcome, weights_of
 from harness import TARGETS
 from lightning.pytorch.callbacks import ModelCheckpoint
-from problems import Oracle, Quadratic, Stream, fitted, one_trainer, warnings_with
+from problems import Oracle, Quadratic, Stream, fitted, warnings_with
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    AllReduce,
-    DiLoCo,
-    HierarchicalFabricStrategy,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-)
+from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalFabricStrategy, HierarchicalStrategy, PeriodicAveraging
 
 # targets 0, 2 and 4, 10: 4 by all, 1 and 7 by node; every step goes half of the way
 PHASES = PeriodicAveraging(3, warmup_steps=2)
@@ -46,12 +41,14 @@ class TwoSteps(Watched):
 
 def test_ranks_follow_the_table_to_the_digit(borrow):
     def main(folder):
-        own = HierarchicalStrategy(PHASES, ranks_per_node=2), HierarchicalStrategy(PHASES, ranks_per_node=1)
-        reports = [fitted(folder, Watched(5), strategy, max_epochs=1)["report"] for strategy in own]
-        strategy = HierarchicalStrategy(PHASES, ranks_per_node=2)
-        accumulated = fitted(folder, Watched(10), strategy, max_epochs=1, accumulate_grad_batches=2)["report"]
-        strategy = HierarchicalStrategy(PeriodicAveraging(6, warmup_steps=3), ranks_per_node=2)
-        return *reports, accumulated, fitted(folder, TwoSteps(3), strategy, max_epochs=1)["report"]
+        def report(module, scheme=PHASES, ranks_per_node=2, **arguments):
+            arguments |= {"ranks_per_node": ranks_per_node, "devices": 4, "max_epochs": 1}
+            fit_here(folder, module, scheme, **arguments)
+            return module.report
+
+        accumulated = report(Watched(10), accumulate_grad_batches=2)
+        two_steps = report(TwoSteps(3), PeriodicAveraging(6, warmup_steps=3))
+        return report(Watched(5)), report(Watched(5), ranks_per_node=1), accumulated, two_steps
 
     reports = borrow(main)
     for rank, (of_two, of_one, accumulated, two_steps) in enumerate(reports):
@@ -115,18 +112,10 @@ def test_resume_in_the_phase_and_at_its_end_changes_nothing(borrow, scheme, repl
             return torch.optim.Adam(self.parameters(), lr=0.1)
 
     def fit(folder, *callbacks, path=None):
-        own = HierarchicalStrategy(scheme, ranks_per_node=2, checkpoint_replicas=replicas, wire_dtype=wire)
-        trainer = one_trainer(
-            folder,
-            devices=4,
-            strategy=own,
-            max_epochs=6,
-            callbacks=list(callbacks),
-            enable_checkpointing=bool(callbacks),
-        )
-        module = Adam(steps=2)
-        trainer.fit(module, ckpt_path=path)
-        return torch.cat([p.detach().flatten() for p in module.parameters()])
+        own = {"ranks_per_node": 2, "checkpoint_replicas": replicas, "wire_dtype": wire, "callbacks": [*callbacks]}
+        length = {"devices": 4, "max_epochs": 6, "enable_checkpointing": bool(callbacks)}
+        fit_here(folder, module := Adam(steps=2), scheme, path, **own, **length)
+        return torch.tensor(weights_of(module))
 
     def main(folder):
         # a file after every epoch of 2 steps: in the phase, at its end, after it
@@ -158,11 +147,8 @@ def test_a_share_of_an_unknown_number_of_steps_is_refused_by_name(borrow):
             (TwoSteps(2), {"max_epochs": 1}),
             (Quadratic(), {"max_epochs": -1}),
         ):
-            strategy = HierarchicalStrategy(PeriodicAveraging(2, warmup_steps=0.5), ranks_per_node=1)
-            try:
-                one_trainer(folder, devices=2, strategy=strategy, **arguments).fit(module)
-            except ValueError as error:
-                found.append((str(error), module.report or []))
+            error, *_ = outcome(folder, module, PeriodicAveraging(2, warmup_steps=0.5), **arguments)
+            found.append((error, module.report or []))
         return found
 
     for found in borrow(main, ranks=2):
@@ -182,9 +168,8 @@ def test_unsupported_uses_of_the_phase_are_refused_before_training():
 
 def test_a_phase_as_long_as_the_run_is_warned_of(borrow):
     def main(folder):
-        strategy = HierarchicalStrategy(PeriodicAveraging(4, warmup_steps=8), ranks_per_node=1)
         with warnings_with("the run ends after 4 optimizer steps: nodes never train alone") as said:
-            one_trainer(folder, devices=2, strategy=strategy, max_epochs=1).fit(Quadratic())
+            fit_here(folder, Quadratic(), PeriodicAveraging(4, warmup_steps=8), max_epochs=1)
         return said
 
     assert borrow(main, ranks=2)[0]

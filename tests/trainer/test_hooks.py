@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import logging
 import os
 import pickle
-import re
 import warnings
 from types import FunctionType
 
@@ -21,7 +18,6 @@ from problems import Oracle, warnings_with
 
 from lightning_hiercomm import (
     DiLoCo,
-    HeterogeneousBatches,
     HierarchicalFabricStrategy,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
@@ -30,7 +26,6 @@ from lightning_hiercomm import (
 )
 from lightning_hiercomm.control import open_files
 from lightning_hiercomm.trainer import hooks
-from lightning_hiercomm.trainer.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -91,26 +86,6 @@ def test_before_a_run_reports_are_empty():
     strategy.on_validation_end()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "devices", "shown"),
-    [
-        ({}, 2, "AllReduce()"),
-        ({"scheme": "diloco", "ranks_per_node": 2}, 4, "DiLoCo(sync_every=100), ranks_per_node=[2, 2]"),
-        ({"ranks_per_node": [3, 1]}, 4, "AllReduce(), ranks_per_node=[3, 1]"),
-        ({"ranks_per_node": 1}, 16, "AllReduce(), ranks_per_node=[1] * 16"),
-        (
-            {"wire_dtype": "int8", "evaluate": "replica", "batches": HeterogeneousBatches(64, weighting="speed")},
-            1,
-            "AllReduce(), wire_dtype='int8', "
-            "batches=HeterogeneousBatches(global_batch_size=64, weighting='speed'), evaluate='replica'",
-        ),
-    ],
-)
-def test_a_trainer_prints_its_strategy_as_one_would_write_it(arguments, devices, shown):
-    trainer = pl.Trainer(accelerator="cpu", devices=devices, strategy=HierarchicalStrategy(**arguments), logger=False)
-    assert repr(trainer.strategy) == f"HierarchicalStrategy({shown})"
-
-
 STRATEGIES = [HierarchicalStrategy, HierarchicalModelParallelStrategy, HierarchicalFabricStrategy]
 
 
@@ -122,22 +97,6 @@ def test_a_strategy_has_few_classes_and_they_precede_lightnings(strategy):
     for cls in own:
         assert sum(isinstance(value, FunctionType | property | classmethod) for value in vars(cls).values()) <= 25
     assert strategy().communication() == {"synchronizations": 0.0, "steps": 0.0}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_shared_arguments_have_equal_types_defaults_and_descriptions(strategy):
-    first, whole = inspect.signature(HierarchicalStrategy).parameters, inspect.getdoc(HierarchicalStrategy.__init__)
-    for name, parameter in inspect.signature(strategy).parameters.items():
-        if name in first and name != "kwargs":
-            assert (parameter.annotation, parameter.default) == (first[name].annotation, first[name].default)
-            entry = re.search(rf"    {name}: .*?(?=\n    (?! )|\n\n)", whole, re.DOTALL)
-            assert entry.group() in inspect.getdoc(strategy.__init__)
-
-
-def test_settings_have_the_defaults_of_the_constructor():
-    signature = inspect.signature(HierarchicalStrategy).parameters
-    for field in dataclasses.fields(Settings)[1:]:
-        assert field.default == (signature[field.name].default or field.default)
 
 
 @pytest.mark.parametrize(("sync_every", "warned"), [(4, False), (5, True)])

@@ -7,17 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from fits import whole_and_resumed
 from lightning.pytorch.strategies import DDPStrategy
-from problems import SHORT_SCHEMES, SaveAfter, on_fabric, one_trainer
+from problems import SHORT_SCHEMES, on_fabric, one_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    Gossip,
-    HierarchicalModelParallelStrategy,
-    HierarchicalStrategy,
-    StepsDelay,
-)
+from lightning_hiercomm import Gossip, HierarchicalModelParallelStrategy, HierarchicalStrategy, StepsDelay
 from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
 pytestmark = pytest.mark.pooled
@@ -87,13 +83,9 @@ def own_of(module: pl.LightningModule) -> list[list[float]]:
     return [each.detach().to_dense().tolist() for each in (layers.expert, layers.table, layers.seen)]
 
 
-def trained(
-    folder: Any, strategy: Any, ranks: int, ckpt_path: Any = None, kind: type[Experts] = Experts, **arguments: Any
-) -> tuple[Any, ...]:
+def trained(folder: Any, strategy: Any, ranks: int, kind: type[Experts] = Experts) -> tuple[Any, ...]:
     module = kind()
-    arguments = {"max_epochs": 2, "check_val_every_n_epoch": 1, **arguments}
-    trainer = one_trainer(folder, devices=ranks, strategy=strategy, **arguments)
-    trainer.fit(module, ckpt_path=ckpt_path)
+    one_trainer(folder, devices=ranks, strategy=strategy).fit(module)
     return own_of(module), module.report, module.layers.shared.tolist()
 
 
@@ -119,11 +111,9 @@ def test_sidecars_restore_what_ddp_ignores_on_each_rank(borrow):
     def both(folder):
         found = []
         for name in ("all_reduce", "periodic"):
-            strategy = {"scheme": SCHEMES[name], "ranks_per_node": 1, "checkpoint_replicas": True}
-            path = folder / f"{name}.ckpt"
-            whole = trained(folder, HierarchicalStrategy(**strategy), 2, callbacks=[SaveAfter(3, path)])
-            found.append((whole, trained(folder, HierarchicalStrategy(**strategy), 2, ckpt_path=path)))
-            saved = torch.load(path, weights_only=False)["state_dict"]["layers.seen"]
+            modules = whole_and_resumed(folder, Experts, SCHEMES[name], after=3)
+            found.append([(own_of(each), each.report, each.layers.shared.tolist()) for each in modules])
+            saved = torch.load(folder / "whole.ckpt", weights_only=False)["state_dict"]["layers.seen"]
             assert saved.tolist() == [3.0] * 2, "a checkpoint holds rank 0's, as on DDP"
         return found
 

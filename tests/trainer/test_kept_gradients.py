@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from problems import on_fabric, one_trainer
+from problems import fitted, on_fabric
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -90,20 +90,14 @@ class KeepsForNextStep(TwoTasks):
             self.kept[parameter] = present
 
 
-def trained(folder: Any, kind: type[TwoTasks], strategy: Any, ranks: int) -> list[Tensor]:
-    module = kind()
-    one_trainer(folder, devices=ranks, max_epochs=1, strategy=strategy).fit(module)
-    return [parameter.detach() for parameter in module.parameters()]
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("ranks_per_node", [1, 2], ids=["2x1", "2x2"])
 @pytest.mark.parametrize("kind", [Surgery, Detaches, KeepsForNextStep])
 def test_programs_that_keep_gradients_train_as_on_ddp(borrow, kind, ranks_per_node):
     def both(folder):
-        ranks = 2 * ranks_per_node
-        ours = HierarchicalStrategy("all_reduce", ranks_per_node=ranks_per_node)
-        return [trained(folder, kind, strategy, ranks) for strategy in (DDPStrategy(), ours)]
+        strategies = DDPStrategy(), HierarchicalStrategy("all_reduce", ranks_per_node=ranks_per_node)
+        arguments = {"devices": 2 * ranks_per_node, "max_epochs": 1}
+        return [fitted(folder, kind(), strategy, **arguments)["state_dict"] for strategy in strategies]
 
     for ddp, ours in borrow(both, ranks=2 * ranks_per_node):
         torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-7)

@@ -37,15 +37,9 @@ def trainer(tmp_path, scheme, *, devices=2, ranks_per_node=1, start_method="fork
         strategy=HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, start_method=start_method),
         callbacks=[CommunicationMonitor(), *callbacks],
         default_root_dir=tmp_path,
-        **{
-            "logger": CSVLogger(tmp_path, name="", version=""),
-            "max_steps": 8,
-            "log_every_n_steps": 4,
-            "limit_val_batches": 0,
-            "enable_checkpointing": False,
-            "enable_model_summary": False,
-            "enable_progress_bar": False,
-        }
+        **{"max_steps": 8, "log_every_n_steps": 4, "limit_val_batches": 0, "enable_checkpointing": False}
+        | {"enable_model_summary": False, "enable_progress_bar": False}
+        | {"logger": CSVLogger(tmp_path, name="", version="")}
         | kwargs,
     )
 
@@ -111,11 +105,18 @@ def test_a_schedule_without_a_period_is_watched(tmp_path, capsys):
 
 
 def test_logs_bytes_per_step_of_the_node(tmp_path):
+    class Logging(BoringModel):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train_loss", loss["loss"])
+            return loss
+
     # Two nodes of two ranks average every second step: a node sends the model to the other one once per average.
-    trainer(tmp_path, PeriodicAveraging(sync_every=2), devices=4, ranks_per_node=2).fit(BoringModel())
+    trainer(tmp_path, PeriodicAveraging(sync_every=2), devices=4, ranks_per_node=2).fit(Logging())
     rows = logged(tmp_path)
     assert sorted(rows) == [3, 7], "Lightning's own steps: every 4th, counted from 0"
     for row in rows.values():
+        assert "train_loss" in row, "the same rows"
         assert row["hiercomm/inter_bytes"] == model_sized(0.5, ranks_per_node=2)
         assert row["hiercomm/intra_bytes"] > 0
         assert row["hiercomm/exposed_seconds"] > 0
@@ -126,45 +127,19 @@ def test_logs_bytes_per_step_of_the_node(tmp_path):
     assert [row["hiercomm/synchronizations"] for row in rows.values()] == [2, 4]
 
 
-def test_logs_on_lightnings_own_rows(tmp_path):
-    class Logging(BoringModel):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", loss["loss"])
-            return loss
-
-    trainer(tmp_path, PeriodicAveraging(sync_every=2)).fit(Logging())
-    rows = logged(tmp_path)
-    assert sorted(rows) == [3, 7]
-    assert all({"train_loss", "hiercomm/inter_bytes"} <= row.keys() for row in rows.values())
-
-
-def test_counts_optimizer_steps_not_batches(tmp_path):
-    # 4 batches per optimizer step, an average at each step: bytes per step stay those of one average.
-    scheme = PeriodicAveraging(sync_every=1)
-    trainer(tmp_path, scheme, accumulate_grad_batches=4, log_every_n_steps=2).fit(BoringModel())
-    rows = logged(tmp_path)
-    assert len(rows) >= 3
-    assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in rows.values())
-
-
-def test_manual_optimization(tmp_path):
-    trainer(tmp_path, PeriodicAveraging(sync_every=1)).fit(ManualOptimBoringModel())
-    assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in logged(tmp_path).values())
-
-
-def test_works_without_a_logger(tmp_path, capfd):
-    trainer(tmp_path, PeriodicAveraging(sync_every=2), logger=False).fit(BoringModel())
-    assert "synchronizations between nodes: 4" in capfd.readouterr().out
-
-
-def test_progress_bar_shows_phase_and_megabytes(tmp_path):
-    shown = tmp_path / "shown.jsonl"
-    bar = RecordingBar(shown)
-    trainer(tmp_path, PeriodicAveraging(sync_every=1), callbacks=[bar], enable_progress_bar=True).fit(BoringModel())
-    last = json.loads(shown.read_text().splitlines()[-1])
-    assert float(last["inter_MB/step/node"]) == pytest.approx(MODEL_BYTES / 1e6, rel=0.1)
-    assert last["phase"] == "training"
+@pytest.mark.parametrize(
+    ("module", "arguments", "rows"),
+    [
+        (BoringModel(), {"accumulate_grad_batches": 4, "log_every_n_steps": 2}, 3),  # an average of 4 batches each
+        (ManualOptimBoringModel(), {}, 1),
+    ],
+    ids=["batches are accumulated", "optimization is manual"],
+)
+def test_bytes_are_counted_per_optimizer_step_where(tmp_path, module, arguments, rows):
+    trainer(tmp_path, PeriodicAveraging(sync_every=1), **arguments).fit(module)
+    found = logged(tmp_path).values()
+    assert len(found) >= rows
+    assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in found)
 
 
 def test_progress_bar_and_table_show_the_same_numbers(tmp_path, capfd):
@@ -172,7 +147,10 @@ def test_progress_bar_and_table_show_the_same_numbers(tmp_path, capfd):
     shown = tmp_path / "shown.jsonl"
     arguments = {"callbacks": [RecordingBar(shown)], "enable_progress_bar": True, "log_every_n_steps": 2}
     trainer(tmp_path, PeriodicAveraging(4), devices=4, ranks_per_node=2, max_steps=12, **arguments).fit(BoringModel())
-    bars = [float(json.loads(line)["inter_MB/step/node"]) for line in shown.read_text().splitlines()]
+    lines = [json.loads(line) for line in shown.read_text().splitlines()]
+    assert {line["phase"] for line in lines} == {"training"}
+    bars = [float(line["inter_MB/step/node"]) for line in lines]
+    assert bars[-1] == pytest.approx((MODEL_BYTES + 2 * 24) / 4 / 1e6, rel=0.2)
     cells = re.search(r"inter \(between nodes\) +([\d.]+) +([\d.e-]+)", capfd.readouterr().out).groups()
     assert bars[-1] == pytest.approx(float(cells[1]), rel=0.2)  # the table has the end of the run, too
     assert float(cells[0]) / 12 / 2 == pytest.approx(float(cells[1]), abs=0.0005 / 12)
@@ -193,18 +171,13 @@ def test_the_phase_is_text_where_the_logger_takes_text(tmp_path):
     assert [event.value for event in events.Scalars("hiercomm/phase")] == [0, 1, 1, 1]
 
 
-def test_summary_compares_with_ddp(tmp_path, capfd):
-    trainer(tmp_path, PeriodicAveraging(sync_every=4)).fit(BoringModel())
+def test_the_summary_compares_with_ddp_and_shows_the_waiting_times(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(sync_every=4), logger=False).fit(BoringModel())
     out = capfd.readouterr().out
     assert out.count("Communication of 8 optimizer steps on 2 ranks, 2 nodes") == 1, "rank zero alone prints"
     assert "synchronizations between nodes: 2, one in 4 steps" in out
     # Two ranks, two nodes: a ring sends the model once per rank and step.
     assert f"plain DDP between nodes:  {8 * 2 * MODEL_BYTES / 1e6:.3f} MB" in out
-
-
-def test_the_summary_shows_the_waiting_times(tmp_path, capfd):
-    trainer(tmp_path, PeriodicAveraging(sync_every=1)).fit(BoringModel())
-    out = capfd.readouterr().out
     seconds = float(re.search(r"2 nodes, in ([\d.]+) s", out)[1])
     waited, share = map(float, re.search(r"waited for communication: ([\d.]+) s per rank, (\d+)% of", out).groups())
     parts = [float(line.split()[-1]) for line in out.splitlines() if re.match(r"  (intra|inter|world) ", line)]

@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+from fits import fit_here
 from problems import Quadratic, one_trainer
 
 from lightning_hiercomm import DiLoCo, HeterogeneousBatches, HierarchicalStrategy, PeriodicAveraging
@@ -30,31 +31,24 @@ def test_a_trainer_with_a_pickled_strategy_can_be_pickled_after_a_run(tmp_path, 
     assert pickle.loads(pickle.dumps(trainer.strategy)).topology is None
 
 
+def _copies(trainer):
+    return pickle.loads(pickle.dumps(trainer.strategy)), copy.deepcopy(trainer.strategy)
+
+
 def _program(folder):
-    strategy = HierarchicalStrategy(DiLoCo(2), ranks_per_node=1)
-    trainer = one_trainer(folder, devices=2, max_epochs=1, strategy=strategy)
-    trainer.fit(Quadratic())
-    for copied in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+    trainer = fit_here(folder, Quadratic(), DiLoCo(2), max_epochs=1)
+    for copied in _copies(trainer):
         assert copied.topology is None
         assert copied.schemes == []
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Quadratic())  # the original goes on
-    return _pickled(trainer).global_step
-
-
-def test_a_strategy_of_launched_ranks_can_be_pickled_after_a_run(launch):
-    assert launch(_program, ranks=2) == [8, 8]
-
-
-def _program_with_batches(folder):
-    strategy = HierarchicalStrategy(batches=HeterogeneousBatches(8, speeds=[3.0, 1.0]), ranks_per_node=1)
-    trainer = one_trainer(folder, devices=2, max_epochs=1, strategy=strategy)
-    trainer.fit(Quadratic())
-    for copied in (pickle.loads(pickle.dumps(strategy)), copy.deepcopy(strategy)):
+    batches = HeterogeneousBatches(8, speeds=[3.0, 1.0])
+    divided = fit_here(folder, Quadratic(), "all_reduce", batches=batches, max_epochs=1)
+    for copied in _copies(divided):
         assert copied.batches is None
         assert "batches=HeterogeneousBatches(global_batch_size=8, speeds=[3.0, 1.0])" in repr(copied)
-    return strategy.batches.division.sizes
+    return _pickled(trainer).global_step, divided.strategy.batches.division.sizes
 
 
-def test_a_strategy_with_unequal_batches_can_be_pickled_after_a_run(launch):
-    assert launch(_program_with_batches, ranks=2) == [[6, 2]] * 2
+def test_strategies_of_launched_ranks_can_be_pickled_after_a_run(launch):
+    assert launch(_program, ranks=2) == [(8, [6, 2])] * 2

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,9 +46,13 @@ def run(*commands: list[str], seconds: float = SECONDS) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def needs_ray() -> None:
     pytest.importorskip("ray.train", reason="needs the extra `ray`")
+
+
+@pytest.fixture(scope="module")
+def runs(needs_ray, tmp_path_factory) -> Path:
     folder, port = tmp_path_factory.mktemp("ray"), str(free_port())
     launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
     job = ["--master-port", port, str(JOB), "--torchrun", "--out", str(folder)]
@@ -74,18 +79,25 @@ def test_ray_trains_to_the_bits_of_torchrun(runs, name):
 # ---- elastic: each worker is a node ---------------------------------------------------------------------------------
 
 
-def lives(folder: Path) -> dict[str, dict[str, Any]]:
-    """The notes of every life of a worker, by `RANK.LIFE`."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("?.?.json"))}
+@pytest.fixture
+def lives(tmp_path):
+    """``lives(who)``: the notes of every life of a worker, by `RANK.LIFE`, in a run in which some are killed."""
+
+    def of_run(killed: str) -> dict[str, dict[str, Any]]:
+        run([str(ELASTIC_JOB), "--out", str(tmp_path), "--kill", killed], seconds=560)
+        return {path.stem: json.loads(path.read_text()) for path in sorted(tmp_path.glob("?.?.json"))}
+
+    return of_run
 
 
-@pytest.mark.nightly
-@pytest.mark.long("starts a Ray cluster, whose workers import torch")
-@pytest.mark.timeout(600)
-def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    run([str(ELASTIC_JOB), "--out", str(tmp_path), "--kill", "one"], seconds=560)
-    found = lives(tmp_path)
+def on_a_cluster(test: Any) -> Any:
+    long = pytest.mark.long("starts a Ray cluster, whose workers import torch")
+    return pytest.mark.nightly(pytest.mark.timeout(600)(long(test)))
+
+
+@on_a_cluster
+def test_other_workers_train_on_while_ray_restarts_one(lives):
+    found = lives("one")
     assert [*found] == ["0.0", "1.0", "2.0", "3.0", "3.1"]  # no survivor was restarted
     killed, back = found["3.0"]["killed"], found["3.1"]["steps"][0]
     for name in ("0.0", "1.0", "2.0"):
@@ -96,24 +108,16 @@ def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
     assert len({life["digest"] for life in ended}) == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.long("starts a Ray cluster, whose workers import torch")
-@pytest.mark.timeout(600)
-def test_run_ends_although_a_worker_starts_again_after_it(tmp_path):
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    run([str(ELASTIC_JOB), "--out", str(tmp_path), "--kill", "late"], seconds=560)
-    found = lives(tmp_path)
+@on_a_cluster
+def test_run_ends_although_a_worker_starts_again_after_it(lives):
+    found = lives("late")
     assert [name for name, life in found.items() if "step" in life] == ["0.0", "1.0", "2.0"]
     assert "3.1" in found
 
 
-@pytest.mark.nightly
-@pytest.mark.long("starts a Ray cluster, whose workers import torch")
-@pytest.mark.timeout(600)
-def test_run_continues_from_a_checkpoint_if_all_workers_die(tmp_path):
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
-    run([str(ELASTIC_JOB), "--out", str(tmp_path), "--kill", "all"], seconds=560)
-    found = lives(tmp_path)
+@on_a_cluster
+def test_run_continues_from_a_checkpoint_if_all_workers_die(lives):
+    found = lives("all")
     ended = [life for life in found.values() if "step" in life]
     assert [life["step"] for life in ended] == [120] * 4
     assert len({life["digest"] for life in ended}) == 1
@@ -132,21 +136,16 @@ def test_run_continues_from_a_checkpoint_if_all_workers_die(tmp_path):
     ids=["separate", "torchft", "torch", "static", "elastic"],
 )
 def test_elastic_and_the_torch_config_of_ray_fit(monkeypatch, is_elastic, size, is_node, error):
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
     from lightning_hiercomm.trainer.ray import check_torch_config
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: size)
     monkeypatch.setenv("HIERCOMM_RAY_WORKER_IS_NODE", is_node)
-    if not error:
-        check_torch_config(is_elastic, 4)
-        return
-    with pytest.raises(ValueError, match=error):
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
         check_torch_config(is_elastic, 4)
 
 
 def test_elastic_torch_config_wants_an_elastic():
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
     from lightning_hiercomm.trainer.ray_elastic import ElasticTorchConfig
 
     with pytest.raises(TypeError, match="must be the Elastic that the strategy gets"):
@@ -154,7 +153,6 @@ def test_elastic_torch_config_wants_an_elastic():
 
 
 def test_worker_succeeds_that_starts_after_the_run_has_finished():
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
     from lightning_hiercomm import Elastic
     from lightning_hiercomm.elastic.quorum import RunFinished, StaleReplica
     from lightning_hiercomm.trainer.ray_elastic import ElasticTorchConfig
@@ -167,7 +165,6 @@ def test_worker_succeeds_that_starts_after_the_run_has_finished():
 
 
 def test_worker_succeeds_that_finds_no_node_if_another_has_finished(monkeypatch):
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
     from lightning_hiercomm import Elastic
     from lightning_hiercomm.elastic.quorum import NodeRefused
     from lightning_hiercomm.trainer import ray_elastic
@@ -187,7 +184,6 @@ def test_worker_succeeds_that_finds_no_node_if_another_has_finished(monkeypatch)
 
 
 def test_ray_has_the_private_names_that_elastic_nodes_use():
-    pytest.importorskip("ray.train", reason="needs the extra `ray`")
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
     from ray.train.v2.torch.torchft_config import _TorchftBackend
 

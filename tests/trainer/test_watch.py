@@ -13,23 +13,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from fits import fit_here
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from problems import Oracle, one_trainer
+from problems import SHORT_SCHEMES, Oracle, one_trainer
 from torch.distributed import HashStore
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    DASO,
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    Health,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-    StepsDelay,
-)
+from lightning_hiercomm import AllReduce, Health, PeriodicAveraging
 from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.trainer.watch import RunControl, print_without_traceback
 
@@ -41,19 +33,21 @@ def control():
     return control
 
 
-@pytest.mark.parametrize(("code", "exits_with"), [(0, 1), (None, 1), (3, 3)])
-def test_a_rank_that_leaves_alone_does_not_exit_with_0(control, code, exits_with):
-    """torchrun would take its node for one that has finished, and wait five minutes for the others."""
-    error = SystemExit(code)
+@pytest.mark.parametrize(
+    ("error", "together", "exits_with"),
+    [
+        (SystemExit(0), False, 1),
+        (SystemExit(None), False, 1),
+        (SystemExit(3), False, 3),
+        (SIGTERMException(), True, None),
+    ],
+    ids=repr,
+)
+def test_only_ranks_that_stop_together_exit_with_0(control, error, together, exits_with):
+    """torchrun would take the node of one that leaves alone for finished, and wait five minutes for the others."""
+    control.plane._stop_at = 4 if together else None  # noqa: SLF001
     control.note_exception(error)
     assert error.code == exits_with
-
-
-def test_ranks_that_stop_together_exit_with_0(control):
-    control.plane._stop_at = 4  # noqa: SLF001
-    error = SIGTERMException()
-    control.note_exception(error)
-    assert not error.code
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -80,7 +74,7 @@ def test_a_single_process_keeps_its_exit_code():
 
 def test_a_forked_rank_that_raises_asks_no_other_any_more(control):
     """Lightning calls it interrupted in the process only that has forked it."""
-    trainer = pl.Trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = one_trainer(None)
     assert control.ranks_are_together(trainer)
     control.note_exception(ValueError("before training begins"))
     assert not control.ranks_are_together(trainer)
@@ -104,7 +98,7 @@ def test_the_next_run_reports_the_failure_again(control, monkeypatch):
 
 def test_ranks_that_leave_together_exit_with_0(control):
     """While the node waits for other nodes: there all its ranks are together."""
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = one_trainer(None)
     control.watch_over(trainer, leave=lambda: None)
     assert control.exception_to_leave() is None
     control.plane.stop_requested = True
@@ -122,8 +116,7 @@ def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatc
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", done.append)
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: done.append("saves"))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    settings = {"logger": False, "enable_checkpointing": False, "default_root_dir": tmp_path}
-    trainer = pl.Trainer(accelerator="cpu", plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], **settings)
+    trainer = one_trainer(tmp_path, plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)])
     control = RunControl()
     control.watch_over(trainer, leave=lambda: done.append("leaves"))
     trainer.state.fn = TrainerFn.FITTING
@@ -145,19 +138,25 @@ def test_a_node_of_one_rank_is_queued_again_before_a_batch_and_leaves(monkeypatc
     control.before_batch()
 
 
-SCHEMES = {
-    "all_reduce": AllReduce(),
-    "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, warmup=0, cooldown=0),
-    "diloco": DiLoCo(2),
-    "gossip": Gossip(),
-    "steps_delay": StepsDelay(2, warmup_steps=2),
-}
 HANG = 3.0
 
 
-class Validated(Oracle):
-    """Trains three epochs, each with a validation."""
+class Alone(Oracle):
+    """Trains epochs, each with a validation; one rank does at one moment what the others do not do."""
+
+    def __init__(self, moment="", rank=0, act=None):
+        super().__init__()
+        self.moment, self.rank, self.act = moment, rank, act
+
+    def _at(self, moment):
+        if moment == self.moment and self.global_rank == self.rank and not self.trainer.sanity_checking:
+            self.act(self.trainer)
+
+    def on_train_batch_end(self, *_):
+        super().on_train_batch_end()
+        self._at(f"step {self.trainer.global_step}")
+        if self.trainer.is_last_batch:
+            self._at("last batch")
 
     def validation_step(self, batch, batch_idx):
         pass
@@ -165,60 +164,25 @@ class Validated(Oracle):
     def val_dataloader(self):
         return DataLoader(torch.zeros(2, 1))
 
-
-class StopsAlone(Validated):
-    """One rank stops after the first epoch."""
-
-    def __init__(self, hook):
-        super().__init__()
-        self.hook = hook
-
-    def _stop(self, hook):
-        if hook == self.hook and self.global_rank == 1 and not self.trainer.sanity_checking:
-            self.trainer.should_stop = True
-
-    def on_train_batch_end(self, *_):
-        if self.trainer.is_last_batch:
-            self._stop("last batch")
-
     def on_train_epoch_end(self):
-        self._stop("on_train_epoch_end")
+        self._at("epoch end")
 
     def on_validation_end(self):
-        self._stop("on_validation_end")
-
-
-class SavesAlone(Validated):
-    """Rank 0 saves a checkpoint, and no other rank does."""
-
-    def __init__(self, hook):
-        super().__init__()
-        self.hook = hook
-
-    def _save(self, hook):
-        if hook == self.hook and self.trainer.is_global_zero:
-            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/alone.ckpt")
-
-    def on_train_batch_end(self, *_):
-        if self.trainer.global_step == 2:
-            self._save("on_train_batch_end")
-
-    def on_validation_end(self):
-        self._save("on_validation_end")
+        self._at("validation end")
 
     def on_train_end(self):
-        self._save("on_train_end")
+        self._at("train end")
 
 
-class WaitsAlone(Validated):
-    """One rank calls a barrier that the others do not call."""
-
-    def on_train_batch_end(self, *_):
-        if self.global_rank == 1 and self.trainer.global_step == 3:
-            dist.barrier()
+def stop(trainer):
+    trainer.should_stop = True
 
 
-class StopsByDivergence(Validated):
+def save(trainer):
+    trainer.save_checkpoint(f"{trainer.default_root_dir}/alone.ckpt")
+
+
+class StopsByDivergence(Alone):
     """Takes up to four steps a batch, as PPO does, and stops early where its own divergence is large."""
 
     def __init__(self, together=False):
@@ -250,10 +214,10 @@ def end_of(fit, capfd, module, scheme):
 @pytest.mark.pairwise
 @pytest.mark.long("its runs hang until the control plane ends them")
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.parametrize("hook", ["last batch", "on_train_epoch_end", "on_validation_end"])
-def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, scheme, hook):
-    said = end_of(fit, capfd, StopsAlone(hook), scheme)
+@pytest.mark.parametrize("scheme", SHORT_SCHEMES.values(), ids=SHORT_SCHEMES)
+@pytest.mark.parametrize("moment", ["last batch", "epoch end", "validation end"])
+def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, scheme, moment):
+    said = end_of(fit, capfd, Alone(moment, 1, stop), scheme)
     assert "rank 1 (node 1) ended training after 4 batches of the run" in said
     assert "and rank 0 (node 0) trains on with batch " in said
     assert "If trainer.should_stop was set on some ranks only" in said
@@ -261,10 +225,10 @@ def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, scheme, hook
 
 @pytest.mark.pairwise
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end", "on_train_end"])
-def test_a_checkpoint_saved_on_one_rank_ends_the_run(fit, capfd, scheme, hook):
-    said = end_of(fit, capfd, SavesAlone(hook), scheme)
+@pytest.mark.parametrize("scheme", SHORT_SCHEMES.values(), ids=SHORT_SCHEMES)
+@pytest.mark.parametrize("moment", ["step 2", "validation end", "train end"])
+def test_a_checkpoint_saved_on_one_rank_ends_the_run(fit, capfd, scheme, moment):
+    said = end_of(fit, capfd, Alone(moment, 0, save), scheme)
     assert "test_watch.py" in said
     assert "rank 0" in said
     assert "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file" in said
@@ -273,7 +237,7 @@ def test_a_checkpoint_saved_on_one_rank_ends_the_run(fit, capfd, scheme, hook):
 @pytest.mark.long("its run hangs until the control plane ends it")
 @pytest.mark.timeout(100)
 def test_a_barrier_on_one_rank_ends_the_run_with_a_table(fit, capfd):
-    said = end_of(fit, capfd, WaitsAlone(), PeriodicAveraging(2))
+    said = end_of(fit, capfd, Alone("step 3", 1, lambda _: dist.barrier()), PeriodicAveraging(2))
     assert "rank 1 (node 1) | torch.distributed.barrier" in said
     assert "Likely cause: rank 1 called more collectives (barrier, all_gather" in said
 
@@ -291,10 +255,8 @@ def test_a_loop_that_stops_on_one_rank_ends_the_run_with_its_remedy(fit, capfd):
 
 def calls_after_fit(folder, method, other):
     """The error on a rank, if rank 0 calls a method of the trainer after a fit, and rank 1 another one, or ends."""
-    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=1, health=Health(hang_timeout=HANG))
-    trainer = one_trainer(folder, devices=2, strategy=strategy)
-    module = Validated()
-    trainer.fit(module)
+    module = Alone()
+    trainer = fit_here(folder, module, PeriodicAveraging(2), health=Health(hang_timeout=HANG))
     if not trainer.is_global_zero and other == "ends":
         dist.destroy_process_group()  # closes connections, as the end of a process does
         return ""
@@ -323,13 +285,9 @@ def test_ranks_that_call_different_functions_of_the_trainer_fail(borrow):
 
 @pytest.mark.long("one rank waits longer than hang_timeout")
 def test_a_long_task_of_one_rank_while_the_others_wait_goes_on(fit):
-    class Evaluates(Validated):
-        def on_validation_end(self):
-            if self.trainer.is_global_zero and not self.trainer.sanity_checking:
-                time.sleep(2 * HANG)
-
+    evaluates = Alone("validation end", 0, lambda _: time.sleep(2 * HANG))
     settings = {"scheme": AllReduce(), "ranks_per_node": 1, "health": Health(hang_timeout=HANG)}
-    reports = fit(Evaluates(), settings, devices=2, forked=True)
+    reports = fit(evaluates, settings, devices=2, forked=True)
     assert [len(report["report"]) for report in reports] == [4, 4]
 
 

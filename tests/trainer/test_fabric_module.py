@@ -1,0 +1,131 @@
+"""Modules on Fabric: parameters that come in mid-run, and teachers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from trainer.conftest import by_sgd, linear, step
+
+from lightning_hiercomm import AllReduce, PeriodicAveraging
+
+
+def unfreezing(fabric, strategy):
+    """The bias is unfrozen after three steps, and an unused parameter."""
+    module = linear(1, 1, weight=1.0)
+    module.unused = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    module.requires_grad_(False).weight.requires_grad_(True)
+    model, optimizer = by_sgd(fabric, module)
+    target, seen = float(fabric.global_rank), []
+    for number in range(6):
+        module.bias.requires_grad_(number >= 3)
+        module.unused.requires_grad_(number >= 3)
+        waited = strategy.communication()["inter_exposed_seconds"]
+        fabric.backward(0.5 * (model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight - target).square().sum())
+        crosses = strategy.schemes[0].config.gradients == "world"
+        assert (strategy.communication()["inter_exposed_seconds"] > waited) == crosses
+        assert module.unused.grad is None  # weight decay and momentum would move what has one of zeros
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((module.weight.item(), module.bias.item()))
+    strategy.finish()
+    return [*seen, (module.weight.item(), module.bias.item())]
+
+
+def growing(fabric, strategy):
+    """A bias comes after three steps; every rank has a target of its own for weight + bias."""
+    module = linear(1, 1, weight=1.0, bias=False)
+    model, optimizer = by_sgd(fabric, module)
+    target, seen = float(fabric.global_rank), []
+    for number in range(6):
+        if number == 3:
+            module.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            optimizer.add_param_group({"params": [module.bias]})
+        output = model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight
+        step(fabric, 0.5 * (output - target).square().sum(), optimizer)
+        seen.append((module.weight.item(), 0.0 if number < 3 else module.bias.item()))
+    strategy.finish()
+    return [*seen, (module.weight.item(), module.bias.item())]
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
+@pytest.mark.parametrize("program", [unfreezing, growing])
+def test_unfrozen_or_added_parameters_get_equal_gradients(launched, scheme, program):
+    weight, bias, expected = 1.0, 0.0, []
+    for number in range(6):  # of all ranks the mean, whose targets' mean is 1.5
+        gradient = weight + bias - 1.5
+        weight, bias = weight - 0.1 * gradient, bias - 0.1 * gradient * (number >= 3)
+        expected.append((weight, bias))
+    for seen in launched(scheme, program):
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor([*expected, expected[-1]]), rtol=1e-9, atol=1e-9)
+
+
+def unfreezing_sparse(fabric, strategy):
+    """A row for each of three ranks, and none for the fourth, is unfrozen after two steps."""
+    rows = nn.Embedding(4, 1, sparse=True).double().requires_grad_(False)
+    nn.init.zeros_(rows.weight)
+    module = nn.Sequential(rows, linear(1, 1, weight=1.0, bias=False))
+    model, optimizer = by_sgd(fabric, module, lr=1.0)
+    for number in range(4):
+        rows.weight.requires_grad_(number >= 2)
+        fabric.backward(model(torch.tensor([fabric.global_rank] * (fabric.global_rank < 3), dtype=torch.int64)).sum())
+        module[1].weight.grad.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    strategy.finish()
+    return rows.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
+def test_an_embedding_with_sparse_gradients_may_be_unfrozen_in_mid_run(launched, scheme):
+    assert launched(scheme, unfreezing_sparse) == [pytest.approx([-0.5, -0.5, -0.5, 0.0], rel=1e-7, abs=1e-7)] * 4
+
+
+def unfreezing_between_synchronizations(fabric, strategy):
+    module, seen = linear(1, 1), []
+    module.bias.requires_grad_(False)
+    model, optimizer = by_sgd(fabric, module, lr=0.5)
+    for number in range(3):
+        module.bias.requires_grad_(number >= 2)
+        output = model(torch.ones(1, 1).double())
+        step(fabric, 0.5 * (output - 4.0 * (fabric.global_rank // 2)).square().sum(), optimizer)
+        seen.append((module.weight.item(), module.bias.item()))
+    # towards 0 on one node and 4 on the other, by halves; before the third pass their average is 1.5
+    expected = [[(0.0, 0.0), (0.0, 0.0), (0.75, -0.75)], [(2.0, 0.0), (3.0, 0.0), (2.75, 1.25)]]
+    assert seen == expected[fabric.global_rank // 2], seen
+
+
+def test_nodes_synchronize_before_the_first_forward_after_an_unfreeze(launched):
+    launched(PeriodicAveraging(5), unfreezing_between_synchronizations)
+
+
+def with_friends(fabric, strategy):
+    """A module whose teacher is a part of it, and one with a teacher, and averages, outside it."""
+    module, outside = nn.Linear(2, 1), nn.Linear(2, 1)
+    module.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
+    model, optimizer = by_sgd(fabric, module)
+    teacher = fabric.setup_module(outside.requires_grad_(False))
+    normal = fabric.setup_module(nn.SyncBatchNorm(2, affine=False))  # DDP takes none with parameters on a CPU
+    assert dist.get_process_group_ranks(normal.process_group) == [*strategy.topology.intra.ranks]
+    average, copied = AveragedModel(model), copy.deepcopy(model)
+    assert copied.weight is not module.weight
+    for _ in range(2):
+        step(fabric, (model(torch.ones(1, 2)) - fabric.global_rank).square().sum(), optimizer)
+        average.update_parameters(model)
+        outside.bias.fill_(fabric.global_rank)
+        module.teacher.fill_(2.0 * fabric.global_rank)
+    fabric.backward(copied(torch.ones(1, 2)).sum() * 0.0)
+    with strategy.averaged_model():
+        assert [teacher.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
+    assert [outside.bias.item(), module.teacher[0].item()] == [fabric.global_rank, 2.0 * fabric.global_rank]
+    strategy.finish()
+    assert [outside.bias.item(), *module.teacher.tolist()] == [1.5, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(5)], ids=repr)
+def test_teachers_are_part_of_the_averaged_model_and_averages_are_copied(launched, scheme):
+    launched(scheme, with_friends)
