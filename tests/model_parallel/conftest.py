@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import MPIEnvironment
 from packaging.version import Version
-from ranks import collect_trainers
+from problems import one_trainer
 
 if Version(torch.__version__) < Version("2.9"):
     collect_ignore_glob = ["test_*.py"]  # refused by name
@@ -24,18 +24,7 @@ def imports_of_the_first_step() -> None:
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:
-    collect_trainers()
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": devices,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return pl.Trainer(strategy=strategy, **{**defaults, **arguments})
+    return one_trainer(None, strategy=strategy, devices=devices, **arguments)
 
 
 def whole_state(module: pl.LightningModule) -> dict[str, torch.Tensor]:

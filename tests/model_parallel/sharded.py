@@ -115,8 +115,7 @@ class Unfreezing(Net):
         return net
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == 4:
-            self.net[-1].requires_grad_(True)
+        self.net[-1].requires_grad_(self.trainer.global_step >= 4)
 
 
 class Dropped(Net):

@@ -61,11 +61,7 @@ def test_bad_arguments_are_named_before_anything_starts(arguments, message):
     [
         ([[0, 1], [2]], {}, "the nodes have 1 or 2 ranks.* use nodes of equal size, or HierarchicalStrategy"),
         ([[0, 1], [2, 3]], {"tensor_parallel_size": 3}, "must be the 2 ranks of a node"),
-        (
-            [[0, 1], [2, 3]],
-            {"data_parallel_size": 4},
-            "data_parallel_size=4 times .* must be the 2",
-        ),
+        ([[0, 1], [2, 3]], {"data_parallel_size": 4}, "data_parallel_size=4 times .* must be the 2"),
     ],
 )
 def test_nodes_that_do_not_fit_the_mesh_are_refused(nodes, sizes, message):

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
-from model_parallel.sharded import STEPS, Dropped
+from model_parallel.sharded import STEPS, Dropped, Unfreezing
 from pairwise import requested
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -57,18 +57,6 @@ class Grouped(Dropped):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
-class Unfreezing:
-    """Trains its last layer after four steps."""
-
-    def build(self):
-        net = super().build()
-        net[-1].requires_grad_(False)
-        return net
-
-    def on_train_batch_start(self, *_):
-        self.net[-1].requires_grad_(self.trainer.global_step >= 4)
-
-
 class Unfrozen(Unfreezing, Dropped):
     pass
 
@@ -78,7 +66,6 @@ class GroupedUnfrozen(Unfreezing, Grouped):
 
 
 def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_class=Dropped, **arguments):
-    module = module_class("adamw")
     strategy = HierarchicalModelParallelStrategy(
         SCHEMES[name](),
         ranks_per_node=2,
@@ -87,17 +74,18 @@ def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_cl
         checkpoint_replicas=replicas,
         transport=Transport(bucket_mb=1e-3),
     )
-    saves = ModelCheckpoint(folder / name / kind, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
-    run = trainer(strategy, enable_checkpointing=True, callbacks=[saves, *callbacks], **arguments)
-    run.fit(module, ckpt_path=resume)
-    return {"state": whole_state(module), "losses": module.report}
+    return _fit_under(strategy, folder / name / kind, resume, module_class, callbacks, **arguments)
 
 
 def _fit_whole(folder, resume=None, module_class=Dropped, **arguments):
+    strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, transport=Transport(bucket_mb=1e-3))
+    return _fit_under(strategy, folder, resume, module_class, **arguments)
+
+
+def _fit_under(strategy, folder, resume, module_class, callbacks=(), **arguments):
     module = module_class("adamw")
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
-    strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, transport=Transport(bucket_mb=1e-3))
-    run = trainer(strategy, enable_checkpointing=True, callbacks=[saves], **arguments)
+    run = trainer(strategy, enable_checkpointing=True, callbacks=[saves, *callbacks], **arguments)
     run.fit(module, ckpt_path=resume)
     return {"state": whole_state(module), "losses": module.report}
 

@@ -110,11 +110,7 @@ def _on_four(names, of_both, folder):
     }
     results["plain"] = _fit(TensorParallel("adamw", replicas=2), ModelParallelStrategy(2, 2), 4)
     for name in of_both:
-        results["whole", name] = _fit(
-            TensorParallel("adamw", replicas=4),
-            _whole(SCHEMES[name], ranks_per_node=2),
-            4,
-        )
+        results["whole", name] = _fit(TensorParallel("adamw", replicas=4), _whole(SCHEMES[name], ranks_per_node=2), 4)
     if _saved(folder, "file").exists():
         whole = _whole(SCHEMES["diloco"], ranks_per_node=2)
         results["whole, from file"] = _fit(Resumable("adamw", replicas=4), whole, 4, _saved(folder, "file"))
