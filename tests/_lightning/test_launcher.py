@@ -1,13 +1,16 @@
-"""What a rank does first."""
+"""How ranks are launched, what a rank does first, and where it is."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from _lightning.conftest import quiet
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
     KubeflowEnvironment,
@@ -17,9 +20,20 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
 )
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from packaging.version import Version
 
-from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
+from lightning_hiercomm._lightning.launcher import (
+    check_program_can_run_again,
+    check_ranks_of_node,
+    place_of,
+    process_group_meets_at,
+    settle_as_fork,
+)
 
 
 def test_a_forked_rank_starts_its_threads_before_backward(monkeypatch):
@@ -75,3 +89,40 @@ def test_environments_with_a_launcher_per_node_may_share_a_host(kind, by_launche
         place = place_of(environment, 1, 2, starts_ranks)
         assert (place.node, place.local_rank, place.nodes_share_hosts) == (1, 2, expected)
         assert place.environment == kind.__name__
+
+
+def test_lightnings_fork_launcher_has_the_members_we_override():
+    launch = inspect.getsource(_MultiProcessingLauncher.launch)
+    assert launch.index("self._wrapping_function,") < launch.index("self.procs = ") < launch.index(".join()")
+    assert issubclass(SIGTERMException, SystemExit)  # which leaves a rank with exit code 0
+
+
+def test_the_ranks_of_a_node_are_compared_with_devices(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    environment = TorchElasticEnvironment()
+    assert "validate_settings" in vars(TorchElasticEnvironment)
+    check_ranks_of_node(environment)
+    environment.validate_settings(num_devices=2, num_nodes=7)
+    with pytest.raises(ValueError, match=r"devices=1\), but 2 ranks were started on this node: give devices=2"):
+        environment.validate_settings(num_devices=1, num_nodes=1)
+
+
+def test_lightning_refuses_to_run_a_notebook_again_and_asks_its_own_flag(monkeypatch):
+    assert accelerator_connector._IS_INTERACTIVE is imports._IS_INTERACTIVE is False
+    check_program_can_run_again()
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        quiet(devices=2, strategy="ddp")
+    monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match="_notebook"):
+        check_program_can_run_again()
+
+
+def test_a_process_group_uses_the_given_store():
+    store = dist.HashStore()
+    with process_group_meets_at(store, rank=0, size=1):
+        dist.init_process_group("gloo", rank=0, world_size=1)  # there is no MASTER_ADDR for env://
+    assert store.num_keys() > 0
+    dist.destroy_process_group()
+    with process_group_meets_at(None, rank=0, size=1), pytest.raises(ValueError, match="MASTER_ADDR"):
+        dist.init_process_group("gloo", rank=0, world_size=1)

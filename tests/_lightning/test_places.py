@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from _lightning.conftest import quiet
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
 from lightning.pytorch.trainer.states import RunningStage
@@ -108,7 +109,7 @@ def test_a_state_without_places_gives_a_data_module_its_own():
 
 @pytest.mark.parametrize(("kind", "warns"), [(DataLoader, False), (Loader, True)])
 def test_a_stream_that_starts_again_on_a_joining_node_is_reported(kind, warns, recwarn):
-    trainer = pl.Trainer(accelerator="cpu", strategy=SingleDeviceStrategy(), logger=False, enable_checkpointing=False)
+    trainer = quiet(strategy=SingleDeviceStrategy())
     note_stage_of_dataloaders(trainer, [None], lambda: 3)
     trainer._data_connector._prepare_dataloader(kind(Stream(range(4))), False, RunningStage.TRAINING)
     assert any("starts at the beginning of its stream" in str(each.message) for each in recwarn) is warns

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from _lightning.conftest import quiet
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
@@ -29,8 +30,9 @@ from lightning_hiercomm.elastic.transport import packed, unpacked
 class Net(pl.LightningModule):
     """Sees the same data in every batch, so it does not matter that a healed one begins its loader again."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: str = "steps") -> None:
         super().__init__()
+        self.schedule = schedule
         torch.manual_seed(1)
         self.layer = torch.nn.Linear(4, 2)
         self.register_buffer("steps", torch.zeros(1), persistent=False)  # which no checkpoint holds
@@ -96,25 +98,33 @@ class Boundary(pl.Callback):
         self.look(trainer, "end")
 
 
+def healing_trainer(state: dict[str, Any] | None, at: int, **settings: Any) -> tuple[pl.Trainer, Boundary]:
+    """A Trainer that begins as ``state``, and what makes a state after ``at`` optimizer steps."""
+    strategy, boundary = Healing(), Boundary(at)
+    strategy.state = state
+    trainer = quiet(strategy=strategy, **{"num_sanity_val_steps": 2, "enable_checkpointing": True, **settings})
+    put_callback_first(trainer, boundary)
+    return trainer, boundary
+
+
+def data(samples: int) -> DataLoader:
+    return DataLoader(TensorDataset(torch.ones(samples, 4)))
+
+
 def fit(folder, schedule: str, at: int, state: dict[str, Any] | None = None, **settings: Any):
     """Train; what the callback made at that step, and all by which two runs may differ."""
-    strategy, boundary, model = Healing(), Boundary(at), Net()
-    strategy.state, model.schedule = state, schedule
-    settings = {"max_epochs": 4, "val_check_interval": 1.0, "accumulate_grad_batches": 1, **settings}
-    callbacks = [EarlyStopping("val", patience=100), ModelCheckpoint(folder, monitor="val")]
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, callbacks=callbacks, **quiet, **settings)
-    put_callback_first(trainer, boundary)
-    data = DataLoader(TensorDataset(torch.ones(6, 4)))
-    trainer.fit(model, data, DataLoader(TensorDataset(torch.ones(2, 4))))
+    model = Net(schedule)
+    stops, saves = EarlyStopping("val", patience=100), ModelCheckpoint(folder, monitor="val")
+    trainer, boundary = healing_trainer(state, at, callbacks=[stops, saves], **{"max_epochs": 4, **settings})
+    trainer.fit(model, data(6), data(2))
     loops = trainer.fit_loop.state_dict()
     return boundary.made, {
         "loops": {key: value for key, value in loops.items() if "val_loop" not in key},
         "parameters": [parameter.tolist() for parameter in model.parameters()],
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
         "steps": (trainer.global_step, trainer.current_epoch, trainer.fit_loop.epoch_loop._batches_that_stepped),
-        "stopping": callbacks[0].state_dict(),
-        "saved": callbacks[1].state_dict()["best_model_score"].item(),
+        "stopping": stops.state_dict(),
+        "saved": saves.state_dict()["best_model_score"].item(),
         "buffer": model.steps.item(),
         "rates": model.rates,
     }
@@ -183,17 +193,11 @@ def test_a_healed_trainer_decides_by_state_outside_of_checkpoints(tmp_path, at):
     saved: list[int] = []
 
     def fit_from(state: dict[str, Any] | None, at: int):
-        strategy, boundary, model = Healing(), Boundary(at), Model()
-        strategy.state = state
         saved.clear()
         saves = Saves(tmp_path, "{step}", "val", every_n_train_steps=2, save_top_k=-1, save_last=True)
         callbacks = [saves, GradientAccumulationScheduler({0: 2}), Unfreezes()]
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        settings = {"max_epochs": 5, "check_val_every_n_epoch": 2, "callbacks": callbacks}
-        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, **settings, **quiet)
-        put_callback_first(trainer, boundary)
-        data = DataLoader(TensorDataset(torch.ones(6, 4)))
-        trainer.fit(model, data, DataLoader(TensorDataset(torch.ones(2, 4))))
+        trainer, boundary = healing_trainer(state, at, max_epochs=5, check_val_every_n_epoch=2, callbacks=callbacks)
+        trainer.fit(model := Model(), data(6), data(2))
         parameters = [parameter.tolist() for parameter in model.parameters()]
         return boundary.made, (parameters, trainer.global_step, model.layer.bias.requires_grad), [*saved]
 
@@ -219,12 +223,8 @@ def test_state_that_needs_unpickling_is_excluded_and_named(tmp_path):
         def state_dict(self) -> dict[str, Any]:
             return {"odd": Net()}
 
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, callbacks=[Odd()], enable_progress_bar=False, barebones=False
-    )
-    model = Net()
-    model.schedule = "steps"
-    trainer.fit(model, DataLoader(TensorDataset(torch.ones(2, 4))), DataLoader(TensorDataset(torch.ones(2, 4))))
+    trainer = quiet(max_epochs=1, callbacks=[Odd()])
+    trainer.fit(Net(), data(2), data(2))
     with pytest.warns(UserWarning, match=r"a joining node begins without the state of .*Odd, which"):
         state = unpacked(packed(state_of(trainer, "end")))
     assert [key for key in state["checkpoint"]["callbacks"] if "Odd" in key] == []
@@ -237,18 +237,13 @@ def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
     seen: list[list[int]] = [[]]
 
     class Model(Net):
-        schedule = "steps"
-
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             seen[0].append(int(batch[0][0, 0]))
             return self.layer(batch[0] / 24).square().sum()
 
     def fit_from(state: dict[str, Any] | None, at: int):
-        strategy, boundary, seen[0] = Healing(), Boundary(at), []
-        strategy.state = state
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = pl.Trainer(accelerator="cpu", strategy=strategy, max_epochs=3, enable_checkpointing=False, **quiet)
-        put_callback_first(trainer, boundary)
+        seen[0] = []
+        trainer, boundary = healing_trainer(state, at, max_epochs=3, enable_checkpointing=False)
         done = trainer.fit_loop.epoch_loop.batch_progress.current
         note_stage_of_dataloaders(trainer, [None], lambda: 0 if state is None else done.ready)
         samples = TensorDataset(torch.arange(24.0).repeat(4, 1).T)
@@ -268,7 +263,7 @@ def test_a_healed_trainer_loads_the_rest_of_the_epoch(tmp_path, workers):
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_a_healed_trainer_begins_a_stream_again(batch_size):
     """In batches it has a sampler, too, of no length; which ended a node that came inside an epoch."""
-    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = quiet()
     note_stage_of_dataloaders(trainer, [None], lambda: 2)
     loader = DataLoader(Stream(range(6)), batch_size)
     made = trainer._data_connector._prepare_dataloader(loader, shuffle=False, mode=RunningStage.TRAINING)
@@ -282,19 +277,15 @@ def test_train_data_are_drawn_again_before_an_epoch_where_that_is_due():
 
     class Data(pl.LightningDataModule):
         def train_dataloader(self) -> DataLoader:
-            return DataLoader(TensorDataset(torch.ones(lengths[min(len(asked) - 1, 2)], 4)))
+            return data(lengths[min(len(asked) - 1, 2)])
 
     def is_due() -> bool:
         asked.append(trainer.current_epoch)
         return len(asked) == 3
 
-    trainer = pl.Trainer(
-        accelerator="cpu", max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    trainer = quiet(max_epochs=3)
     reload_train_data_when_due(trainer, is_due)
-    model = Net()
-    model.schedule = "steps"
-    trainer.fit(model, Data())
+    trainer.fit(Net(), Data())
     assert asked == [0, 0, 1, 2], "when the run begins, and before each epoch"
     assert trainer.global_step == 6 + 4 + 4
     restore_trainer(trainer)
@@ -311,7 +302,7 @@ def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
             seen.append(current[0])
             return {"num_replicas": 2, "rank": 1}
 
-    trainer = pl.Trainer(accelerator="cpu", strategy=Strategy(), logger=False, enable_checkpointing=False)
+    trainer = quiet(strategy=Strategy())
     note_stage_of_dataloaders(trainer, current, lambda: 0)
     loader = DataLoader(TensorDataset(torch.ones(4, 1)))
     connector = trainer._data_connector

@@ -1,0 +1,319 @@
+"""Torch's DDP, and Lightning's use of it: buckets, buffers, hooks and messages."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from _lightning.conftest import boring
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_hiercomm._lightning.ddp import (
+    FabricSyncControl,
+    PassThroughDDP,
+    SettledDDP,
+    average_present_gradients,
+    explain_unused_parameters,
+    forward_nothing,
+    in_ddp,
+    is_not_insisted_on,
+    keep_sync_batchnorm_in_group,
+    register_bucket_hook,
+    time_buffer_broadcasts,
+)
+
+
+def with_hook(model, change=lambda buffer: buffer, heard=lambda bucket: None):
+    """A model in DDP whose buckets are changed in place instead of reduced."""
+
+    def reduce(bucket):
+        heard(bucket)
+        future = torch.futures.Future()
+        future.set_result(change(bucket.buffer()))
+        return future
+
+    register_bucket_hook(model, reduce)
+    return model
+
+
+def test_sync_batchnorm_layers_take_the_group():
+    model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3))
+    group = object()
+    keep_sync_batchnorm_in_group(model, group)
+    assert model[0].process_group is group
+    assert not hasattr(model[1], "process_group")
+
+
+def test_ddp_broadcasts_its_buffers_where_we_time_it(process_group):
+    waits = []
+
+    @contextmanager
+    def waiting():
+        waits.append("begin")
+        yield
+        waits.append("end")
+
+    model = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2))
+    time_buffer_broadcasts(model, waiting)
+    model(torch.randn(3, 2))
+    assert waits == ["begin", "end"]
+
+
+class Normalizes(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def training_step(self, batch):
+        return self.norm(batch).sum()
+
+
+def _shares_buffers(kind, passes, automatic_optimization):
+    """Before which passes buffers are shared: of those that step, learn without a step, or do not learn."""
+    module, shared, results = Normalizes(), [], []
+    module.automatic_optimization = automatic_optimization
+    model = kind(module)
+    time_buffer_broadcasts(model, lambda: nullcontext(shared.append(True)))
+    for what in passes:
+        shared.clear()
+        with torch.set_grad_enabled(what != "look"), model.no_sync() if what == "accumulate" else nullcontext():
+            _DDPForwardRedirection()(model, module, "training_step", torch.ones(3, 2))
+        results.append(bool(shared))
+    return results
+
+
+def test_buffers_are_shared_before_every_pass_that_begins_a_step(process_group):
+    passes = ["step", "look", "look", "step", "step", "accumulate", "accumulate", "look", "step", "step"]
+    ours = [True, True, False, True, True, True, False, False, False, True]
+    assert _shares_buffers(SettledDDP, passes, automatic_optimization=True) == ours
+    ddp = _shares_buffers(DistributedDataParallel, passes, automatic_optimization=True)
+    assert [passes[place] for place, (one, other) in enumerate(zip(ours, ddp, strict=True)) if one != other] == ["step"]
+    assert ddp[3] is False, "in the step after a validation"
+
+    passes = ["step", "step", "look", "look", "step"]
+    assert _shares_buffers(SettledDDP, passes, automatic_optimization=False) == [True, True, True, False, True]
+    ddp = _shares_buffers(DistributedDataParallel, passes, automatic_optimization=False)
+    assert ddp == [True, False, False, False, False]
+
+
+def test_ddp_strategy_takes_any_keyword_and_ddp_only_its_own():
+    assert inspect.signature(DDPStrategy).parameters["kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    assert {"process_group", "device_mesh", "output_device", "dim", "find_unused_parameters"} <= known.keys()
+    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+
+
+def test_unused_parameters_are_recognised_by_ddps_own_words():
+    source = inspect.getsource(DDPStrategy.on_exception)
+    assert "Expected to have finished reduction in the prior iteration" in source
+    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one. This")
+    module = nn.ModuleDict({"used": nn.Linear(1, 1), "unused": nn.Linear(1, 1)})
+    module["used"](torch.ones(1)).backward()
+    explain_unused_parameters(error, module)
+    assert "training_step: unused.weight, unused.bias. If" in str(error)
+    assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in str(error)
+    other = RuntimeError("something else")
+    explain_unused_parameters(other, module)
+    assert str(other) == "something else"
+
+
+def test_a_bucket_hook_reduces_the_gradients(process_group):
+    seen = []
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    with_hook(model, lambda buffer: buffer.mul_(3), lambda bucket: seen.append(bucket.buffer().clone()))
+    model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    assert torch.equal(torch.cat(seen), torch.tensor([1.0, 2.0]))
+    assert torch.equal(model.module.weight.grad, torch.tensor([[3.0, 6.0]]))
+
+
+def _buckets_of_two_steps(wrap, **arguments):
+    """Places of the parameters of each bucket, in two steps of layers whose parameters are of 1 MB in all but one."""
+    module = nn.Sequential(nn.Linear(2, 600), *(nn.Linear(600, 600, bias=False) for _ in range(3)))
+    places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
+    model, steps = wrap(module, **arguments), []
+    with_hook(model, heard=lambda bucket: steps[-1].append([places[id(each)] for each in bucket.parameters()]))
+    for _ in range(2):
+        steps.append([])
+        model(torch.ones(1, 2)).sum().backward()
+    return steps
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_buckets_are_cut_from_the_first_step_on_as_ddp_cuts_them_after_it(process_group, views):
+    ddp_first, ddp_then = _buckets_of_two_steps(DistributedDataParallel, gradient_as_bucket_view=views)
+    first, then = _buckets_of_two_steps(SettledDDP, gradient_as_bucket_view=views)
+    assert first == then == [[4], [3, 2, 1, 0]]
+    assert ddp_first == [[0, 1, 2, 3, 4]]
+    assert [set(bucket) for bucket in ddp_then] == [{4}, {0, 1, 2, 3}]
+
+
+@pytest.mark.parametrize("argument", ["find_unused_parameters", "static_graph"])
+def test_buckets_that_ddp_cuts_by_rules_of_their_own_are_ddps(process_group, argument):
+    ours = _buckets_of_two_steps(SettledDDP, **{argument: True})
+    assert ours == _buckets_of_two_steps(DistributedDataParallel, **{argument: True})
+    assert ours[0] == ours[1]
+
+
+@pytest.mark.parametrize("given", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_pass_through_ddp_has_the_attributes_of_ddp(process_group, given):
+    module = nn.Linear(2, 1)
+    arguments = {"process_group": dist.group.WORLD, **given}
+    ddp, ours = DistributedDataParallel(module, **arguments), PassThroughDDP(module, None, arguments)
+    names = ("module", "process_group", "device", "device_ids", "device_type", "output_device", "broadcast_buffers")
+    names += ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "parameters_to_ignore")
+    names += ("require_backward_grad_sync", "require_forward_param_sync")
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(ddp, name) for name in names}
+    assert ours.state_dict().keys() == ddp.state_dict().keys()
+    assert isinstance(ours, pl.utilities.types.DistributedDataParallel)
+    with ours.no_sync():
+        assert not ours.require_backward_grad_sync
+    assert ours.require_backward_grad_sync
+
+
+def test_a_training_step_goes_through_the_forward_of_its_ddp(process_group):
+    module, batch, calls = boring(training_step=lambda self, batch, batch_idx: self.layer(batch)), torch.ones(1, 32), []
+    for wrapped in (DistributedDataParallel(module), PassThroughDDP(module, None, {})):
+        hooks = [each.register_forward_hook(lambda of, *_: calls.append(type(of))) for each in (wrapped, module)]
+        output = DDPStrategy()._forward_redirection(wrapped, module, "training_step", batch, batch_idx=0)
+        assert torch.equal(output, module.layer(batch))
+        assert calls == [type(module), type(wrapped)]
+        calls.clear()
+        for hook in hooks:
+            hook.remove()
+
+
+def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_group):
+    assert "self._strategy._backward_sync_control.no_backward_sync(" in inspect.getsource(Fabric.no_backward_sync)
+    control, module = FabricSyncControl(), nn.Linear(2, 1)
+    with control.no_backward_sync(module, enabled=True):
+        pass  # a module that is not in DDP, which Fabric's own control refuses
+    wrapped = DistributedDataParallel(module)
+    with control.no_backward_sync(wrapped, enabled=True):
+        assert not wrapped.require_backward_grad_sync
+    with control.no_backward_sync(wrapped, enabled=False):
+        assert wrapped.require_backward_grad_sync
+
+
+def test_fabric_insists_on_a_backward_of_our_own_by_default():
+    class InsistsOn(SingleDeviceStrategy):
+        def backward(self, *args, **kwargs):
+            super().backward(*args, **kwargs)
+
+    class DoesNot(SingleDeviceStrategy):
+        @is_not_insisted_on
+        def backward(self, *args, **kwargs):
+            super().backward(*args, **kwargs)
+
+    for strategy, message in ((InsistsOn("cpu"), "requires you to call `fabric.backward"), (DoesNot("cpu"), None)):
+        model = Fabric(accelerator="cpu", devices=1, strategy=strategy).setup(nn.Linear(1, 1))
+        loss = model(torch.ones(1, 1)).sum()
+        if message is None:
+            torch.autograd.grad(loss, list(model.parameters()))
+        else:
+            with pytest.raises(RuntimeError, match=message):
+                torch.autograd.grad(loss, list(model.parameters()))
+
+
+def test_gradients_are_averaged_without_a_backward_pass(process_group):
+    model = SettledDDP(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)))
+    with_hook(model, lambda buffer: buffer.mul_(2).add_(1))
+    first, second = model.module.parameters()
+    first.grad = torch.tensor([[1.0, 2.0]])
+    average_present_gradients(model, factor=3.0)
+    assert first.grad.tolist() == [[7.0, 13.0]]
+    assert second.grad.tolist() == [[1.0]], "a missing gradient counts as zero"
+    model.zero_grad(set_to_none=True)
+    model(torch.tensor([[1.0, 1.0]])).sum().backward()  # an ordinary pass follows
+    assert second.grad.item() == pytest.approx(2 * first.detach().sum().item() + 1)
+    average_present_gradients(nn.Linear(1, 1))  # is not in DDP
+
+
+@pytest.mark.parametrize("accumulates_before", [False, True])
+def test_buffers_are_shared_where_a_rank_has_no_forward_pass(process_group, accumulates_before):
+    model = SettledDDP(nn.BatchNorm1d(2))
+    shared = []
+    model._sync_buffers = lambda: shared.append(1)
+    if accumulates_before:
+        with model.no_sync():
+            forward_nothing(model)
+        assert len(shared) == 1
+    forward_nothing(model)  # ends the step
+    assert len(shared) == 1
+    model(torch.ones(3, 2))
+    assert len(shared) == 2
+
+
+class Layer(nn.Module):
+    """Normalizes, and has buffers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("bank", torch.zeros(3))
+        self.register_buffer("other", torch.zeros(2))
+        self.register_buffer("counts", torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x).sum()
+
+
+def _joined() -> int:
+    """The rank, in a process group that a test before may have made."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    return dist.get_rank()
+
+
+def _ignored(folder: Path) -> list[Any]:
+    rank = _joined()
+    layer = Layer()
+    layer.bank = torch.full((3 + rank,), float(rank))
+    layer.norm.running_mean.fill_(rank)
+    layer._ddp_params_and_buffers_to_ignore = ["counts"]
+    layer.counts.fill_(rank)
+    model = in_ddp(layer, None, {}, settled=True, ignored={"bank"})
+    seen = [layer.bank.tolist(), layer.norm.running_mean.tolist(), layer._ddp_params_and_buffers_to_ignore]
+    layer.other.fill_(rank + 1.0)
+    model(torch.ones(2, 2)).backward()
+    return [*seen, layer.other.tolist(), layer.counts.tolist()]
+
+
+def test_ignored_buffers_are_never_broadcast(launch):
+    for rank, seen in enumerate(launch(_ignored, 2)):
+        bank, mean, named, other, counts = seen
+        assert bank == [float(rank)] * (3 + rank)
+        assert mean == [0.0] * 2
+        assert named == ["counts"], "as the user has set it"
+        assert other == [1.0] * 2
+        assert counts == [rank] * 2
+
+
+class Tells(nn.Module):
+    """Names what DDP is to ignore in its class."""
+
+    _ddp_params_and_buffers_to_ignore = ("bank",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("bank", torch.zeros(3))
+        self.register_buffer("other", torch.zeros(3))
+
+
+def test_names_of_a_class_are_ignored_with_further_ones(process_group):
+    module = Tells()
+    assert in_ddp(module, None, {}, settled=False, ignored={"other"}).parameters_to_ignore == {"bank", "other"}
+    assert module._ddp_params_and_buffers_to_ignore == ("bank",)
+    assert PassThroughDDP(module, None, {}).parameters_to_ignore == {"bank"}

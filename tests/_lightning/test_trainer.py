@@ -1,0 +1,394 @@
+"""Every private or fragile touch of Lightning's Trainer, loops and callbacks still does what we rely on."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import signal
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from _lightning.conftest import boring, quiet
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.tuner.batch_size_scaling import _scale_batch_size
+from lightning.pytorch.tuner.lr_finder import _lr_find
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_hiercomm import HierarchicalStrategy
+from lightning_hiercomm._lightning import trainer as ours
+
+
+def test_the_epoch_loop_calls_the_sigterm_broadcast_before_every_batch():
+    # on one rank it is not called at all, so look at the source: this is what `replace_sigterm_broadcast` stands on
+    source = inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._broadcast_sigterm_tensor()" in source
+    assert source.index("self._broadcast_sigterm_tensor()") < source.index("next(data_fetcher)")
+    assert "torch.distributed.broadcast(" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
+
+
+class Together:
+    """Stands in for a control plane, and records its calls.
+
+    Args:
+        stops: Whether all ranks come to the next batch.
+        requeue: Whether they do to be queued again.
+    """
+
+    def __init__(self, stops: bool = False, requeue: bool = False) -> None:
+        self.requeue_requested, self.stops_together, self.heard = requeue, True, []
+        self.should_stop = lambda: stops
+        self.request_stop = lambda: self.heard.append("term")
+        self.request_requeue = lambda: self.heard.append("requeue")
+        self.go_on = lambda: self.heard.append("go on")
+
+
+@contextmanager
+def handling_signals(run):
+    run._signal_connector.register_signal_handlers()
+    try:
+        yield
+    finally:
+        run._signal_connector.teardown()
+
+
+def test_the_replaced_broadcast_stops_the_run_and_can_be_put_back():
+    run = quiet()
+    ours.replace_sigterm_broadcast(run, Together(stops=True))
+    with pytest.raises(SIGTERMException):
+        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert run.received_sigterm
+    ours.restore_trainer(run)
+    assert "_broadcast_sigterm_tensor" not in vars(run.fit_loop.epoch_loop)
+    assert {"_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"}.isdisjoint(vars(run._signal_connector))
+
+
+def test_slurms_signal_saves_at_a_batch_common_to_all_ranks(monkeypatch, tmp_path):
+    saved = []
+    monkeypatch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", saved.append)
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: saved.append(path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    run = quiet(plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], default_root_dir=tmp_path)
+    ranks = Together(stops=True, requeue=True)
+    ours.replace_sigterm_broadcast(run, ranks)
+    run.state.fn = TrainerFn.FITTING
+    with handling_signals(run):
+        signal.raise_signal(signal.SIGUSR2)
+        assert (ranks.heard, saved) == (["requeue"], [])
+        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+        expected = [f"{tmp_path}/hpc_ckpt_1.ckpt", ["scontrol", "requeue", "7"]]
+        assert (ranks.heard, saved) == (["requeue", "go on"], expected)
+        ranks.stops_together = False  # no collective would end
+        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+        assert (ranks.heard.pop(), saved) == ("go on", expected)
+        run.state.fn = TrainerFn.VALIDATING  # where there are no batches of training
+        signal.raise_signal(signal.SIGUSR2)
+        assert saved == 2 * expected
+
+
+def test_a_sigterm_reaches_the_replaced_handler_only():
+    run, ranks = quiet(), Together()
+    ours.replace_sigterm_broadcast(run, ranks)
+    with handling_signals(run):
+        signal.raise_signal(signal.SIGTERM)
+    assert ranks.heard == ["term"]
+    assert not run.received_sigterm
+
+
+def test_a_version_without_the_touched_method_is_refused(monkeypatch):
+    monkeypatch.delattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
+    with pytest.raises(RuntimeError, match=r"no _TrainingEpochLoop\._broadcast_sigterm_tensor"):
+        ours.replace_sigterm_broadcast(quiet(), Together())
+
+
+def test_lightning_sees_a_marked_sigterm():
+    run = quiet()
+    assert not run.received_sigterm
+    ours.mark_sigterm_received(run)
+    assert run.received_sigterm
+
+
+def test_the_raw_optimizer_is_the_users_own():
+    seen = []
+
+    def look(trainer, module, *_):
+        seen.append((ours.raw_optimizer(module.optimizers()), trainer.optimizers[0]))
+
+    quiet(max_steps=1, limit_val_batches=0, callbacks=[LambdaCallback(on_train_batch_end=look)]).fit(BoringModel())
+    ((raw, users),) = seen
+    assert raw is users
+    assert type(raw) is torch.optim.SGD
+
+
+def stop(*_):
+    raise KeyError("stop")
+
+
+def test_an_exception_sets_the_trainer_state_before_callbacks_run():
+    seen = []
+    listener = LambdaCallback(on_exception=lambda trainer, *_: seen.append(ours.is_interrupted(trainer)))
+    run = quiet(max_steps=1, callbacks=[listener], limit_val_batches=0)
+    with pytest.raises(KeyError):
+        run.fit(boring(training_step=stop))
+    assert seen == [True]
+    assert run.state.status == TrainerStatus.INTERRUPTED
+    assert not ours.is_interrupted(None)
+
+
+def test_the_learning_rate_finder_restores_with_its_exception_on_the_way(tmp_path):
+    seen = []
+    look = {"lr": 0.1, "on_load_checkpoint": lambda self, checkpoint: seen.append(ours.exception_of_tuner())}
+    run = quiet(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
+    with pytest.raises(KeyError) as raised:
+        Tuner(run).lr_find(boring(training_step=stop, **look), num_training=2)
+    assert seen == [raised.value]
+    try:
+        raise ValueError
+    except ValueError:
+        assert ours.exception_of_tuner() is None
+
+
+def test_names_that_training_logs_are_known_as_callbacks_may_monitor_them():
+    def training_step(self, batch, batch_idx):
+        self.log("plain", 1.0)
+        self.log("forked", 1.0, on_step=True, on_epoch=True)
+        return BoringModel.training_step(self, batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        assert ours.names_logged_in_training(self.trainer) == {"plain", "forked", "forked_step", "forked_epoch"}
+        assert {"forked_step", "forked_epoch", "plain", "validated"} <= self.trainer.callback_metrics.keys()
+
+    hooks = {"validation_step": lambda self, *_: self.log("validated", 1.0), "on_train_epoch_end": on_train_epoch_end}
+    quiet(max_epochs=1, limit_train_batches=2, limit_val_batches=1).fit(boring(training_step=training_step, **hooks))
+
+
+def test_lightning_averages_logged_values_in_batches_and_between_them(monkeypatch):
+    monkeypatch.setattr(accelerator_connector._AcceleratorConnector, "is_distributed", True)
+    seen = {}
+
+    class Averages(SingleDeviceStrategy):
+        def reduce(self, tensor, *args, **kwargs):
+            seen.setdefault(tensor.item(), set()).add(ours.is_between_batches(model.trainer))
+            return tensor
+
+    def training_step(self, batch, batch_idx):
+        self.log("step", 2.5, sync_dist=True)
+        self.log("most", 3.5, sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
+        return BoringModel.training_step(self, batch, batch_idx)
+
+    model = boring(
+        training_step=training_step,
+        on_train_epoch_start=lambda self: self.log("epoch", 1.5, sync_dist=True, reduce_fx="max"),
+        validation_step=lambda self, *_: self.log("validated", 4.5, sync_dist=True, reduce_fx="max"),
+    )
+    some = {"limit_train_batches": 2, "limit_val_batches": 1, "use_distributed_sampler": False}
+    quiet(max_epochs=1, strategy=Averages("cpu"), **some).fit(model)
+    assert seen | {1.5: {True}, 2.5: {False}, 3.5: {True}, 4.5: {True}} == seen
+
+
+def test_the_first_callback_comes_before_the_users_and_can_leave():
+    class First(LambdaCallback):
+        """Of a type of its own: another one of its type would be replaced."""
+
+    heard = []
+    users = LambdaCallback(on_train_batch_end=lambda *_: heard.append("users"))
+    first = First(on_train_batch_end=lambda *_: heard.append("first"))
+    run = quiet(max_steps=1, callbacks=[users], limit_val_batches=0)
+    ours.put_callback_first(run, first)
+    ours.put_callback_first(run, first)  # a second fit does not double it
+    run.fit(BoringModel())
+    assert heard == ["first", "users"]
+    ours.remove_callback(run, first)
+    assert first not in run.callbacks
+
+
+def test_touched_epoch_ends_exist_in_lightning():
+    """Order of calls: the last batch's end, then validation, then the epoch's end."""
+    heard = []
+    listener = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: heard.append(("batch", trainer.is_last_batch)),
+        on_validation_start=lambda *_: heard.append("validation"),
+        on_train_epoch_end=lambda *_: heard.append("epoch"),
+    )
+    quiet(max_epochs=1, limit_train_batches=2, limit_val_batches=1, callbacks=[listener]).fit(BoringModel())
+    assert heard == [("batch", False), ("batch", True), "validation", "epoch"]
+
+
+def test_batches_that_stepped_are_the_loggers_steps():
+    run = quiet(max_steps=3, limit_val_batches=0)
+    assert ours.batches_that_stepped(run) == 0
+    run.fit(BoringModel())
+    assert ours.batches_that_stepped(run) == 3
+
+
+def test_the_epoch_that_only_collects_batchnorm_statistics_is_seen():
+    skips, model = [], boring(train_dataloader=lambda self: DataLoader(torch.randn(4, 32), batch_size=4))
+    model.layer = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 2))
+    listener = LambdaCallback(on_train_batch_start=lambda trainer, *_: skips.append(ours.skips_backward(trainer)))
+    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+    quiet(limit_train_batches=1, limit_val_batches=0, callbacks=[averaging, listener]).fit(model)
+    assert skips == [False, False, True]
+
+
+def test_train_dataloaders_are_left_alone_and_others_are_not():
+    run = quiet(devices=2, strategy="ddp")
+    loader, connector = DataLoader(range(8)), run._data_connector
+
+    def prepared(mode: RunningStage) -> DataLoader:
+        return connector._prepare_dataloader(loader, shuffle=False, mode=mode)
+
+    ours.leave_train_dataloaders_alone(run)
+    assert prepared(RunningStage.TRAINING) is loader
+    assert isinstance(prepared(RunningStage.VALIDATING).sampler, DistributedSampler)
+    ours.restore_trainer(run)
+    assert isinstance(prepared(RunningStage.TRAINING).sampler, DistributedSampler)
+
+
+def test_means_of_a_step_are_marked_and_sums_of_an_epoch_are_not(process_group):
+    heard = []
+
+    class Reducing(DDPStrategy):
+        def setup(self, trainer):
+            super().setup(trainer)
+            ours.mark_means_of_a_step(trainer)
+
+        def reduce(self, tensor, *arguments, **keywords):
+            heard.append(ours.reduces_mean_of_a_step(self.lightning_module.trainer))
+            return tensor
+
+    def training_step(self, batch, batch_idx):
+        self.log("x", torch.tensor(1.0), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
+        return BoringModel.training_step(self, batch, batch_idx)
+
+    run = quiet(max_epochs=1, limit_train_batches=2, limit_val_batches=0, strategy=Reducing())
+    run.fit(boring(training_step=training_step, on_train_start=lambda self: heard.clear()))
+    assert heard[:2] == [True, True]
+    assert heard[2:]
+    assert not any(heard[2:])
+    ours.restore_trainer(run)
+    assert "update_metrics" not in vars(run.fit_loop.epoch_loop._results)
+
+
+def test_a_step_that_fetches_its_own_batches_is_seen():
+    assert ours.takes_dataloader_iter(boring(training_step=lambda self, dataloader_iter: None))
+    assert not ours.takes_dataloader_iter(BoringModel())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samplers_have_drawn_their_seed_before_a_batch_is_loaded(workers):
+    drawn = []
+
+    def on_train_start(self):
+        ours.draw_first_indices(self.trainer)
+        drawn.append(torch.get_rng_state())
+
+    def training_step(self, batch, batch_idx):
+        drawn.append((torch.get_rng_state(), batch.item()))
+        return self.layer(torch.ones(1, 32)).sum()
+
+    loader = DataLoader(torch.arange(6.0), shuffle=True, num_workers=workers)
+    model = boring(training_step=training_step, on_train_start=on_train_start)
+    quiet(max_epochs=1, use_distributed_sampler=False, limit_val_batches=0).fit(model, loader)
+    before, *batches = drawn
+    assert sorted(value for _, value in batches) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert all(torch.equal(state, before) for state, _ in batches)
+
+
+def test_train_dataloaders_are_restarted():
+    seen = []
+
+    def training_step(self, batch, batch_idx):
+        seen.append((batch["a"].item(), batch["b"][0].item()))
+        return self.layer(torch.ones(1, 32)).sum()
+
+    def on_train_start(self):
+        next(self.trainer.fit_loop._data_fetcher)
+        ours.restart_train_dataloaders(self.trainer)
+
+    loaders = {"a": DataLoader(torch.arange(4.0)), "b": [DataLoader(torch.arange(10.0, 14.0))]}
+    model = boring(training_step=training_step, on_train_start=on_train_start)
+    quiet(max_epochs=1, limit_val_batches=0).fit(model, loaders)
+    assert seen == [(0.0, 10.0), (1.0, 11.0), (2.0, 12.0), (3.0, 13.0)]
+
+
+def test_files_of_tuners_have_names_by_which_they_are_known():
+    for tuner in (_lr_find, _scale_batch_size):
+        (name,) = re.findall(r'f"(\.\w+)\{uuid', inspect.getsource(tuner))
+        assert ours.is_of_tuner(f"/some/where/{name}1234.ckpt")
+    assert not ours.is_of_tuner("/.lr_find_/last.ckpt")
+
+
+def test_a_trainer_that_validates_by_the_clock_is_known():
+    assert ours.validates_by_the_clock(quiet(val_check_interval="00:15:00:00"))
+    assert not ours.validates_by_the_clock(quiet(val_check_interval=0.5))
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_batches_in_which_lightning_accumulates_gradients_are_known(automatic):
+    module, seen = BoringModel(), []
+    module.automatic_optimization = automatic
+    listener = LambdaCallback(on_train_batch_end=lambda trainer, *_: seen.append(ours.accumulates(trainer)))
+    arguments = {"accumulate_grad_batches": 2} if automatic else {}
+    arguments.update(limit_train_batches=5, limit_val_batches=0, max_epochs=1)
+    quiet(callbacks=[listener], **arguments).fit(module)
+    assert seen == ([True, False, True, False, False] if automatic else [False] * 5)
+
+
+def test_train_dataloaders_are_wrapped_before_their_length_counts():
+    begun, given = [], []
+
+    def wrap(loader):
+        given.append(ours.parts_of_loader(loader))
+        return DataLoader(loader.dataset, batch_size=16)
+
+    listener = LambdaCallback(
+        setup=lambda trainer, *_, **__: ours.wrap_train_dataloaders(trainer, wrap),
+        teardown=lambda trainer, *_, **__: ours.restore_trainer(trainer),
+        on_train_batch_start=lambda trainer, *_: begun.append(ours.batches_begun(trainer)),
+    )
+    trainer = quiet(callbacks=[listener], limit_val_batches=0)
+    trainer.fit(BoringModel())
+    assert trainer.num_training_batches == 4  # of 64 samples
+    assert begun == [1, 2, 3, 4] * 2
+    assert [mode for _, mode in given] == ["max_size_cycle"]
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    loaders = {"a": [1], "b": [2]}
+    assert ours.parts_of_loader(CombinedLoader(loaders, "min_size")) == (loaders, "min_size")
+
+
+def test_values_that_only_others_log_are_reduced_as_nothing():
+    own, keys = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.log("mine", 2.0, on_step=False, on_epoch=True, sync_dist=True)
+        return BoringModel.training_step(self, batch, batch_idx)
+
+    def gather(names):
+        own.append(dict(names))
+        common = {"fx": "training_step", "prog_bar": False, "logger": True, "on_step": False, "on_epoch": True}
+        common |= {"add_dataloader_idx": True, "value": torch.float64}
+        others = {f"training_step.{how}": {**common, "name": how, "reduce_fx": how} for how in ("mean", "max", "sum")}
+        return [others, names]
+
+    def share(trainer, *_):
+        ours.share_logged_names(trainer, gather)
+        keys.extend(trainer.fit_loop.epoch_loop._results)
+
+    some = {"max_epochs": 1, "limit_val_batches": 0, "limit_train_batches": 2}
+    trainer = quiet(strategy=HierarchicalStrategy(), callbacks=[LambdaCallback(on_train_epoch_end=share)], **some)
+    trainer.fit(boring(training_step=training_step))
+    assert list(own[0]) == ["training_step.mine"]
+    assert keys == [f"training_step.{name}" for name in ("mean", "max", "sum", "mine")]
+    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert (values["mine"], values["sum"], values["max"]) == (2.0, 0.0, -float("inf"))
