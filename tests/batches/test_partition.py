@@ -34,10 +34,7 @@ def test_step_times_of_1_2_and_4_seconds_are_speeds_4_2_and_1():
     assert relative_speeds([1 / seconds for seconds in (1, 2, 4)]) == [4, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("weighting", "expected"),
-    [("samples", 1.7109375), ("speed", 12 / 7), ("none", 7 / 3)],
-)
+@pytest.mark.parametrize(("weighting", "expected"), [("samples", 1.7109375), ("speed", 12 / 7), ("none", 7 / 3)])
 def test_gradients_1_2_and_4_combine_as_in_the_table(weighting, expected):
     weights = rank_weights(weighting, [73, 37, 18], [4, 2, 1])
     combined = sum(weight * gradient for weight, gradient in zip(weights, (1, 2, 4), strict=True))

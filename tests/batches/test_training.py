@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LambdaCallback
 from pairwise import on_push
 from problems import SaveAfter, SaveAfterEpoch, Stream, one_trainer
 from torch.utils.data import DataLoader, TensorDataset
@@ -44,11 +45,13 @@ def samples(count=48):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, **loader) -> None:
+    """``report`` is the size of each batch; ``data`` is what it loads, instead of samples in batches of 4."""
+
+    def __init__(self, *layers, data=None, **loader) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
-        self.loader = loader
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 16), *layers, torch.nn.Tanh(), torch.nn.Linear(16, 3))
+        self.data, self.loader = data, {"batch_size": 4, **loader}
         self.report: list = []
 
     def training_step(self, batch, batch_idx):
@@ -59,7 +62,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(*samples()), batch_size=4, **self.loader)
+        return DataLoader(self.data or TensorDataset(*samples()), **self.loader)
 
 
 def plain_training(total, epochs=1):
@@ -187,16 +190,12 @@ class Busy(Net):
             torch.tanh(self.work @ self.work)
         return super().training_step(batch, batch_idx)
 
-    def __init__(self, quota, epochs_at_full_speed=None, **loader):
-        super().__init__(**loader)
+    def __init__(self, quota, epochs_at_full_speed=None):
+        super().__init__(data=TensorDataset(*samples(32 * 16)))
         self.work = torch.randn(64, 64)
         self.limit = quota
         self.slows_down = epochs_at_full_speed
         self.sizes: list[int] = []
-
-    def train_dataloader(self):
-        x, y = samples(32 * 16)
-        return DataLoader(TensorDataset(x, y), batch_size=4, **self.loader)
 
     def on_train_epoch_start(self):
         if self.global_rank == 1 and self.current_epoch == self.slows_down:
@@ -286,12 +285,9 @@ def test_several_train_dataloaders_are_divided_alike(fit):
 @pytest.mark.parametrize("speeds", ["measure", [3, 1]])
 @pytest.mark.usefixtures("careless")
 def test_a_stream_trains_as_one_process_would(fit, speeds):
-    class Streaming(Net):
-        def train_dataloader(self):
-            return DataLoader(Stream([*zip(*samples(), strict=True)]), batch_size=4)
-
+    module = Net(data=Stream([*zip(*samples(), strict=True)]))
     strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(10, speeds, max_batch_size=[7, 3])}
-    reports = fit(Streaming(), strategy, devices=2, max_epochs=2)
+    reports = fit(module, strategy, devices=2, max_epochs=2)
     assert [report["report"] for report in reports] == [[7] * 8, [3] * 8]
     for report in reports:
         assert_close(report["state_dict"], plain_training(10, epochs=2))
@@ -336,31 +332,22 @@ def test_a_resumed_run_takes_its_epochs_in_the_same_order(fit, tmp_path, workers
 
 
 def test_the_size_is_logged(fit):
-    class Sizes(pl.Callback):
-        def on_train_end(self, trainer, pl_module):
-            pl_module.report = {k: v for k, v in trainer.strategy.communication().items() if "batch_size" in k}
+    def note(trainer, module):
+        module.report = {k: v for k, v in trainer.strategy.communication().items() if "batch_size" in k}
 
-    reports = fit(Net(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, callbacks=[Sizes()])
+    callbacks = [LambdaCallback(on_train_end=note)]
+    reports = fit(Net(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, callbacks=callbacks)
     every = {"batch_size/0": 8.0, "batch_size/1": 4.0}
     assert [report["report"] for report in reports] == [{"batch_size": 8.0, **every}, {"batch_size": 4.0, **every}]
-
-
-class Normal(Net):
-    """Refuses a batch of one sample."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        first, *others = self.net
-        self.net = torch.nn.Sequential(first, *layers, *others)
 
 
 @pytest.mark.parametrize(
     "layers",
     [[torch.nn.BatchNorm1d(16)], [torch.nn.Unflatten(1, (16, 1, 1)), torch.nn.BatchNorm2d(16), torch.nn.Flatten()]],
     ids=["vectors", "pooled pictures"],
-)
+)  # which refuse a batch of one sample
 def test_the_slowest_rank_gets_enough_samples_for_batch_norm(fit, layers):
-    reports = fit(Normal(*layers), {"batches": HeterogeneousBatches(12, [100, 1])}, devices=2)
+    reports = fit(Net(*layers), {"batches": HeterogeneousBatches(12, [100, 1])}, devices=2)
     assert [report["report"] for report in reports] == [[10] * 4, [2] * 4]
 
 
@@ -370,12 +357,8 @@ def test_one_process_takes_the_global_batch(fit):
 
 
 def test_a_loader_that_cannot_be_divided_is_refused_before_training(fit):
-    class Whole(Net):
-        def train_dataloader(self):
-            return DataLoader(TensorDataset(*samples()), batch_size=None)
-
     with pytest.raises(Exception, match="the dataset makes the batches"):
-        fit(Whole(), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, forked=True)
+        fit(Net(batch_size=None), {"batches": HeterogeneousBatches(12, [2, 1])}, devices=2, forked=True)
 
 
 def test_dataloaders_are_not_made_before_there_is_a_division(tmp_path):
