@@ -223,9 +223,10 @@ def test_a_node_that_was_never_there_joins_in_the_middle(cluster, scheme, own):
 
 @pytest.mark.nightly
 def test_writes_of_elastic_nodes_in_a_validation_hook_are_undone(cluster):
+    """Each validation comes between two synchronizations; right after one, writes stay (test_writes_in_hooks.py)."""
     ends = []
     for writes in (False, True):
-        with cluster(min_nodes=2, scheme="periodic", validates=True, writes=writes) as nodes:
+        with cluster(min_nodes=2, scheme="diloco", batches=9, validates=True, writes=writes) as nodes:
             nodes.start_all(2)
             nodes.watch(restarts=False)
             ends.append(ends_equal(nodes, [0, 1])["parameters"])
