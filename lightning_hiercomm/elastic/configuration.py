@@ -25,7 +25,6 @@ class Elastic:
 
     Args:
         min_nodes: With fewer nodes the run waits.
-        max_nodes: How many nodes take part at most; more wait for a place. None: any number.
         dead_after: Seconds of silence after which a node counts as lost, also for each message of up to 4 MiB. Give
             the lighthouse the same number.
         lighthouse: Its ``"host:port"``. Default: the environment variable ``HIERCOMM_LIGHTHOUSE``.
@@ -36,7 +35,6 @@ class Elastic:
     """
 
     min_nodes: int = 1
-    max_nodes: int | None = None
     dead_after: float = 5.0
     lighthouse: str | None = None
 
@@ -45,8 +43,6 @@ class Elastic:
     def __post_init__(self) -> None:
         if self.min_nodes < 1:
             raise ValueError(f"min_nodes={self.min_nodes} must be positive")
-        if self.max_nodes is not None and self.max_nodes < self.min_nodes:
-            raise ValueError(f"max_nodes={self.max_nodes} must be at least min_nodes={self.min_nodes}, or None")
         if not 0.5 <= self.dead_after <= LONGEST_SILENCE:
             raise ValueError(f"dead_after={self.dead_after} must be a number of seconds from 0.5 to {LONGEST_SILENCE}")
         if self.lighthouse is not None:

@@ -175,19 +175,13 @@ class Quorum:
         return [] if index is None else [*self.joining[index :: len(self.members)]]
 
 
-def compute_quorum(
-    requests: Sequence[Request],
-    replica_id: str,
-    min_nodes: int = 1,
-    max_nodes: int | None = None,
-) -> Quorum:
+def compute_quorum(requests: Sequence[Request], replica_id: str, min_nodes: int = 1) -> Quorum:
     """Compute the quorum of a replica from the requests of all; every node computes the same one.
 
     Args:
         requests: Those of all nodes, from the lighthouse.
         replica_id: This node's.
         min_nodes: With fewer nodes all wait.
-        max_nodes: The most nodes that take part.
 
     Raises:
         NodeRefused: If the lighthouse serves another run, another node has replaced this one, or this node is at
@@ -215,7 +209,7 @@ def compute_quorum(
     joining = [request for request in present if not request.has_state]
     with_state = [request for request in present if request.has_state]
     if not with_state:
-        return _begin(joining, me, min_nodes, max_nodes)
+        return _begin(joining, min_nodes)
     if me.has_state and _ended_at(latest.values(), me.progress.fit) > me.progress.syncs:
         raise RunFinished
     syncs = max(member.progress.syncs for member in with_state)
@@ -235,12 +229,10 @@ def compute_quorum(
         few = f"{len(members) + len(joining)} of at least {min_nodes} nodes are there"
         is_over = _ended_at(latest.values(), members[0].progress.fit) >= syncs
         return Quorum(waits=few, ends_by=RunFinished() if is_over else None)
-    room = len(joining) if max_nodes is None else max(0, max_nodes - len(members))
-    admitted = joining[:room] if all(member.admits for member in members) else []
-    if not me.has_state and me not in admitted:
-        is_full = room < len(joining)
-        return Quorum(waits=f"all {max_nodes} places are taken" if is_full else "nodes can join only later")
-    return Quorum(tuple(members), tuple(admitted))
+    admit = all(member.admits for member in members)
+    if not me.has_state and not admit:
+        return Quorum(waits="nodes can join only later")
+    return Quorum(tuple(members), tuple(joining) if admit else ())
 
 
 def _with_one_history(members: Sequence[Request]) -> list[Request]:
@@ -263,7 +255,7 @@ def _ended_at(requests: Iterable[Request], fit: str) -> int:
     return max((request.finished_at for request in requests if request.progress.fit == fit), default=-1)
 
 
-def _begin(joining: Sequence[Request], me: Request, min_nodes: int, max_nodes: int | None) -> Quorum:
+def _begin(joining: Sequence[Request], min_nodes: int) -> Quorum:
     """Begin a fit from the newest checkpoint that a node has loaded, because no node has the run's state."""
     if len(joining) < min_nodes:
         return Quorum(waits=f"{len(joining)} of at least {min_nodes} nodes are there")
@@ -275,11 +267,8 @@ def _begin(joining: Sequence[Request], me: Request, min_nodes: int, max_nodes: i
             " run, instead of restarting a node"
         )
         return Quorum(waits=reason, ends_by=NodeRefused(reason))
-    members = [request for request in joining if max(0, request.begins_at) == step][:max_nodes]
-    others = [request for request in joining if request not in members]
-    recovering = others if max_nodes is None else others[: max_nodes - len(members)]
-    if me not in members and me not in recovering:
-        return Quorum(waits=f"all {max_nodes} places are taken")
+    members = [request for request in joining if max(0, request.begins_at) == step]
+    recovering = [request for request in joining if request not in members]
     return Quorum(tuple(members), tuple(recovering), begins=True)
 
 

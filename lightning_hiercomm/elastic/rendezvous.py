@@ -131,7 +131,7 @@ class Rendezvous:
         if len(requests) < len(sent) and not any(each.has_state for each in requests):
             strangers = [request.node for _, request in sent if request not in requests]
             return Quorum(waits=f"nodes {strangers} have another HIERCOMM_TOKEN, or none")
-        quorum = compute_quorum(requests, me.replica_id, around.elastic.min_nodes, around.elastic.max_nodes)
+        quorum = compute_quorum(requests, me.replica_id, around.elastic.min_nodes)
         if quorum.waits and not me.has_state and self._has_seen_end:
             return replace(quorum, ends_by=RunFinished())
         return quorum

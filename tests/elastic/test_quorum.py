@@ -116,16 +116,10 @@ def test_joining_nodes_recover_from_the_members_in_turn():
     assert quorum.recovering_from(members[1].replica_id) == [new[1]]
 
 
-def test_joining_nodes_wait_for_admission_and_for_a_place():
+def test_joining_nodes_wait_for_admission():
     members, new = [node("a", 5, admits=False), node("b", 5, admits=False)], node("x")
     assert "join only later" in meet(*members, new, who=new).waits
     assert meet(*members, new, who=members[0]) == Quorum(tuple(members))
-    members = [node("a", 5), node("b", 5)]
-    assert "all 2 places" in meet(*members, new, who=new, max_nodes=2).waits
-    assert meet(*members, new, who=members[0], max_nodes=2).joining == ()
-    first, second = node("x"), node("y")
-    assert meet(*members, first, second, who=first, max_nodes=3).joining == (first,)
-    assert "places" in meet(*members, first, second, who=second, max_nodes=3).waits
 
 
 def test_all_wait_for_min_nodes_and_joining_nodes_count():
