@@ -37,7 +37,6 @@ CLASSES = [
     hiercomm.DirectedExponential,
     hiercomm.RandomPermutation,
     hiercomm.HeterogeneousBatches,
-    hiercomm.CommunicationMonitor,
     hiercomm.HierarchicalStrategy,
     hiercomm.HierarchicalModelParallelStrategy,
     hiercomm.Health,

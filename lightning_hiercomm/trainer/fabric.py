@@ -93,14 +93,13 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         average_optimizer_state: bool = False,
         health: Health = Health(),
         transport: Transport = Transport(),
-        gradient_as_bucket_view: bool = False,
         **kwargs: Any,
     ) -> None:
         """Check the arguments, and pass all others to Fabric's strategy.
 
         Args:
             **kwargs: Arguments of Fabric's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
-                ``find_unused_parameters``.
+                ``find_unused_parameters`` and ``gradient_as_bucket_view``.
 
         Raises:
             ValueError: If an argument has no possible value, contradicts another one, or needs a Trainer.
@@ -108,7 +107,7 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         """
         check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__), _NEEDS_TRAINER)
         self._settings = settings = Settings.of(SCHEMES, locals())
-        super().__init__(gradient_as_bucket_view=gradient_as_bucket_view, **kwargs)
+        super().__init__(**kwargs)
         scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
         if isinstance(scheme, DASO) and scheme.monitor is not None:
             raise ValueError(

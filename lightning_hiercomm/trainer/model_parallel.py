@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -113,9 +112,6 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
         transport: Transport = Transport(),
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = 1,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
         **kwargs: Any,
     ) -> None:
         """Check the arguments.
@@ -124,11 +120,9 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
             data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that
                 ``tensor_parallel_size`` leaves.
             tensor_parallel_size: Ranks of a node that share a layer. ``"auto"``: all.
-            save_distributed_checkpoint: Save a directory to which every rank of node 0 writes its shards. False: one
-                file, put together by rank 0, which any strategy loads.
-            process_group_backend: As for ``ModelParallelStrategy``.
-            timeout: As for ``ModelParallelStrategy``.
-            **kwargs: None. Other arguments of ``HierarchicalStrategy`` are refused with a reason.
+            **kwargs: Other arguments of Lightning's ``ModelParallelStrategy``, such as
+                ``save_distributed_checkpoint``: by default the ranks of node 0 write their shards to a directory;
+                False is one file, put together by rank 0, which any strategy loads.
 
         Raises:
             ValueError: If an argument has no possible value, or contradicts another one.
@@ -140,8 +134,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
                 f"{type(self).__name__} needs torch 2.9 or newer, which can slice a node's mesh; this is torch"
                 f" {torch.__version__}. Install a newer torch, or use HierarchicalStrategy"
             )
-        given = {**kwargs, "process_group_backend": process_group_backend, "timeout": timeout}
-        check_keywords(type(self), given, refused=_REFUSED)
+        check_keywords(type(self), kwargs, refused=_REFUSED)
         self._settings = Settings.of(_SCHEMES, locals())
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
@@ -149,9 +142,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            **kwargs,
         )
         self._configure()
         if reason := self.scheme.requirements.needs_whole_parameters:

@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning_hiercomm._lightning.trainer import batches_that_stepped
 from lightning_hiercomm._lightning.tree import check_tree, pl
-from lightning_hiercomm.arguments import checked_arguments
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 _MB = 1e6
@@ -52,19 +51,15 @@ class CommunicationMonitor(pl.Callback):
 
     With any other strategy it warns once and does nothing, so a run may return to ``"ddp"`` unchanged.
 
-    Each log needs one small collective among the ranks of a node, and the end of fit one among all ranks.
-
-    Args:
-        summary: Whether to print the table at the end of fit.
+    Each log needs one small collective among the ranks of a node, and the end of fit one among all ranks. A subclass
+    whose ``on_fit_end`` does nothing prints no table.
 
     Example::
 
         trainer = Trainer(strategy=HierarchicalStrategy("periodic"), callbacks=[CommunicationMonitor()])
     """
 
-    @checked_arguments
-    def __init__(self, summary: bool = True) -> None:
-        self.summary = summary
+    def __init__(self) -> None:
         self._watches = False
         self._before: dict[str, float] = {}
         self._begun = 0.0
@@ -91,7 +86,7 @@ class CommunicationMonitor(pl.Callback):
             )
         else:
             # an earlier fit of this process is counted too; the first broadcast of the parameters comes later
-            self._before = _strategy(trainer).total_communication() if self.summary else {}
+            self._before = _strategy(trainer).total_communication()
             self._begun = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,7 +133,7 @@ class CommunicationMonitor(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the progress bar, and make the table, with the last synchronization."""
         self._leave()
-        if self._watches and self.summary:
+        if self._watches:
             self._report = self._sum_up(_strategy(trainer), trainer.world_size)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

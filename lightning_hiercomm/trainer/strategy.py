@@ -84,7 +84,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         transport: Transport = Transport(),
         elastic: Elastic | str | None = None,
         unequal_data: bool | UnequalData = False,
-        gradient_as_bucket_view: bool = False,
         **kwargs: Any,
     ) -> None:
         """Check the arguments, and pass all others to Lightning's strategy.
@@ -121,11 +120,8 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             unequal_data: Nodes may have unequal numbers of batches: a node without
                 batches waits in the synchronizations with weight 0, and the others are weighted by their samples. See
                 ``lightning_hiercomm.UnequalData``.
-            gradient_as_bucket_view: Let gradients be views of DDP's buckets instead of copies. True saves one copy of
-                the gradients on every rank, and two copies per step, about 5 % of a small model's step. The next
-                backward pass then overwrites ``.grad`` tensors that a program keeps, as in gradient surgery.
             **kwargs: Arguments of Lightning's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
-                ``find_unused_parameters``.
+                ``find_unused_parameters`` and ``gradient_as_bucket_view``.
 
         Raises:
             ValueError: If an argument has no possible value, or contradicts another one.
@@ -134,7 +130,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__))
         self._settings = Settings.of(SCHEMES, locals())
         super().__init__(
-            gradient_as_bucket_view=gradient_as_bucket_view,
             # these are set here so that the command line's help leaves them out
             ddp_comm_state=None,
             ddp_comm_hook=None,
