@@ -121,7 +121,8 @@ class WorldMean(GradientPath):
 
     On CPUs, and for GPUs over gloo or MPI, a bucket is cut into chunks that fit into a processor's cache, and whose
     stages overlap, too. Over nccl a bucket is not cut: each collective waits for the other nodes and takes the GPU from
-    training, which costs more than the overlap within a bucket gains.
+    training, which costs more than the overlap within a bucket gains. There, with one rank per node and gradients that
+    are not encoded, a bucket takes one all-reduce, as in DDP.
 
     Its arguments are those of :func:`gradient_path`.
     """
@@ -141,6 +142,7 @@ class WorldMean(GradientPath):
         second = None if wire.codec.adds else topology.duplicate().inter
         self._sum = InterNodeSum(wire.codec, self._duplicate.inter, second)
         self.residuals = None if wire.codec.adds else Residuals(self._sum, parameters, device)
+        self._codec = wire.codec
         self._chunk_bytes = None if streams.has(device) and not topology.waits_on_host else chunk_bytes
         self._outbound = Background(device, topology.meter, "inter")
         self._inbound = Background(device, topology.meter, "inter", defers=topology.waits_on_host)
@@ -148,6 +150,9 @@ class WorldMean(GradientPath):
     def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
         places = () if self.residuals is None else self.residuals.places_of(contents)
         if self._chunk_bytes is None:
+            group, is_flat = self._duplicate.inter, self._topology.world_size == self._topology.num_nodes
+            if group is not None and is_flat and not self._codec.narrows(bucket.dtype):
+                return group.all_reduce(bucket, weight=self._rank_weight)
             return self._reduce_chunk(bucket, (index, 0), places)
         length = max(1, self._chunk_bytes // bucket.element_size())
         length += -length % self._topology.num_shards

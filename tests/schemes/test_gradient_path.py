@@ -13,6 +13,7 @@ from harness import on_ranks as on_each
 from lightning.pytorch.plugins.precision import MixedPrecision
 from problems import Oracle
 
+from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import AllReduce
 from lightning_hiercomm.schemes.gradient_path import InterNodeMean, LocalGradients, NodeMean, WorldMean, gradient_path
@@ -132,6 +133,21 @@ def test_a_bucket_is_sent_as_a_whole_between_gpus_unless_the_host_waits(
 
     expected = messages[wire] if isinstance(messages, dict) else messages
     assert on_each(work, nodes, waits_on_host=waits_on_host) == [buckets * expected] * sum(map(len, nodes))
+
+
+@pytest.mark.parametrize("weights", [None, (1, 2, 3)])
+@pytest.mark.parametrize(("wire", "jobs"), [(None, 0), ("bfloat16", 2), ("int8", 2)])
+def test_gpus_that_are_nodes_average_float32_as_ddp_does(wire, jobs, weights, fake_device, monkeypatch):
+    submitted, submit = [], Background.submit
+    monkeypatch.setattr(Background, "submit", lambda self, work: (submitted.append(1), submit(self, work))[1])
+    nodes, exact = ((0,), (1,), (2,)), weighted_mean(range(3), 1000, weights)
+
+    def work(path, topology):
+        return mean_of(path, gradient_of(topology.rank, 1000)).double().cpu()
+
+    means = on_ranks(work, nodes, wire=wire, weights=weights)
+    assert all(torch.allclose(mean, exact, atol=1e-6 if wire is None else 0.1) for mean in means)
+    assert len(submitted) == jobs * len(nodes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
