@@ -18,10 +18,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks import prediction, report
 from benchmarks.contenders import ROWS
-from benchmarks.language.report import passage as language_passage
+from benchmarks.language import report as language_report
 from benchmarks.measure import Cell, first_to_reach
 from benchmarks.papers import front, tuned
 from benchmarks.papers.paired import difference
@@ -36,7 +37,7 @@ from lightning_hiercomm.planning.plan import report as plan_of
 from lightning_hiercomm.planning.quantities import shown_number
 
 _ROWS = {
-    "README": ["ddp", "all_reduce_bf16", "all_reduce_int8", "all_reduce_int4", "periodic", "diloco"],
+    "README": ["ddp", "ddp_bf16_hook", "all_reduce_bf16", "all_reduce_int8", "all_reduce_int4", "periodic", "diloco"],
     "comparison": ["ddp", "post_local_hook", "torch_hierarchical", "hand", *OURS, *NARROW, *ALONE, *PEERS[3:]],
 }
 """Of the tables of a page."""
@@ -47,7 +48,7 @@ ACCURACY = CHECKOUT / "lightning_hiercomm/planning/accuracy.csv"
 RESULTS = CHECKOUT / "benchmarks" / "results"
 SITE = tuple(sorted(page for page in (CHECKOUT / "docs").rglob("*.md") if "_build" not in page.parts))
 """The pages of the documentation."""
-PAGES = (CHECKOUT / "README.md", *(RESULTS / part / "README.md" for part in ("tuned", "language")), *SITE)
+PAGES = (CHECKOUT / "README.md", *(RESULTS / part / "README.md" for part in ("tuned", "language", "gpu")), *SITE)
 """Pages with generated parts between comments."""
 _MARKED = re.compile(r"(<!-- generated: (.+?) -->)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -220,11 +221,31 @@ def _costs(methods: Sequence[str], settings: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def _advice_of_readme() -> str:
-    """Return the rows and columns of `_advice` that the README shows."""
-    names = ("2-adamw-short-cnn", "8-adamw-short-cnn", "8-adamw-long-cnn", "8-sgd-short-cnn")
-    methods = ("AllReduce, int8", "AllReduce, int4", "PeriodicAveraging(16)", "DiLoCo(16)")
-    return _costs(methods, {name: _ADVICE[name] for name in names})
+_OF_README = {
+    "AllReduce, int4": "int4",
+    "AllReduce, sparse2": "sparse2",
+    "PeriodicAveraging(4)": "periodic4",
+    "DiLoCo(16)": "diloco16",
+}
+"""Methods of the README, by their names in the two benchmarks."""
+
+
+def _accuracy_of_readme() -> str:
+    """Return what methods cost in a language model and on a small task."""
+    known = language_report.load("small", 8, language_report.STORED)
+    small = [_front_rows(name) for name in ("8-adamw-short-cnn", "8-adamw-long-cnn")]
+    lines = [
+        "| | bytes, of float32 | language model: nats per byte | CNN: points of accuracy | 4 times as long |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, method in _OF_README.items():
+        lost = language_report.apart(known, method)
+        cells = [
+            lost.text(3) if lost.pairs else "",
+            *("" if (apart := rows[name].apart) is None else apart.text() for rows in small),
+        ]
+        lines.append("| " + " | ".join([name, small[0][name].share_text(), *cells]) + " |")
+    return "\n".join(lines)
 
 
 _CLUSTERS = (
@@ -242,7 +263,7 @@ _CLUSTERS = (
 def _clusters() -> str:
     """Return what ``plan`` recommends on example clusters."""
     lines = [
-        "| parameters, cluster, c | T / c | write `HierarchicalStrategy` of | DDP | one node | points of accuracy |",
+        "| parameters, cluster, c | T / c | write `HierarchicalStrategy` of | DDP | one node | points, on the CNN |",
         "|---|--:|---|--:|--:|---|",
     ]
     for millions, nodes, ranks, gbits, seconds in _CLUSTERS:
@@ -372,6 +393,44 @@ def _quote(page: str) -> str:
     return report.quotation(cells, _ROWS[page], bounds=page == "comparison").strip()
 
 
+def _gpu_rows() -> dict[str, dict[str, Any]]:
+    """Return what was measured between two processes on one GPU, by row."""
+    stored = json.loads((RESULTS / "gpu" / "two-nodes.json").read_text())["rows"]
+    return {row["row"]: row for row in stored}
+
+
+def _on_gpu() -> str:
+    """Return the seconds of a step over nccl, and those of its bytes alone."""
+    lines = ["| | 1 Gbit/s | bytes | 10 Gbit/s | bytes |", "|---|--:|--:|--:|--:|"]
+    for row in _gpu_rows().values():
+        cells = [row[kind][rate] for rate in ("1000", "10000") for kind in ("seconds", "seconds_of_bytes")]
+        lines.append(
+            "| " + " | ".join([row["title"], *("" if cell is None else f"{cell:.3g}" for cell in cells)]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def _times_of_readme() -> str:
+    """Return the times of steps on CPUs, and beside them those on a GPU."""
+    cells = {cell.row: cell for cell in report.load_one(RESULTS / "mlp11m-2x2-500mbit.json")}
+    on_gpu, ddp = _gpu_rows(), cells["ddp"].step_ms
+    lines = [
+        "| | CPUs, 500 Mbit/s: ms | against DDP | a GPU, 1 Gbit/s: s | against DDP | 10 Gbit/s: s | against DDP |",
+        "|---|" + "--:|" * 6,
+    ]
+    for row in _ROWS["README"]:
+        cell = cells.get(row)
+        texts = ["", ""]
+        if cell is not None and cell.step_ms and ddp:
+            texts = [report.measured(cell), f"{ddp / cell.step_ms:.2f}x"]
+        for rate in ("1000", "10000"):
+            seconds = on_gpu[row]["seconds"][rate] if row in on_gpu else None
+            baseline = on_gpu["ddp"]["seconds"][rate]
+            texts += ["", ""] if seconds is None else [f"{seconds:.3g}", f"{baseline / seconds:.2f}x"]
+        lines.append("| " + " | ".join([ROWS[row].title.split(" registered")[0], *texts]) + " |")
+    return "\n".join(lines)
+
+
 def _predictions(*what: str) -> str:
     """Return a table of modeled and measured steps of the larger model, or how many of all differ by some percent."""
     rows = list(prediction.compare(RESULTS))
@@ -407,7 +466,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "across": _across,
     "front in short": _front_short,
     "advice": _advice,
-    "advice of README": _advice_of_readme,
+    "accuracy of README": _accuracy_of_readme,
     "clusters": _clusters,
     "rates": _rates,
     "papers": _papers,
@@ -416,6 +475,8 @@ _KINDS: dict[str, Callable[..., str]] = {
     "quote": _quote,
     "sooner": _sooner,
     "accuracy": _accuracy,
+    "on gpu": _on_gpu,
+    "times of README": _times_of_readme,
     "memory": _memory,
     "predictions": _predictions,
     "rule": _rule,
@@ -423,7 +484,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "elastic": _elastic,
     "file": _file,
     "help": _help,
-    "language": language_passage,
+    "language": language_report.passage,
     "passage": _passage,
     "unequal_speeds": _unequal_speeds,
     "reference": reference,

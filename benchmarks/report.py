@@ -240,17 +240,23 @@ def accuracy_table(curves: dict[str, list[dict[str, float]]], errors: dict[str, 
     return "\n".join(lines) + "\n"
 
 
-def sooner_table(runs: Mapping[str, Sequence[list[dict[str, float]]]], target: float, baseline: str = "ddp") -> str:
-    """Return how many times sooner than the baseline each row first reaches an accuracy.
+def sooner_table(
+    runs: Mapping[str, Sequence[list[dict[str, float]]]],
+    target: float,
+    baseline: str = "ddp",
+    measure: str = "accuracy",
+) -> str:
+    """Return how many times sooner than the baseline each row first reaches an accuracy or a loss.
 
     Args:
         runs: Learning curves by row, in the order of seeds.
-        target: The accuracy.
+        target: The accuracy, or the loss.
         baseline: The row that is compared with.
+        measure: ``"accuracy"`` or ``"loss"``.
     """
 
     def first(curve: list[dict[str, float]]) -> float | None:
-        there = first_to_reach(curve, target)
+        there = first_to_reach(curve, target, measure)
         return there["seconds"] if there else None
 
     seconds = {row: dict(enumerate(map(first, curves))) for row, curves in runs.items()}
@@ -283,6 +289,7 @@ WORDS = {
     "digits10m": "handwritten digits, by a perceptron of 10 M parameters",
     "characters": "a character model",
     "characters_adamw": "a character model with AdamW",
+    "bytes": "a byte language model of 1.45 M parameters",
 }
 """Workloads, for titles."""
 

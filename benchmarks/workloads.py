@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.language import corpus
+from benchmarks.language.model import SIZES, adamw
+from benchmarks.language.model import Transformer as ByteTransformer
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -204,6 +208,32 @@ def _characters_held_out(windows: int = 128) -> Batch:
     return chosen[:, :-1], chosen[:, 1:]
 
 
+# Bytes: predict the next byte of Python sources, with the smallest model of `benchmarks.language`.
+
+_SEQUENCES = 4  # of a rank and step
+
+
+def _byte_model() -> nn.Module:
+    return ByteTransformer(SIZES["small"])
+
+
+def _byte_windows(text: Tensor, starts: Tensor) -> Batch:
+    windows = text[starts[:, None] + torch.arange(SIZES["small"].length + 1)].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def _byte_batches(rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    text = corpus.load().training
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    while True:
+        yield _byte_windows(text, torch.randint(len(text) - SIZES["small"].length, (_SEQUENCES,), generator=generator))
+
+
+def _bytes_held_out(windows: int = 64) -> Batch:
+    text = corpus.load().judging
+    return _byte_windows(text, torch.linspace(0, len(text) - SIZES["small"].length - 1, windows).long())
+
+
 def _momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -224,5 +254,6 @@ WORKLOADS = {
         Workload("digits10m", lambda: mlp(64, 3072, 3072, 10), _digit_batches, _momentum, lambda: _digits()[1]),
         Workload("characters", _character_model, _character_batches, _momentum, _characters_held_out),
         Workload("characters_adamw", _character_model, _character_batches, _adamw, _characters_held_out),
+        Workload("bytes", _byte_model, _byte_batches, lambda model: adamw(model.parameters(), 1e-3), _bytes_held_out),
     )
 }

@@ -24,6 +24,7 @@ class Size:
         length: Bytes of a sequence.
         batch: Sequences of a node per step.
         steps: Optimizer steps of a run, eight epochs.
+        short: Optimizer steps of a run that only compares learning rates.
         seeds: Runs of each method at its best rate.
         windows: Sequences of each held-out part that are evaluated, tuning and judging.
     """
@@ -34,13 +35,9 @@ class Size:
     length: int
     batch: int
     steps: int
+    short: int
     seeds: int
     windows: tuple[int, int]
-
-    @property
-    def epoch(self) -> int:
-        """Steps between evaluations, which are also those between checkpoints."""
-        return max(1, self.steps // 8)
 
     @property
     def flops_per_token(self) -> float:
@@ -50,10 +47,10 @@ class Size:
 
 
 SIZES = {
-    "toy": Size(16, 1, 2, 16, 2, 16, 1, (4, 4)),
-    "small": Size(192, 3, 3, 128, 2, 896, 3, (96, 192)),
-    "medium": Size(512, 8, 8, 512, 8, 2048, 3, (64, 128)),
-    "large": Size(768, 12, 12, 512, 8, 10240, 1, (64, 128)),
+    "toy": Size(16, 1, 2, 16, 2, 16, 8, 1, (4, 4)),
+    "small": Size(192, 3, 3, 128, 2, 400, 160, 3, (96, 192)),
+    "medium": Size(512, 8, 8, 512, 8, 2048, 512, 3, (64, 128)),
+    "large": Size(768, 12, 12, 512, 8, 10240, 512, 1, (64, 128)),
 }
 """1.45 M, 25.7 M and 85.7 M parameters; ``toy`` is for tests."""
 

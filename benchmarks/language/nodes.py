@@ -43,6 +43,7 @@ class Plan:
         seed: Of the model and the batches.
         nodes: Number of nodes.
         device: Of all nodes.
+        short: Whether it only compares learning rates.
     """
 
     size: str
@@ -51,28 +52,34 @@ class Plan:
     seed: int
     nodes: int = 8
     device: str = "cpu"
+    short: bool = False
 
     @property
     def of_size(self) -> Size:
         """The size itself."""
         return SIZES[self.size]
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps, eight epochs."""
+        return self.of_size.short if self.short else self.of_size.steps
+
     def experiment(self) -> Experiment:
         """Return what the simulation trains."""
         size, method = self.of_size, METHODS[self.method]
         return Experiment(
             method.title,
-            method.make(size.steps),
+            method.make(self.steps),
             self.nodes,
-            size.steps,
+            self.steps,
             self.learning_rate,
             size.batch,
             task_of(self.size, self.device),
             wire_dtype=method.wire,
             seed=self.seed,
             clip=1.0,
-            epoch=size.epoch,
-            gradient_path=method.path and method.path(size.steps),
+            epoch=max(1, self.steps // 8),
+            gradient_path=method.path and method.path(self.steps),
         )
 
 
@@ -231,7 +238,8 @@ class Node(Replica):
                 if is_last:
                     run.end_epoch()
                     if step + 1 < experiment.steps:
-                        self.evaluate(run, step + 1)
+                        if not self._plan.short:
+                            self.evaluate(run, step + 1)
                         self._save(run, step + 1, files)
                 if self.topology.rank == 0:
                     after_step(step + 1)

@@ -8,7 +8,18 @@ from statistics import fmean
 
 from benchmarks.language.methods import METHODS
 from benchmarks.language.model import SIZES
-from benchmarks.language.runs import STORED, Known, about, is_bracketed, load, peak, rate_of, runs_of_all
+from benchmarks.language.runs import (
+    STORED,
+    Known,
+    Run,
+    about,
+    is_bracketed,
+    load,
+    peak,
+    rate_of,
+    rungs,
+    runs_of_all,
+)
 from benchmarks.palette import COLOURS
 from benchmarks.papers.paired import Difference, difference
 from benchmarks.papers.report import table
@@ -20,7 +31,18 @@ _MBIT = (100, 1000, 10_000)
 def judged(known: Known, method: str) -> dict[int, float | None]:
     """Return the losses on the judging part at a method's best rate, by seed."""
     best = peak(known, method)
-    return {key.seed: run.judging for key, run in known.items() if key.method == method and key.rung == best}
+    return {seed: run.judging for (rung, seed), run in _whole(known, method).items() if rung == best}
+
+
+def _whole(known: Known, method: str) -> dict[tuple[int, int], Run]:
+    """Return a method's runs of full length, by rung and seed."""
+    mine = ((key, run) for key, run in known.items() if key.method == method)
+    return {(key.rung, key.seed): run for key, run in mine if key.seed is not None}
+
+
+def _sent(known: Known, method: str) -> float:
+    """Return the mean bytes per node and step of a method's runs of full length; 0 without one."""
+    return fmean([run.sent for run in _whole(known, method).values() if run.points] or [0.0])
 
 
 def apart(known: Known, method: str) -> Difference:
@@ -29,14 +51,14 @@ def apart(known: Known, method: str) -> Difference:
 
 
 def with_results(known: Known) -> list[str]:
-    """Return the methods with results."""
-    return [method for method in METHODS if any(key.method == method for key in known)]
+    """Return the methods with a run of full length."""
+    return [method for method in METHODS if _whole(known, method)]
 
 
 def share(known: Known, method: str) -> float:
     """Return the bytes of a method as a share of those of float32 all-reduce."""
-    sent = {name: [run.sent for key, run in known.items() if key.method == name and run.points] for name in METHODS}
-    return fmean(sent[method]) / fmean(sent[BASELINE]) if sent[method] and sent[BASELINE] else 0.0
+    baseline = _sent(known, BASELINE)
+    return _sent(known, method) / baseline if baseline else 0.0
 
 
 def status(size: str, nodes: int = 8) -> str:
@@ -78,15 +100,16 @@ def losses(size: str, nodes: int = 8) -> str:
 
 
 def ladder(size: str, nodes: int = 8) -> str:
-    """Return the losses on the tuning part by learning rate, of the first seed."""
+    """Return the losses of the short runs on the tuning part by learning rate."""
     known = load(size, nodes, STORED)
-    rungs = sorted({key.rung for key in known if key.seed == 0})
+    every = sorted({key.rung for key in known if key.seed is None})
     rows = []
-    for method in with_results(known):
-        found = {key.rung: run.tuning for key, run in known.items() if key.method == method and key.seed == 0}
-        cells = ["" if rung not in found else _loss(found[rung], rung == peak(known, method)) for rung in rungs]
-        rows.append([METHODS[method].title, *cells])
-    return table(["tuning loss at the rate", *(f"{rate_of(rung):g}" for rung in rungs)], rows)
+    for method in METHODS:
+        if found := rungs(known, method):
+            best = peak(known, method)
+            cells = ["" if rung not in found else _loss(found[rung], rung == best) for rung in every]
+            rows.append([METHODS[method].title, *cells])
+    return table(["tuning loss at the rate", *(f"{rate_of(rung):g}" for rung in every)], rows)
 
 
 def _loss(value: float | None, is_best: bool) -> str:
@@ -102,7 +125,7 @@ def until_loss(size: str, nodes: int = 8) -> str:
         return ""
     target, rows = curves[BASELINE][-3][1], []
     for method, curve in curves.items():
-        sent = fmean(run.sent for key, run in known.items() if key.method == method and run.points)
+        sent = _sent(known, method)
         step = next((step for step, loss in curve if loss <= target), None)
         times = [f"{1e3 * sent * 8 / (1e6 * rate):.3g}" for rate in _MBIT]
         spent = ["not reached", ""] if step is None else [str(step), f"{sent * step / 1e6:.3g}"]
@@ -114,7 +137,7 @@ def until_loss(size: str, nodes: int = 8) -> str:
 def _curve(known: Known, method: str) -> list[tuple[int, float]]:
     """Return the mean judging loss over seeds at the best rate, by step."""
     best = peak(known, method)
-    runs = [run.points for key, run in known.items() if key.method == method and key.rung == best and run.points]
+    runs = [run.points for (rung, _), run in _whole(known, method).items() if rung == best and run.points]
     return [(int(points[0][0]), fmean(point[2] for point in points)) for points in zip(*runs, strict=False)]
 
 
@@ -126,12 +149,12 @@ def draw(size: str, path: Path, nodes: int = 8) -> None:
     figure, (by_bytes, at_end) = panels(2, 5.6)
     for method in with_results(known):
         curve = _curve(known, method)
-        sent = [run.sent for key, run in known.items() if key.method == method and run.points]
-        if not curve or not fmean(sent):
+        sent = _sent(known, method)
+        if not curve or not sent:
             continue
         look = {"color": COLOURS[METHODS[method].family], "linewidth": 1.3}
         is_tried = "experiment" in METHODS[method].title
-        xs = [fmean(sent) * step / 1e6 for step, _ in curve]
+        xs = [sent * step / 1e6 for step, _ in curve]
         by_bytes.plot(xs, [loss for _, loss in curve], linestyle=":" if is_tried else "-", **look)
         by_bytes.annotate(_short(method), (xs[-1], curve[-1][1]), (3, 0), textcoords="offset points", fontsize=7)
         found = Difference(0.0, 0.0, 1) if method == BASELINE else apart(known, method)
@@ -144,7 +167,7 @@ def draw(size: str, path: Path, nodes: int = 8) -> None:
     by_bytes.set(xscale="log", xlabel="MB that a node has sent", ylabel="held-out loss, nats per byte")
     at_end.set(xscale="log", xlabel="bytes, float32 all-reduce = 1", ylabel="nats per byte above float32 all-reduce")
     at_end.axhline(0.0, color="black", linewidth=0.8, linestyle=":")
-    seeds = max((key.seed + 1 for key in known), default=0)
+    seeds = max((len(judged(known, method)) for method in METHODS), default=0)
     words = f"{size}, {nodes} nodes, {SIZES[size].steps} steps, up to {seeds} seeds; bars: 95 %"
     save(figure, path, f"A byte language model: {words}")
 
@@ -162,12 +185,48 @@ def write(folder: Path, sizes: Sequence[str] = ("small", "medium", "large")) -> 
     return written
 
 
+_PERIODS = {"periodic4": 4, "diloco16": 16, "diloco64": 64}
+
+
+def synchronizations(size: str, nodes: int = 8) -> str:
+    """Return the loss of methods that synchronize rarely by the number of synchronizations."""
+    known = load(size, nodes, STORED)
+    rows = [
+        [METHODS[method].title, str(SIZES[size].steps // period), apart(known, method).text(3)]
+        for method, period in _PERIODS.items()
+        if apart(known, method).pairs
+    ]
+    return table(["", "synchronizations of the run", "nats per byte above float32 all-reduce, 95 %"], rows)
+
+
+_ASSUMED_SPEED = 989e12 * 0.15
+"""Floating-point operations of an H100 per second, of which small models reach about 15 %: an assumption."""
+_MEMORY_SPEED = 3.35e12 * 0.5
+"""Bytes per second, likewise."""
+
+
+def estimate(size: str, nodes: int = 8) -> str:
+    """Return the time that a size would take on an H100, by a model of its arithmetic and of its optimizer."""
+    about_size, seeds = SIZES[size], SIZES[size].seeds
+    weights = (about_size.flops_per_token / 6.0) - about_size.layers * about_size.length * about_size.width
+    tokens = nodes * about_size.batch * about_size.length
+    step = tokens * about_size.flops_per_token / _ASSUMED_SPEED + nodes * weights * 80.0 / _MEMORY_SPEED
+    methods = len(METHODS)
+    hours = step * methods * (seeds * about_size.steps + 3 * about_size.short) / 3600
+    return (
+        f"{methods} methods, {seeds} seeds, three rates: {1e3 * step:.0f} ms per step of {tokens:,} bytes,"
+        f" {step * about_size.steps / 60:.1f} minutes per run, {hours:.1f} hours in all."
+    )
+
+
 def picture(size: str) -> str:
     """Return the picture of a size, if there is one."""
     return f"![Loss against bytes]({size}.png)" if (STORED / f"{size}.png").exists() else "No picture yet."
 
 
 _PARTS: dict[str, Callable[[str], str]] = {
+    "synchronizations": synchronizations,
+    "estimate": estimate,
     "picture": picture,
     "status": status,
     "losses": losses,

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,24 +30,30 @@ _MOST_FAILURES = 3  # of one run, after which the others go on without it
 _POLL_SECONDS = 2.0
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Key:
-    """A run of a size: a method, a rung of the ladder of learning rates, and a seed."""
+    """A run of a size.
+
+    Attributes:
+        method: Its name.
+        rung: Of the ladder of learning rates.
+        seed: Of the model and the batches; None for a short run, which only compares learning rates.
+    """
 
     method: str
     rung: int
-    seed: int
+    seed: int | None
 
     @property
     def name(self) -> str:
         """Of its files."""
-        return f"{self.method}.{self.rung:+d}.{self.seed}"
+        return f"{self.method}.{self.rung:+d}.{'short' if self.seed is None else self.seed}"
 
     @classmethod
     def named(cls, name: str) -> Key:
         """Return the key of a name."""
         method, rung, seed = name.split(".")
-        return cls(method, int(rung), int(seed))
+        return cls(method, int(rung), None if seed == "short" else int(seed))
 
 
 def rate_of(rung: int) -> float:
@@ -124,11 +129,15 @@ def store(size: str, nodes: int, known: Mapping[Key, Run], folder: Path) -> Path
         "torch": torch.__version__,
         "corpus": {"files": len(texts.files), "bytes": len(texts.training), "checksum": texts.checksum},
     }
-    runs = ",\n".join(json.dumps({"run": key.name, **asdict(run)}) for key, run in sorted(known.items()))
+    runs = ",\n".join(json.dumps({"run": key.name, **asdict(run)}) for key, run in sorted(known.items(), key=_by_name))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name_of(size, nodes)}.json"
     _replace(path, f"{json.dumps(about)[:-1]},\n" + f'"runs": [\n{runs}\n]}}\n')
     return path
+
+
+def _by_name(item: tuple[Key, Run]) -> str:
+    return item[0].name
 
 
 def _replace(path: Path, text: str) -> None:
@@ -136,33 +145,35 @@ def _replace(path: Path, text: str) -> None:
     os.replace(path.with_suffix(".tmp"), path)
 
 
+def rungs(known: Mapping[Key, Run], method: str) -> dict[int, float | None]:
+    """Return the losses of a method's short runs on the tuning part, by rung; None if one diverged."""
+    return {key.rung: run.tuning for key, run in known.items() if key.method == method and key.seed is None}
+
+
 def peak(known: Mapping[Key, Run], method: str) -> int | None:
-    """Return the rung with the lowest loss on the tuning part, by the first seed; None without any."""
-    losses = {key.rung: run.tuning for key, run in known.items() if key.method == method and key.seed == 0}
+    """Return the rung with the lowest loss of the short runs; None without any."""
+    losses = rungs(known, method)
     return min(sorted(losses), key=lambda rung: math.inf if losses[rung] is None else losses[rung], default=None)  # type: ignore[arg-type,return-value]
 
 
 def is_bracketed(known: Mapping[Key, Run], method: str) -> bool:
     """Whether both neighbors of the best rung are known, so that it is a peak."""
     best = peak(known, method)
-    return best is not None and all(Key(method, best + side, 0) in known for side in (-1, 1))
+    return best is not None and {best - 1, best + 1} <= set(rungs(known, method))
 
 
 def due(known: Mapping[Key, Run], methods: Sequence[str], seeds: int) -> Iterator[Key]:
     """Yield the runs that are known to be missing, the most valuable first.
 
-    One rate of all methods; its neighbors; the neighbors of peaks at the ends of a ladder; more seeds at each peak.
+    Short runs at two rates of all methods; at the neighbors of the better one, until it has both; then a whole run of
+    each method at its peak; then further seeds.
     """
-    wanted = [Key(method, 0, 0) for method in methods]
-    for side in (-1, 1):  # losses ask for smaller rates more often
-        wanted += [Key(method, side, 0) for method in methods]
+    wanted = [Key(method, rung, None) for rung in (0, -1) for method in methods]
     for method in methods:
-        best = peak(known, method)
-        if best is not None and {Key(method, rung, 0) for rung in (-1, 0, 1)} <= set(known):
-            rungs = [key.rung for key in known if key.method == method]
-            if max(rungs) - min(rungs) + 1 < _MOST_RUNGS:
-                wanted += [Key(method, best + side, 0) for side in (-1, 1)]
-    for seed in range(1, seeds):
+        found, best = rungs(known, method), peak(known, method)
+        if best is not None and {-1, 0} <= set(found) and max(found) - min(found) + 1 < _MOST_RUNGS:
+            wanted += [Key(method, best + side, None) for side in (-1, 1)]
+    for seed in range(seeds):
         for method in methods:
             best = peak(known, method)
             if best is not None and is_bracketed(known, method):
@@ -171,15 +182,15 @@ def due(known: Mapping[Key, Run], methods: Sequence[str], seeds: int) -> Iterato
 
 
 def runs_of_all(methods: Sequence[str], seeds: int) -> int:
-    """Return how many runs a setting needs at the least: three rungs, and further seeds at the best."""
-    return len(methods) * (3 + seeds - 1)
+    """Return how many runs a setting needs at the least: three rungs, and the seeds at the best."""
+    return len(methods) * (3 + seeds)
 
 
 def run_one(size: str, nodes: int, key: Key, folder: Path, device: str, cpu: int | None = None) -> Run:
     """Train, or continue, one run, and store its result."""
     if cpu is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {cpu})
-    plan = Plan(size, key.method, rate_of(key.rung), key.seed, nodes, device)
+    plan = Plan(size, key.method, rate_of(key.rung), key.seed or 0, nodes, device, short=key.seed is None)
     checkpoint = folder / name_of(size, nodes) / f"{key.name}.checkpoint"
     parent = os.getppid()
 
@@ -281,13 +292,17 @@ class Driver:
     def estimate(self) -> str:
         """Return how much is done, and the hours that the rest would take on processors of its own."""
         known = self.known()
-        total = max(runs_of_all(self._methods, self._seeds), len(known))
-        done = sum(key.method in self._methods for key in known)
-        if not done:
-            return f"0 of {total} runs"
-        left = max(total - done, len(list(due(known, self._methods, self._seeds))))
-        hours = left * fmean(run.seconds for run in known.values()) / self._workers / 3600
-        return f"{done} of at least {done + left} runs, {hours:.1f} hours left with {self._workers} quiet cores"
+        mine = {key: run for key, run in known.items() if key.method in self._methods}
+        size, total = SIZES[self._size], runs_of_all(self._methods, self._seeds)
+        if not mine:
+            return f"0 of at least {total} runs"
+        whole = len(self._methods) * self._seeds - sum(key.seed is not None for key in mine)
+        short = max(total - len(mine) - whole, sum(key.seed is None for key in due(known, self._methods, self._seeds)))
+        steps = sum(size.short if key.seed is None else size.steps for key in mine)
+        per_step = sum(run.seconds for run in mine.values()) / steps
+        hours = per_step * (whole * size.steps + short * size.short) / self._workers / 3600
+        text = f"{len(mine)} of at least {len(mine) + whole + short} runs"
+        return f"{text}, {hours:.1f} hours left with {self._workers} quiet cores"
 
 
 def about(known: Mapping[Key, Run]) -> dict[str, Any]:

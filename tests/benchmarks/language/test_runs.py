@@ -21,32 +21,46 @@ def run(loss, sent=100.0, size="small", method="all_reduce"):
 
 
 def known_of(losses, methods=TWO):
-    """Return results by method, from losses by rung, of the first seed."""
-    return {Key(method, rung, 0): run(loss, method=method) for method in methods for rung, loss in losses.items()}
+    """Return short runs by method, from losses by rung."""
+    return {Key(method, rung, None): run(loss, method=method) for method in methods for rung, loss in losses.items()}
 
 
 def all_due(known, seeds=1):
     return [(key.method, key.rung, key.seed) for key in runs.due(known, TWO, seeds)]
 
 
-def test_all_methods_come_before_any_other_rate():
-    assert all_due({}) == [(method, rung, 0) for rung in (0, -1, 1) for method in TWO]
+def test_names_of_runs_are_read_back():
+    for key in (Key("int4", -1, None), Key("int4", 0, 2)):
+        assert Key.named(key.name) == key
+
+
+def test_short_runs_of_all_methods_come_before_any_other_rate():
+    assert all_due({}) == [(method, rung, None) for rung in (0, -1) for method in TWO]
+    assert all_due(known_of({-1: 2.1, 0: 2.0}), seeds=0) == [(method, 1, None) for method in TWO]
 
 
 def test_a_ladder_is_extended_until_its_best_rung_has_neighbors():
-    assert all_due(known_of({-1: 2.0, 0: 2.1, 1: 2.2})) == [(method, -2, 0) for method in TWO]
-    assert all_due(known_of({-1: 2.1, 0: 2.0, 1: None})) == []
+    assert all_due(known_of({-1: 2.0, 0: 2.1, 1: 2.2})) == [(method, -2, None) for method in TWO]
+    assert all_due(known_of({-1: 2.1, 0: 2.0, 1: None}), seeds=0) == []
 
 
-def test_more_seeds_run_at_the_best_rate_only():
+def test_whole_runs_are_at_the_best_rate_only():
     due = all_due(known_of({-1: 2.1, 0: 2.0, 1: 2.2}), seeds=3)
-    assert due == [(method, 0, seed) for seed in (1, 2) for method in TWO]
+    assert due == [(method, 0, seed) for seed in (0, 1, 2) for method in TWO]
+
+
+def test_the_rest_of_the_time_counts_short_runs_by_their_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "STORED", tmp_path / "nothing")
+    runs.store("small", 8, known_of({-1: 2.1, 0: 2.0, 1: 2.2}), tmp_path)
+    driver = runs.Driver("small", 8, TWO, 3, tmp_path, "cpu", workers=1)
+    hours = 10.0 / SIZES["small"].short * 6 * SIZES["small"].steps / 3600
+    assert driver.estimate() == f"6 of at least 12 runs, {hours:.1f} hours left with 1 quiet cores"
 
 
 def test_a_rate_is_chosen_by_the_tuning_part():
     one, other = run(2.0), run(2.1)
     other.points[-1][2] = 1.0  # better, but on the judging part
-    assert runs.peak({Key("int4", 0, 0): one, Key("int4", 1, 0): other}, "int4") == 0
+    assert runs.peak({Key("int4", 0, None): one, Key("int4", 1, None): other}, "int4") == 0
 
 
 def test_a_run_that_diverged_is_never_the_peak():
@@ -62,7 +76,7 @@ def test_stored_runs_are_read_back(tmp_path):
 def test_results_of_another_method_of_the_same_name_are_forgotten(tmp_path, monkeypatch):
     runs.store("small", 8, known_of({0: 2.0}), tmp_path)
     monkeypatch.setitem(METHODS, "int4", METHODS["int8"])
-    assert set(runs.load("small", 8, tmp_path)) == {Key("all_reduce", 0, 0)}
+    assert set(runs.load("small", 8, tmp_path)) == {Key("all_reduce", 0, None)}
 
 
 def test_a_run_is_stored_when_it_ends_and_its_checkpoint_removed(tmp_path):
@@ -73,18 +87,22 @@ def test_a_run_is_stored_when_it_ends_and_its_checkpoint_removed(tmp_path):
     assert [int(step) for step, *_ in made.points] == list(range(2, 17, 2))
 
 
+def test_a_short_run_is_evaluated_at_its_end_only(tmp_path):
+    made = runs.run_one("toy", 2, Key("int4", 0, None), tmp_path, "cpu")
+    assert [int(step) for step, *_ in made.points] == [SIZES["toy"].short]
+
+
 def test_the_report_compares_runs_of_the_same_seeds(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "STORED", tmp_path)
     known = {Key("all_reduce", 0, seed): run(2.0 + seed) for seed in range(3)}
     known |= {Key("int4", 0, seed): run(2.1 + seed + seed / 100, 12.5, method="int4") for seed in range(3)}
+    known |= known_of({-1: 2.1, 0: 2.0, 1: 2.2}, ["int4"]) | known_of({0: 2.0}, ["all_reduce"])
     runs.store("small", 8, known, tmp_path)
     rows = report.losses("small").splitlines()
     assert rows[2] == "| AllReduce | 1/1 | 0.004 (not bracketed) | 3.100 |  | 3 |"
-    assert rows[3].startswith(
-        "| AllReduce, int4 | 1/8 | 0.004 (not bracketed) | 3.210 | **+0.110**, from 0.085 to 0.135"
-    )
-    assert report.status("small").startswith(f"**Incomplete: 6 of at least {5 * len(METHODS)} runs**")
-    assert "| 0.004 |" in report.ladder("small").splitlines()[0]
+    assert rows[3].startswith("| AllReduce, int4 | 1/8 | 0.004 | 3.210 | **+0.110**, from 0.085 to 0.135")
+    assert report.status("small").startswith(f"**Incomplete: 10 of at least {6 * len(METHODS)} runs**")
+    assert "| 0.002 | 0.004 | 0.008 |" in report.ladder("small").splitlines()[0]
     assert "steps to 2.600" in report.until_loss("small") or "steps to 3.600" in report.until_loss("small")
     assert [path.name for path in report.write(tmp_path)] == ["small.png"]
     assert (tmp_path / "small.png").stat().st_size > 1000
