@@ -59,6 +59,7 @@ class Oracle(pl.LightningModule):
         steps: Batches an epoch, on every rank.
         targets: The a_r.
         learning_rate: Of SGD.
+        momentum: Of SGD.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class Oracle(pl.LightningModule):
         *,
         targets: Sequence[float] = TARGETS,
         learning_rate: float = 0.5,
+        momentum: float = 0.0,
     ) -> None:
         super().__init__()
         self.x = torch.nn.Parameter(torch.zeros(1))
         self.steps, self.targets = steps, targets
-        self.learning_rate = learning_rate
+        self.learning_rate, self.momentum = learning_rate, momentum
         self.report: Any = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -81,7 +83,7 @@ class Oracle(pl.LightningModule):
         self.report.append(self.x.item())
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate, momentum=self.momentum)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(torch.arange(float(self.steps * self.trainer.world_size)).unsqueeze(1))

@@ -158,6 +158,17 @@ class Rank:
             self.trace.append(self.values.tolist())
         return seen[0]
 
+    def train_on(self, samples: float) -> None:
+        """One step on a batch of so many samples; on none, the node idles."""
+        assert self.scheme.samples is not None
+        if samples:
+            self.scheme.samples.count(samples)
+            self.scheme.samples.count_step()
+            self.train()
+        else:
+            self.scheme.step(lambda: None)
+            self.trace.append(self.values.tolist())
+
     def averaged(self) -> Tensor:
         """Return the averaged values; the rank keeps its own."""
         snapshot = self.scheme.replica.snapshot()
