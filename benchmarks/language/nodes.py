@@ -60,6 +60,11 @@ class Plan:
         return SIZES[self.size]
 
     @property
+    def has_curve(self) -> bool:
+        """Whether it is evaluated after every epoch; other seeds are only compared at their ends."""
+        return not self.short and self.seed == 0
+
+    @property
     def steps(self) -> int:
         """Optimizer steps, eight epochs."""
         return self.of_size.short if self.short else self.of_size.steps
@@ -238,7 +243,7 @@ class Node(Replica):
                 if is_last:
                     run.end_epoch()
                     if step + 1 < experiment.steps:
-                        if not self._plan.short:
+                        if self._plan.has_curve:
                             self.evaluate(run, step + 1)
                         self._save(run, step + 1, files)
                 if self.topology.rank == 0:

@@ -135,10 +135,9 @@ def until_loss(size: str, nodes: int = 8) -> str:
 
 
 def _curve(known: Known, method: str) -> list[tuple[int, float]]:
-    """Return the mean judging loss over seeds at the best rate, by step."""
-    best = peak(known, method)
-    runs = [run.points for (rung, _), run in _whole(known, method).items() if rung == best and run.points]
-    return [(int(points[0][0]), fmean(point[2] for point in points)) for points in zip(*runs, strict=False)]
+    """Return the judging loss of the first seed at the best rate, by step."""
+    run = _whole(known, method).get((peak(known, method) or 0, 0))
+    return [] if run is None else [(int(step), judging) for step, _, judging in run.points]
 
 
 def draw(size: str, path: Path, nodes: int = 8) -> None:

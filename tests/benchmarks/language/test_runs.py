@@ -87,9 +87,10 @@ def test_a_run_is_stored_when_it_ends_and_its_checkpoint_removed(tmp_path):
     assert [int(step) for step, *_ in made.points] == list(range(2, 17, 2))
 
 
-def test_a_short_run_is_evaluated_at_its_end_only(tmp_path):
-    made = runs.run_one("toy", 2, Key("int4", 0, None), tmp_path, "cpu")
-    assert [int(step) for step, *_ in made.points] == [SIZES["toy"].short]
+@pytest.mark.parametrize(("seed", "steps"), [(None, SIZES["toy"].short), (1, SIZES["toy"].steps)])
+def test_short_runs_and_further_seeds_are_evaluated_at_their_ends_only(seed, steps, tmp_path):
+    made = runs.run_one("toy", 2, Key("int4", 0, seed), tmp_path, "cpu")
+    assert [int(step) for step, *_ in made.points] == [steps]
 
 
 def test_the_report_compares_runs_of_the_same_seeds(tmp_path, monkeypatch):
