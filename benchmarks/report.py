@@ -240,23 +240,17 @@ def accuracy_table(curves: dict[str, list[dict[str, float]]], errors: dict[str, 
     return "\n".join(lines) + "\n"
 
 
-def sooner_table(
-    runs: Mapping[str, Sequence[list[dict[str, float]]]],
-    target: float,
-    baseline: str = "ddp",
-    measure: str = "accuracy",
-) -> str:
-    """Return how many times sooner than the baseline each row first reaches an accuracy or a loss.
+def sooner_table(runs: Mapping[str, Sequence[list[dict[str, float]]]], target: float, baseline: str = "ddp") -> str:
+    """Return how many times sooner than the baseline each row first reaches an accuracy.
 
     Args:
         runs: Learning curves by row, in the order of seeds.
-        target: The accuracy, or the loss.
+        target: The accuracy.
         baseline: The row that is compared with.
-        measure: ``"accuracy"`` or ``"loss"``.
     """
 
     def first(curve: list[dict[str, float]]) -> float | None:
-        there = first_to_reach(curve, target, measure)
+        there = first_to_reach(curve, target)
         return there["seconds"] if there else None
 
     seconds = {row: dict(enumerate(map(first, curves))) for row, curves in runs.items()}

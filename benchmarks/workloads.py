@@ -192,12 +192,17 @@ def character_windows() -> Batch:
     return windows[:, :-1], windows[:, 1:]
 
 
-def _character_batches(rank: int, world_size: int, seed: int, batch_size: int = 8) -> Iterator[Batch]:
-    inputs, targets = character_windows()
+def _character_batches(rank: int, world_size: int, seed: int) -> Iterator[Batch]:
+    return _drawn(character_windows(), rank, seed, batch_size=8)
+
+
+def _drawn(windows: Batch, rank: int, seed: int, batch_size: int) -> Iterator[Batch]:
+    """Yield batches of windows that this rank draws."""
+    inputs, targets = windows
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:
         starts = torch.randint(len(inputs) - 1, (batch_size,), generator=generator)
-        yield inputs[starts], targets[starts]
+        yield inputs[starts].long(), targets[starts].long()
 
 
 def _characters_held_out(windows: int = 128) -> Batch:
@@ -210,28 +215,24 @@ def _characters_held_out(windows: int = 128) -> Batch:
 
 # Bytes: predict the next byte of Python sources, with the smallest model of `benchmarks.language`.
 
-_SEQUENCES = 4  # of a rank and step
-
 
 def _byte_model() -> nn.Module:
     return ByteTransformer(SIZES["small"])
 
 
-def _byte_windows(text: Tensor, starts: Tensor) -> Batch:
-    windows = text[starts[:, None] + torch.arange(SIZES["small"].length + 1)].long()
+def _byte_windows(text: Tensor) -> Batch:
+    windows = text.unfold(0, SIZES["small"].length + 1, 1)
     return windows[:, :-1], windows[:, 1:]
 
 
 def _byte_batches(rank: int, world_size: int, seed: int) -> Iterator[Batch]:
-    text = corpus.load().training
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    while True:
-        yield _byte_windows(text, torch.randint(len(text) - SIZES["small"].length, (_SEQUENCES,), generator=generator))
+    return _drawn(_byte_windows(corpus.load().training), rank, seed, batch_size=4)
 
 
 def _bytes_held_out(windows: int = 64) -> Batch:
-    text = corpus.load().judging
-    return _byte_windows(text, torch.linspace(0, len(text) - SIZES["small"].length - 1, windows).long())
+    inputs, targets = _byte_windows(corpus.load().judging)
+    starts = torch.linspace(0, len(inputs) - 1, windows).long()
+    return inputs[starts].long(), targets[starts].long()
 
 
 def _momentum(model: nn.Module) -> torch.optim.Optimizer:

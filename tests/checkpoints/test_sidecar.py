@@ -79,7 +79,7 @@ def test_a_file_name_with_a_rank_dependent_metric_is_the_same_on_all_ranks(borro
     assert left == []
 
 
-class Thawing(Net):
+class Unfreezing(Net):
     """The first layer is frozen for three steps, by the module itself."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ UNFROZEN = [schemes()[name] for name in ("periodic", "steps_delay", "gossip")] +
 @pytest.mark.parametrize(
     ("make", "trained", "wires", "ranks"),
     [
-        (Thawing, UNFROZEN, [None], 2),
+        (Unfreezing, UNFROZEN, [None], 2),
         (Wide, [AllReduce()], [None, "int8"], 3),
         (Best, [PeriodicAveraging(2)], [None, "int8"], 2),
     ],
@@ -142,7 +142,7 @@ def test_a_resume_is_bit_identical_where(borrow, make, trained, wires, ranks):
         for scheme, wire in itertools.product(trained, wires):
             whole, resumed = whole_and_resumed(folder, make, scheme, after=steps, wire_dtype=wire, **length)
             found.append((whole.report, resumed.report))
-            if make is Thawing:
+            if make is Unfreezing:
                 assert fit_here(folder, make(), scheme, folder / "whole.ckpt", **length).global_step == 2 * steps
         return found
 

@@ -90,7 +90,7 @@ class Job:
             self.python(*agent, *forking_workers(), str(ORACLE), *map(str, own))
 
     def without_agents(self, *arguments: object, ranks: int = 2, address: str = "127.0.0.1") -> None:
-        """Start ranks as torchrun does, but watched by nobody."""
+        """Start ranks as torchrun does, but without an agent that ends them together."""
         self.ranks(torchrun(2, ranks, address), "--num-nodes", 2, "--devices", ranks, *arguments)
 
     def slurm(self, *arguments: object, ranks: int = 2) -> None:
