@@ -21,17 +21,16 @@ class HeterogeneousBatches(Value):
     is exactly the gradient of the mean loss over the global batch, so training does not depend on the speeds. Every
     scheme uses these weights. Gradient accumulation multiplies the global batch.
 
-    Works with any ``DataLoader`` that has a ``batch_size``: map-style datasets with any sampler, and an
-    ``IterableDataset`` that yields the same stream on every rank. Others are refused with the reason. Evaluation is
-    divided equally.
+    Works with any ``DataLoader`` that has a ``batch_size``, a map-style dataset and any sampler. Others are refused
+    with the reason. Evaluation is divided equally.
 
     **Measuring.** With ``speeds="measure"`` a run begins with equal batches and times its own training steps, without
     the first two and without waiting for other ranks. After a second or so, at least four steps, it divides the batch.
     It times as many steps of the new sizes, which shows the fixed cost of a step, and divides again. Sizes stay as they
     are if others would save less than the step times scatter. No step is lost or repeated: global batches do not depend
-    on the division. Batches that ``DataLoader`` workers have loaded ahead keep the old sizes. With an
-    ``IterableDataset``, several dataloaders, manual optimization or ``training_step(dataloader_iter)`` the sizes change
-    when the next epoch begins. A resumed run keeps the division of its checkpoint.
+    on the division. Batches that ``DataLoader`` workers have loaded ahead keep the old sizes. With several dataloaders,
+    manual optimization or ``training_step(dataloader_iter)`` the sizes change when the next epoch begins. A resumed run
+    keeps the division of its checkpoint.
 
     Source: "Heterogeneous gradient computing optimization for scalable deep neural networks" (HetGrad), Section 3. The
     paper rounds shard and batch sizes separately, which gives ranks unequal numbers of steps, and prints weights that

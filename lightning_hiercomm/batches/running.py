@@ -15,7 +15,7 @@ import torch
 
 from lightning_hiercomm.batches.heterogeneous import HeterogeneousBatches
 from lightning_hiercomm.batches.partition import Speeds, StepCost, divide, rank_weights
-from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, StreamBatches, divide_dataloader
+from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, divide_dataloader
 from lightning_hiercomm.batches.speed import SpeedMeasurement, StepClock
 from lightning_hiercomm.batches.table import table
 from lightning_hiercomm.nodes.topology import Topology
@@ -73,7 +73,7 @@ class RunningBatches:
         is_measured = not self._speeds.costs
         self.clock = StepClock(topology.meter, device) if is_measured or config.rebalance_every_n_epochs else None
         self._measurement = SpeedMeasurement(self.clock) if is_measured and self.clock is not None else None
-        self._loaders: list[tuple[DividedBatchSampler | StreamBatches, int | None]] = []  # with the user's batch size
+        self._loaders: list[tuple[DividedBatchSampler, int | None]] = []  # with the user's batch size
         self._has_begun = False
         self._first_batch: int | None = None  # of the loader's iteration, in the Trainer's count
         self.division = Division(topology.rank, sizes or self._divided())
@@ -99,13 +99,10 @@ class RunningBatches:
         if self._has_begun:
             self._loaders, self._has_begun = [], False
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        may_change = self._measurement is not None or self.config.rebalance_every_n_epochs is not None
         on_load = self.clock.load if self.clock is not None else None
-        divided = divide_dataloader(loader, self.division, self._seed, may_change, on_load)
+        divided = divide_dataloader(loader, self.division, self._seed, on_load)
         sampler: Any = divided.batch_sampler
-        lengths = self._topology.world.all_gather_object(
-            len(sampler.sampler) if isinstance(sampler, DividedBatchSampler) else None
-        )
+        lengths = self._topology.world.all_gather_object(len(sampler.sampler))
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"the ranks' train datasets have unequal lengths: {lengths} samples. HeterogeneousBatches divides one"
@@ -150,11 +147,7 @@ class RunningBatches:
         self._has_begun, self._first_batch = True, None
         if self.division.change is not None:
             self._change(self.division.change[1])
-        orders = [
-            sampler.sampler.fingerprint()
-            for sampler, _ in self._loaders
-            if isinstance(sampler, DividedBatchSampler) and sampler.sampler.is_drawn
-        ]
+        orders = [sampler.sampler.fingerprint() for sampler, _ in self._loaders if sampler.sampler.is_drawn]
         if orders and len(set(map(tuple, self._topology.world.all_gather_object(orders)))) > 1:
             raise ValueError(
                 "the train dataloader's sampler draws different samples on different ranks: it has a random generator"
@@ -232,9 +225,7 @@ class RunningBatches:
         assert self._first_batch is not None
         handed_out = sys.maxsize  # not in this epoch
         if self._may_change_in_epoch and len(self._loaders) == 1:
-            ((sampler, _),) = self._loaders
-            if isinstance(sampler, DividedBatchSampler):
-                handed_out = sampler.handed_out
+            handed_out = self._loaders[0][0].handed_out
         of_ranks = self._topology.world.all_gather_object((measurement.cost(self.batch_size), handed_out))
         found = [each for each, _ in of_ranks if each is not None]
         if len(found) < len(of_ranks):

@@ -1,4 +1,4 @@
-"""Samplers, streams and dataloaders that give each rank its own part of every global batch."""
+"""Samplers and dataloaders that give each rank its own part of every global batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import torch
@@ -26,8 +25,7 @@ from torch.utils.data import (
 class Division:
     """The samples of each rank in a global batch: rank 0 takes the first ``sizes[0]``, and so on.
 
-    ``sizes`` may change between epochs. Samplers of indices call :meth:`place` for every batch, so that ``change`` may
-    set other sizes for the rest of an epoch; a stream keeps the sizes with which its iteration has begun.
+    ``sizes`` may change between epochs, and ``change`` may set other sizes for the rest of an epoch.
 
     Attributes:
         sizes: Samples per rank; their sum G never changes.
@@ -54,11 +52,6 @@ class Division:
     def own(self) -> int:
         """Samples of this rank in each batch, B_i."""
         return self.sizes[self.rank]
-
-    @property
-    def start(self) -> int:
-        """The index of this rank's first sample in the global batch."""
-        return sum(self.sizes[: self.rank])
 
 
 class EpochOrder:
@@ -148,60 +141,8 @@ class DividedBatchSampler(Sampler[list[Any]]):
             yield list(order[self.division.place(batch)])
 
 
-class DividedStream(IterableDataset[Any]):
-    """This rank's part of a stream of samples.
-
-    The dataset must yield the same samples in the same order on every rank, and may be iterated again. Dataloader
-    workers may divide its stream as usual. Of every G consecutive samples each rank takes its own, so all ranks take
-    equally many steps. Every rank reads the whole stream.
-    """
-
-    def __init__(self, dataset: IterableDataset[Any], division: Division) -> None:
-        self.dataset = dataset
-        self.division = division
-
-    def __iter__(self) -> Iterator[Any]:
-        start, own, total = self.division.start, self.division.own, self.division.total
-        stream = iter(self.dataset)
-        while len(batch := list(islice(stream, total))) == total:
-            yield from batch[start : start + own]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the dataset, if it has such a method."""
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-
-class _SizedDividedStream(DividedStream):
-    def __len__(self) -> int:
-        assert isinstance(self.dataset, Sized)
-        return len(self.dataset) // self.division.total
-
-
-class StreamBatches(Sampler[list[None]]):
-    """Yields, endlessly, lists of the length of each batch of a stream.
-
-    Attributes:
-        sampler: The stream; Lightning calls ``set_epoch`` of the attribute with this name.
-    """
-
-    def __init__(self, stream: DividedStream) -> None:
-        self.sampler = stream
-        self._began: list[int] | None = None
-
-    def is_stale(self, epoch: int) -> bool:
-        """Return whether workers have begun an iteration with other sizes."""
-        return self._began is not None and self._began != self.sampler.division.sizes
-
-    def __iter__(self) -> Iterator[list[None]]:
-        division = self.sampler.division
-        self._began = list(division.sizes)
-        while True:
-            yield [None] * division.own
-
-
 def divide_dataloader(
-    loader: Any, division: Division, seed: int, sizes_may_change: bool, on_load: Callable[[], object] | None = None
+    loader: Any, division: Division, seed: int, on_load: Callable[[], object] | None = None
 ) -> DataLoader[Any]:
     """Return a copy of a dataloader that yields this rank's part of every global batch.
 
@@ -211,7 +152,6 @@ def divide_dataloader(
         loader: The user's dataloader, without a distributed sampler.
         division: The samples of each rank.
         seed: The seed of the shuffle; the same on every rank.
-        sizes_may_change: Whether sizes will be measured, or change between epochs.
         on_load: Called when this process begins to load a batch; not if workers load.
 
     Raises:
@@ -220,6 +160,11 @@ def divide_dataloader(
     refuse = f"HeterogeneousBatches cannot divide the batches of {type(loader).__name__}: "
     if not isinstance(loader, DataLoader):
         raise ValueError(refuse + "it is not a torch DataLoader. Return one from train_dataloader().")
+    if isinstance(loader.dataset, IterableDataset):
+        raise ValueError(
+            refuse + "its IterableDataset has no samples to choose by index. Use a map-style dataset, or a stream and a"
+            " batch size of each rank's own with unequal_data=True."
+        )
     # if the user gives a batch sampler, `loader.sampler` is another one
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler):
@@ -236,18 +181,6 @@ def divide_dataloader(
             refuse + f"its batch sampler is a {type(loader.batch_sampler).__name__}. Use a `sampler` with a batch_size"
             " instead."
         )
-    divided = copy.copy(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        if loader.persistent_workers and sizes_may_change:
-            raise ValueError(
-                refuse + "its persistent workers would keep their copy of the IterableDataset when batch sizes change."
-                " Set persistent_workers=False, or give speeds and leave rebalance_every_n_epochs out."
-            )
-        # with several workers, the number of whole batches in each one's part of the stream is unknown
-        is_sized = isinstance(loader.dataset, Sized) and loader.num_workers <= 1
-        stream = (_SizedDividedStream if is_sized else DividedStream)(loader.dataset, division)
-        _replace(divided, dataset=stream, batch_sampler=StreamBatches(stream), batch_size=None, drop_last=True)
-        return divided
     if not isinstance(sampler, Sampler) or not isinstance(sampler, Sized):
         raise ValueError(refuse + f"its sampler, {type(sampler).__name__}, must be a torch Sampler with a length.")
     order = EpochOrder(sampler, seed)
@@ -256,13 +189,10 @@ def divide_dataloader(
             f"global_batch_size={division.total} is more than the {len(order)} samples of an epoch: lower it"
         )
     batches = DividedBatchSampler(order, division, on_load if loader.num_workers == 0 else None)
-    _replace(divided, batch_sampler=batches, batch_size=None, drop_last=False)
-    return divided
-
-
-def _replace(loader: DataLoader[Any], **attributes: Any) -> None:
+    divided = copy.copy(loader)
     # DataLoader refuses to set these, because an iterator may use them; a copy has no iterator
-    loader.__dict__.update(attributes, _iterator=None)
+    divided.__dict__.update(batch_sampler=batches, batch_size=None, drop_last=False, _iterator=None)
+    return divided
 
 
 @contextmanager

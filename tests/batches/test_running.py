@@ -7,7 +7,7 @@ from itertools import cycle, pairwise
 
 import pytest
 from batches.conftest import bound, four_times_as_slow, on_ranks, steps, train
-from problems import Stream, warnings_with
+from problems import warnings_with
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm.batches.partition import StepCost, divide
@@ -119,8 +119,8 @@ def test_batches_that_are_loaded_ahead_keep_their_sizes(clock):
 
 @pytest.mark.parametrize(
     ("datasets", "may_change"),
-    [([Stream(range(32 * 400))], True), ([range(32 * 400)] * 2, True), ([range(32 * 400)], False)],
-    ids=["stream", "two loaders", "manual optimization"],
+    [([range(32 * 400)] * 2, True), ([range(32 * 400)], False)],
+    ids=["two loaders", "manual optimization"],
 )
 def test_changes_are_deferred_to_the_next_epoch(clock, datasets, may_change):
     def work(rank, topology):

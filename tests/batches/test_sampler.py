@@ -39,27 +39,12 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """0, 1, 2, ...; workers take every n-th."""
-
-    def __init__(self, length):
-        self.length = length
-
     def __iter__(self):
-        worker = torch.utils.data.get_worker_info()
-        start, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        return iter(range(start, self.length, step))
+        return iter(range(8))
 
 
-class SizedStream(Stream):
-    def __len__(self):
-        return self.length
-
-
-def divided(loader, sizes, **arguments):
-    return [
-        divide_dataloader(loader, Division(rank, sizes), seed=0, **{"sizes_may_change": False, **arguments})
-        for rank in range(len(sizes))
-    ]
+def divided(loader, sizes):
+    return [divide_dataloader(loader, Division(rank, sizes), seed=0) for rank in range(len(sizes))]
 
 
 def batches(loader, epoch=0):
@@ -171,7 +156,7 @@ def test_everything_but_the_batch_size_stays():
 
 def test_sizes_may_change_between_epochs():
     division = Division(0, [3, 1])
-    loader = divide_dataloader(DataLoader(Numbers(8)), division, seed=0, sizes_may_change=True)
+    loader = divide_dataloader(DataLoader(Numbers(8)), division, seed=0)
     assert not loader.batch_sampler.is_stale(0)
     assert batches(loader) == [[0, 1, 2], [4, 5, 6]]
     division.sizes[:] = [1, 3]
@@ -179,23 +164,6 @@ def test_sizes_may_change_between_epochs():
     assert batches(loader) == [[0], [4]]
     assert not loader.batch_sampler.is_stale(0)
     assert loader.batch_sampler.is_stale(1)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_read_by_all_and_divided(workers):
-    ranks = [batches(loader) for loader in divided(DataLoader(Stream(50), 9, num_workers=workers), [4, 1, 2])]
-    assert {len(rank) for rank in ranks} == {7 if workers == 0 else 6}
-    for rank, size in zip(ranks, (4, 1, 2), strict=True):
-        assert {len(batch) for batch in rank} == {size}
-    seen = [index for rank in ranks for batch in rank for index in batch]
-    assert len(set(seen)) == len(seen)
-    if workers == 0:
-        assert sorted(seen) == list(range(49))
-
-
-def test_a_sized_iterable_dataset_gives_the_number_of_batches():
-    (loader,) = divided(DataLoader(SizedStream(10), 2), [3])
-    assert len(loader) == len(list(loader)) == 3
 
 
 class Buckets(BatchSampler):
@@ -221,12 +189,12 @@ class Buckets(BatchSampler):
         ),
         (DataLoader(Numbers(8), sampler=iter(range(8))), "range_iterator, must be a torch Sampler"),
         (DataLoader(Numbers(3)), "global_batch_size=4 is more than the 3 samples"),
-        (DataLoader(Stream(8), num_workers=1, persistent_workers=True), "persistent_workers=False"),
+        (DataLoader(Stream()), "Use a map-style dataset, or a stream .* unequal_data=True"),
     ],
 )
 def test_indivisible_loaders_are_refused_with_the_reason(loader, reason):
     with pytest.raises(ValueError, match=reason):
-        divide_dataloader(loader, Division(0, [3, 1]), seed=0, sizes_may_change=True)
+        divide_dataloader(loader, Division(0, [3, 1]), seed=0)
 
 
 def test_a_sampler_that_promises_too_much_is_named():
@@ -258,7 +226,7 @@ def test_a_sampler_with_set_epoch_gets_the_epoch(where):
         if where == "sampler"
         else {"batch_sampler": BatchSampler(Epochs(), 4, False)}
     )
-    divided = divide_dataloader(DataLoader(range(4), **how), Division(0, [2, 2]), 0, False)
+    divided = divide_dataloader(DataLoader(range(4), **how), Division(0, [2, 2]), 0)
     seen = []
     for epoch in range(2):
         _set_sampler_epoch(divided, epoch)  # as Lightning does

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from pairwise import on_push
-from problems import SaveAfter, SaveAfterEpoch, Stream, one_trainer
+from problems import SaveAfter, SaveAfterEpoch, one_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import AllReduce, HeterogeneousBatches, HierarchicalStrategy, StepsDelay
@@ -280,17 +280,6 @@ def test_several_train_dataloaders_are_divided_alike(fit):
 
     reports = fit(Two(), {"batches": HeterogeneousBatches(8, max_batch_size=[5, 3])}, devices=2)
     assert [report["report"] for report in reports] == [[5] * 6, [3] * 6]
-
-
-@pytest.mark.parametrize("speeds", ["measure", [3, 1]])
-@pytest.mark.usefixtures("careless")
-def test_a_stream_trains_as_one_process_would(fit, speeds):
-    module = Net(data=Stream([*zip(*samples(), strict=True)]))
-    strategy = {"scheme": AllReduce(), "batches": HeterogeneousBatches(10, speeds, max_batch_size=[7, 3])}
-    reports = fit(module, strategy, devices=2, max_epochs=2)
-    assert [report["report"] for report in reports] == [[7] * 8, [3] * 8]
-    for report in reports:
-        assert_close(report["state_dict"], plain_training(10, epochs=2))
 
 
 @pytest.mark.usefixtures("careless")
