@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pairwise import on_push
 from trainer_combinations import Fit, check, drawn, ranks
 
 BATCH = 5
@@ -34,3 +35,32 @@ PERIODIC = (("sync_every", 4), ("at_epoch_end", True), ("order", "after_step"))
 @pytest.mark.parametrize("how", [{"accumulate": 2}, {"manual": True}], ids=["accumulated", "manual"])
 def test_gradients_after_an_unfreeze_follow_the_synchronized_set(how):
     check(Fit("periodic", PERIODIC, "1+1", unfreeze=2, **how))
+
+
+OF_SCHEMES = {
+    "all_reduce": (),
+    "periodic": PERIODIC,
+    "steps_delay": (("delay", 2), ("warmup_steps", 2), ("local_update", "glu")),
+    "gossip": (("graph", "full"), ("fragments", 2), ("hierarchical", True), ("overlap", False), ("push_sum", True)),
+    "diloco": (("sync_every", 4), ("outer_optimizer", "adam"), ("fragments", 2), ("staleness", 1), ("keep_local", 0.5)),
+}
+LOOKS = {"validate": ("batches", 3), "saves": ("last",), "after": ("save", "validate")}
+
+
+@pytest.mark.parametrize("scheme", on_push(OF_SCHEMES, "periodic", "steps_delay", "gossip", "diloco"))
+def test_validations_and_files_hold_the_averaged_model(scheme):
+    check(Fit(scheme, OF_SCHEMES[scheme], "1+1", module=("teacher",), **LOOKS))
+
+
+@pytest.mark.parametrize("scheme", on_push(OF_SCHEMES, "gossip"))
+def test_a_default_checkpoint_callback_saves_the_final_model(scheme):
+    check(Fit(scheme, OF_SCHEMES[scheme], "1+1", saves=("default",)))
+
+
+@pytest.mark.parametrize("module", on_push(["assigns", "batchnorm", "clamp", "mask", "reborn", "tied"], "tied"))
+def test_unusual_modules_train_and_are_saved_like_any_other(module):
+    check(Fit("periodic", PERIODIC, "2x2", module=(module,), **LOOKS))
+
+
+def test_weights_that_a_callback_swaps_for_validation_train_on_as_they_were():
+    check(Fit("periodic", PERIODIC, "2x2", averages="swap", **LOOKS))

@@ -564,6 +564,8 @@ def _callbacks(fit: Fit, folder: Path) -> Iterator[pl.Callback]:
         yield ModelCheckpoint(folder / "steps", "{step}", every_n_train_steps=2 * fit.optimizers, **newest)
     if "last" in fit.saves:
         yield ModelCheckpoint(folder / "last", save_last=True, save_on_train_epoch_end=True)
+    if "default" in fit.saves:
+        yield ModelCheckpoint(folder / "default")
     if "monitor" in fit.saves:
         yield ModelCheckpoint(folder / "best", monitor="val_loss", save_top_k=1)
 
@@ -703,7 +705,7 @@ def _check_files(fit: Fit, record: Record) -> None:
     steps = record.counted[0]
     for name, (step, state) in record.files.items():
         kind = name.partition("/")[0]
-        is_last = name == "last/last.ckpt" or kind == "after" or (kind == "steps" and step == steps)
+        is_last = name == "last/last.ckpt" or kind in ("after", "default") or (kind == "steps" and step == steps)
         if not is_last or (fit.averages == "swa" and kind != "after"):
             continue
         writes = any(writer in fit.module for writer in ("clamp", "teacher", "reborn"))

@@ -274,3 +274,30 @@ def test_buffers_that_ddp_ignores_cannot_be_named_for_averaging():
     with pytest.raises(ValueError, match="They are running_var, without those that DDP ignores"):
         Replicas(module, [], average_buffers=["running_mean"]).check_names()
     Replicas(module, [], average_buffers=["running_*"]).check_names()
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), DiLoCo(2), Gossip(fragments=2)], ids=repr)
+def test_unit_vectors_of_spectral_norm_are_not_averaged(scheme):
+    """Those of nodes may be opposite: the mean of them is zero, and the weights are divided by what is along it."""
+
+    def module() -> nn.Module:
+        made = nn.utils.spectral_norm(nn.Linear(3, 2))
+        for tensor in (made.weight_orig, made.bias, made.weight_u, made.weight_v):
+            tensor.data.fill_(0.5)
+        return made
+
+    def work(run: TrainingRun) -> list[torch.Tensor]:
+        own, seen = run.module, []
+        own.weight_u.mul_(1 - 2 * run.topology.rank)
+        for _ in range(3):
+            own(torch.ones(1, 3, device=place.device))  # normalizes the vectors, and keeps their signs
+            step(run, torch.ones_like)
+        with run.averaged_model():
+            seen += [own.weight_u.clone(), own.weight_v.clone()]
+        run.finish()
+        run.averaged_model.average_module()
+        return [*seen, own.weight_u, own.weight_v]
+
+    for vectors in zip(*on_two_nodes(scheme, work, module), strict=True):
+        assert torch.equal(*vectors)
+        assert vectors[0].norm() == pytest.approx(1.0)

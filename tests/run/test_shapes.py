@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 from functools import partial
 from pathlib import Path
@@ -20,14 +19,11 @@ from torch.multiprocessing.spawn import ProcessException
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import (
-    DASO,
     AllReduce,
     DiLoCo,
-    Gossip,
     HierarchicalFabricStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
-    StepsDelay,
 )
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import own_tensors
@@ -147,79 +143,6 @@ def test_averages_of_weights_are_saved_without_buffers_that_are_left_out(borrow)
     assert one == saved == [10.0] * 2
     assert other == [11.0] * 3
     assert weight == same_weight
-
-
-def _compiled(how: str) -> nn.Module:
-    """Return a network that TorchScript has compiled, with BatchNorm."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    if how == "trace":
-        return torch.jit.trace(net, torch.randn(4, 4))
-    scripted = torch.jit.script(net)
-    if how == "load":
-        torch.jit.save(scripted, file := io.BytesIO())
-        file.seek(0)
-        return torch.jit.load(file)
-    return scripted
-
-
-class Scripted(Plain):
-    """The network, or a frozen teacher of it, is compiled by TorchScript."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.teacher = None
-        if how == "teacher":
-            self.teacher = _compiled("load").eval()
-            for parameter in self.teacher.parameters():
-                parameter.requires_grad_(False)
-        else:
-            self.net = _compiled(how)
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
-        return loss if self.teacher is None else loss + (self.net(batch[0]) - self.teacher(batch[0])).square().mean()
-
-
-OF_SCRIPTED = [AllReduce(), PeriodicAveraging(2), DiLoCo(2), DASO(2, 1, 0, 0), Gossip(), StepsDelay(2, 2)]
-SCRIPTED = [
-    *((how, scheme, 1) for how in ("script", "trace", "load") for scheme in OF_SCRIPTED[:1]),
-    *(("teacher", scheme, 1) for scheme in OF_SCRIPTED),
-    *((how, OF_SCRIPTED[0], 2) for how in ("script", "trace", "load", "teacher")),
-]
-
-
-def _scripted(how: str, scheme: Any, ranks_per_node: int, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Return the state after training under DDP and under a scheme; the saved model is that of the end."""
-    found = []
-    for strategy in ("ddp", HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node)):
-        module = Scripted(how)
-        saves = ModelCheckpoint(folder / str(len(found)), save_last=True)
-        more = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 1}
-        one_trainer(folder, devices=2, strategy=strategy, **more).fit(module)
-        found.append({name: value.clone() for name, value in module.state_dict().items()})
-    plain = Scripted(how)
-    if module.teacher is not None:
-        for name, value in plain.teacher.state_dict().items():
-            assert torch.equal(module.teacher.state_dict()[name], value), name
-    plain.load_state_dict(torch.load(saves.last_model_path, weights_only=True)["state_dict"])
-    ended = dict(module.named_parameters())
-    for name, value in plain.named_parameters():
-        assert torch.equal(value, ended[name]), name
-    return found
-
-
-@pytest.mark.parametrize(
-    ("how", "scheme", "ranks_per_node"),
-    [pytest.param(*each, marks=[pytest.mark.nightly] * (i not in (0, 5, 12))) for i, each in enumerate(SCRIPTED)],
-    ids=str,
-)
-def test_torchscript_submodules_train_as_under_ddp(borrow, how, scheme, ranks_per_node):
-    (by_ddp, ours), (_, of_other) = borrow(partial(_scripted, how, scheme, ranks_per_node), 2)
-    for name, value in ours.items():
-        if "running" not in name and not name.endswith("num_batches_tracked"):
-            assert torch.equal(value, of_other[name]), name
-            if scheme == AllReduce():
-                torch.testing.assert_close(value, by_ddp[name], msg=name)
 
 
 class Unequal(Plain):

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pairwise import on_push
-from problems import Quadratic, fitted, same_bits
+from problems import Quadratic, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import (
-    DASO,
     AllReduce,
     DiLoCo,
     Gossip,
     HierarchicalStrategy,
     PeriodicAveraging,
-    StepsDelay,
 )
 
 pytestmark = pytest.mark.pooled
@@ -149,77 +143,6 @@ def test_unused_parameters_warn_at_one_rank_per_node(recwarn, strategy, warned):
     for text in said:
         assert "training_step: backbone.weight, backbone.bias. They are not trained." in text
         assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in text
-
-
-class Normed(pl.LightningModule):
-    """Spectral norms; ``report`` is what validations saw: the weights' largest singular values, and the vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))
-        self.other = nn.utils.spectral_norm(nn.Linear(5, 1))
-        self.report: list[torch.Tensor] = []
-
-    def vectors(self):
-        one = self.one.parametrizations.weight[0]
-        return [one._u, one._v, self.other.weight_u, self.other.weight_v]
-
-    def on_train_start(self):
-        for vector in self.vectors():
-            vector.mul_((-1) ** self.global_rank)  # which is as good
-
-    def forward(self, x):
-        return self.other(torch.tanh(self.one(x)))
-
-    def training_step(self, batch, batch_idx):
-        return (self(batch[0]) - 0.3 * self.global_rank - 0.5).square().mean()
-
-    def validation_step(self, batch, batch_idx):
-        self(batch[0])
-        norms = torch.stack([torch.linalg.matrix_norm(layer.weight, 2) for layer in (self.one, self.other)])
-        self.report.append(torch.cat([norms, *self.vectors()]))
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self):
-        x = torch.randn(24 * self.trainer.world_size, 6, generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset(x), batch_size=4)
-
-    def val_dataloader(self):
-        return DataLoader(TensorDataset(torch.ones(self.trainer.world_size, 6)))
-
-
-NORMED = [PeriodicAveraging(3), DiLoCo(4), DASO(2, 1, 0, 0), Gossip(fragments=2), StepsDelay(2, 2)]
-NORMED_ON_PUSH = NORMED[3:4]
-
-
-def _normed(schemes, folder):
-    reports = []
-    for index, (scheme, *averages) in enumerate(
-        [*((scheme,) for scheme in schemes), (NORMED[0], EMAWeightAveraging())]
-    ):
-        saves = ModelCheckpoint(folder / str(index), save_last=True)
-        strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
-        more = {"val_check_interval": 4, "callbacks": [saves, *averages], "enable_checkpointing": True}
-        report = fitted(folder, Normed(), strategy, devices=2, max_epochs=2, **more)
-        reports.append((report, torch.load(saves.last_model_path, weights_only=True)["state_dict"], bool(averages)))
-    return reports
-
-
-def test_unit_vectors_of_spectral_norm_are_not_averaged(borrow, request):
-    """Those of nodes may be opposite: the mean of them is none, and the weights are divided by what is along it."""
-    schemes = NORMED if request.config.getoption("--nightly") else NORMED_ON_PUSH
-    for (one, saved, by_callback), (other, _, _) in zip(*borrow(partial(_normed, schemes), 2), strict=True):
-        same_bits([one, other])
-        assert len(one["report"]) == 2
-        for seen, seen_by_other in zip(one["report"], other["report"], strict=True):
-            assert by_callback or torch.equal(seen, seen_by_other)  # callbacks' averages are each rank's until the end
-            assert (seen[:2] < 1.5).all()
-        for state in (one["state_dict"], saved):
-            lengths = [value.norm() for name, value in state.items() if name.endswith(("_u", "_v"))]
-            assert torch.stack(lengths).sub(1.0).abs().max() < (0.01 if by_callback else 1e-5)  # averages over steps
 
 
 class Adapted(Quadratic):

@@ -59,6 +59,7 @@ FORMS: dict[str, Combination] = {
     "periodic, before the step": periodic(sync_every=3, order="before_step"),
     "periodic, warm-up": periodic({"warmup": 4}, sync_every=3, order="after_step"),
     "periodic, before the step, warm-up": periodic({"warmup": 4}, sync_every=3, order="before_step"),
+    "periodic, before the step, skipped": periodic({"skip": (3, 0)}, sync_every=2, order="before_step"),
     "periodic, within epochs": form("periodic", sync_every=4, at_epoch_end=False, order="after_step"),
     "periodic, mean of optimizers": periodic({"state": True, "optimizer": "adam"}, sync_every=2, order="after_step"),
     "periodic, mean of optimizers that have stepped": periodic(
@@ -103,6 +104,7 @@ FORMS: dict[str, Combination] = {
     "gossip": gossip(graph="exponential"),
     "gossip, of ranks": gossip(graph="ring", hierarchical=False),
     "gossip, of ranks, overlapped": gossip(graph="ring", hierarchical=False, overlap=True),
+    "gossip, full": gossip(graph="full"),
     "gossip, fragments": gossip(graph="permutation", fragments=3),
     "gossip, unfair": gossip(graph="unfair", fragments=2),
     "gossip, unfair, overlapped": gossip(graph="unfair", fragments=2, overlap=True),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
 import torch
-from harness import TARGETS, on_nodes, on_ranks, place
+from harness import on_nodes, on_ranks, place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes import Context, Gossip, Graph, PeriodicAveraging, RandomPermutation, Ring
+from lightning_hiercomm.schemes import Context, Gossip, Graph, RandomPermutation
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -46,20 +45,6 @@ def simulate(work, scheme, starts=None, *, nodes=None, shapes=None, dtype=torch.
     return on_nodes(body, scheme, nodes, shapes=shapes, dtype=dtype, inner=inner, **training)
 
 
-def mixed(steps):
-    """The values before and after each of ``steps`` steps that only mix."""
-
-    def work(rank):
-        seen = [rank.values]
-        for _ in range(steps):
-            rank.train(0.0)
-            rank.scheme.state.settle()
-            seen.append(rank.values)
-        return torch.stack(seen)
-
-    return work
-
-
 # ---- oracles ---------------------------------------------------------------------------------------------------------
 
 
@@ -88,31 +73,6 @@ def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
     assert [pytest.approx(values) for values in expected] == list(first)
     assert last == pytest.approx((4, 4, 4))
     assert averaged == pytest.approx((4, 4, 4))
-
-
-@pytest.mark.parametrize("weights", [None, (1, 3, 2, 2), (1, 1, 2, 4)])
-@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[0, 1, 2], [3]]])
-def test_gossip_on_two_nodes_equals_averaging_at_every_step(run_oracle, nodes, weights):
-    gossip = run_oracle(lambda: Gossip(), nodes=nodes, weights=weights, dtype=torch.float64)
-    periodic = run_oracle(lambda: PeriodicAveraging(1), nodes=nodes, weights=weights, dtype=torch.float64)
-    for ours, theirs in zip(gossip, periodic, strict=True):
-        assert ours.after_step == pytest.approx(theirs.after_step, abs=1e-12)
-        assert ours.finished == pytest.approx(theirs.finished, abs=1e-12)
-
-
-def test_a_full_graph_averages_at_every_step(run_oracle):
-    gossip = run_oracle(lambda: Gossip("full"), **FLAT)
-    assert [t.after_step for t in gossip] == [t.after_step for t in run_oracle(lambda: PeriodicAveraging(1), **FLAT)]
-
-
-@pytest.mark.parametrize("weights", [(1, 1, 2, 4), (3, 1, 1, 1)])
-@pytest.mark.parametrize("sampling", ["uniform", "independent"])
-def test_flat_gossip_with_rank_weights_tends_to_the_weighted_minimum(run_oracle, sampling, weights):
-    scheme = Gossip(RandomPermutation(sampling), hierarchical=False)
-    training = {"steps_per_epoch": 200, "learning_rate": 0.02, "dtype": torch.float64}
-    trace = run_oracle(lambda: scheme, weights=weights, **training)
-    minimum = sum(w * a for w, a in zip(weights, TARGETS, strict=True)) / sum(weights)
-    assert trace[0].finished == pytest.approx(minimum, rel=0.1)
 
 
 # ---- invariants, for any graph, size and seed ------------------------------------------------------------------------
@@ -145,24 +105,6 @@ def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, fragm
     torch.testing.assert_close(x.sum(0), starts.sum(0))
     torch.testing.assert_close(averaged, starts.mean(0).expand(size, 4))
     assert (z - z.mean(0)).norm() < (starts - starts.mean(0)).norm()
-
-
-@settings(deadline=None, max_examples=15)
-@given(graphs, st.lists(st.integers(1, 3), min_size=2, max_size=5), st.booleans())
-def test_ranks_of_a_node_stay_equal_whichever_of_them_carries_a_fragment(graph, ranks_per_node, overlap):
-    starts = [[node + 0.1, -node, 7.0, node**2] for node, ranks in enumerate(ranks_per_node) for _ in range(ranks)]
-    first = [sum(ranks_per_node[:node]) for node in range(len(ranks_per_node))]
-    nodes = [list(range(f, f + ranks)) for f, ranks in zip(first, ranks_per_node, strict=True)]
-
-    def work(rank):
-        for _ in range(4):
-            rank.train(0.0)
-        return rank.values.tolist(), rank.averaged().tolist()
-
-    finals = simulate(work, Gossip(graph, 4, overlap=overlap), starts, nodes=nodes)
-    for ranks in nodes:
-        assert all(finals[rank] == finals[ranks[0]] for rank in ranks)
-    assert len({str(averaged) for _, averaged in finals}) == 1
 
 
 def test_a_narrow_wire_loses_no_update_from_the_sum():
@@ -224,19 +166,6 @@ def test_a_module_without_parameters_is_named():
 # ---- overlap, skipped steps, resume ----------------------------------------------------------------------------------
 
 
-def test_push_sum_s_weights_are_saved_to_the_bit():
-    weights = [[1 / 3, 5 / 3, 1.0]]
-
-    def work(rank):
-        rank.scheme.state.weights = copy.deepcopy(weights)
-        state = rank.scheme.state_dict()
-        rank.scheme._restart()  # noqa: SLF001
-        rank.scheme.load_state_dict(state)
-        return rank.scheme.state.weights
-
-    assert simulate(work, Gossip(RandomPermutation("independent"), fragments=1), [0, 1, 2]) == [weights] * 3
-
-
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_state_saved_while_everything_is_frozen_loads(nodes):
     def work(rank):
@@ -289,26 +218,6 @@ def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():
     on_ranks(body, [[0], [1], [2]])
 
 
-def test_a_graph_is_asked_once_for_a_step_and_fragment():
-    def work(rank):
-        rank.scheme._peers.graph = graph = Counted()  # noqa: SLF001
-        for _ in range(3):
-            rank.train(0.0)
-        return graph.asked
-
-    class Counted(Ring):
-        def __init__(self):
-            self.asked = []
-
-        def send_to(self, size, step, fragment):
-            self.asked.append((step, fragment))
-            return super().send_to(size, step, fragment)
-
-    for asked in simulate(work, Gossip("ring", fragments=2), [[0, 0], [1, 1]]):
-        assert asked
-        assert len(asked) == len({*asked})
-
-
 def test_an_invalid_graph_is_refused_when_the_run_starts():
     with pytest.raises(ValueError, match="rank 2 sends to itself"):
         simulate(lambda rank: None, Gossip(Listed([[1], [0], [2]])), [0, 0, 0])
@@ -332,12 +241,3 @@ def test_gossip_estimates_disagreement_without_sending():
     before, after = zip(*simulate(work, Gossip(), starts.tolist()), strict=True)
     assert before == pytest.approx([distance.item()] * size, rel=0.05)
     assert max(after) < 0.02 * distance
-
-
-@pytest.mark.parametrize("sampling", ["uniform", "cyclic", "roulette"])
-def test_push_sum_makes_no_difference_to_fair_draws(sampling):
-    with_weights, plain = (
-        torch.stack(simulate(mixed(4), Gossip(RandomPermutation(sampling), push_sum=push_sum), list(TARGETS)))
-        for push_sum in (True, False)
-    )
-    assert torch.equal(with_weights, plain)

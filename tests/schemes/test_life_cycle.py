@@ -26,7 +26,6 @@ from lightning_hiercomm.schemes import (
     Context,
     DiLoCo,
     Gossip,
-    PeriodicAveraging,
 )
 from lightning_hiercomm.trainer.settings import Settings
 
@@ -90,21 +89,6 @@ def test_flat_gossip_uses_weights_set_after_new_parameters():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_validation_after_a_resume_equals_the_one_before_the_save(name):
-    def first(rank: Rank) -> tuple[list[float], dict[str, Any]]:
-        steps(5)(rank)
-        return rank.averaged().tolist(), rank.state()
-
-    found = on_nodes(first, ZOO[name], shapes={"x": 5})
-
-    def then(rank: Rank) -> list[float]:
-        rank.load(found[rank.rank][1])
-        return rank.averaged().tolist()
-
-    assert on_nodes(then, ZOO[name], shapes={"x": 5}) == [look for look, _ in found]
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_a_state_stays_as_it_is_while_training_goes_on_from_it(name):
     def first(rank: Rank) -> dict[str, Any]:
         return steps(5)(rank).state()
@@ -132,21 +116,6 @@ def test_two_optimizers_share_one_gradient_path():
 
     one, two = (on_ranks(partial(work, count=count), [[0], [1]], connect=Counting) for count in (1, 2))
     assert one == two
-
-
-@pytest.mark.parametrize("skips", [0, 1])
-def test_node_that_skips_a_step_still_synchronizes(skips):
-    def work(rank: Rank) -> list[list[float]]:
-        for t in range(1, 5):
-            rank.train(-1.0 - 2 * rank.rank, skip=t == 2 and rank.rank == skips)  # as a gradient scaler does
-        return rank.trace
-
-    # 1, 3 average to 2, from which only the node that does not skip goes on; the next average is in step 4
-    first, second = (2.0, 5.0) if skips == 0 else (3.0, 2.0)
-    mean = (first + 1 + second + 3) / 2
-    scheme, inner = PeriodicAveraging(2, order="before_step"), partial(torch.optim.SGD, lr=1.0)
-    expected = [[1, first, first + 1, mean + 1], [3, second, second + 3, mean + 3]]
-    assert on_nodes(work, scheme, inner=inner) == [[[x] for x in trace] for trace in expected]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "gossip", "steps_delay", "streaming"])

@@ -1,4 +1,4 @@
-"""All optimizers of torch and pytorch_optimizer under four schemes, against one process: right, or refused by name."""
+"""All optimizers of torch and pytorch_optimizer, where shards are stepped: as in one process, or refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from harness import Rank, on_nodes
 from torch.nn.utils import parameters_to_vector
 
-from lightning_hiercomm.schemes import AllReduce, DiLoCo, PeriodicAveraging, Scheme, StepsDelay
+from lightning_hiercomm.schemes import DiLoCo, Scheme, StepsDelay
 
 package = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.nightly
@@ -95,8 +95,6 @@ class OneProcess:
 
 
 SGD = partial(torch.optim.SGD, lr=INNER_RATE)
-MEAN = partial(torch.optim.SGD, lr=1.0)
-NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def together(make: Any, *, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
@@ -107,9 +105,9 @@ def together(make: Any, *, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
     return model.values
 
 
-def apart(make: Any, *, outer: Any, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
-    """Train a replica for each node, and every second step let an outer optimizer step with their mean difference."""
-    replicas, reference = [OneProcess(make, shapes) for _ in NODES], OneProcess(outer, shapes)
+def apart(make: Any, *, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
+    """Train a replica for each node, and every second step let the optimizer step with their mean difference."""
+    replicas, reference = [OneProcess(SGD, shapes) for _ in NODES], OneProcess(make, shapes)
     for step in range(STEPS):
         for replica, target in zip(replicas, of_nodes(shapes), strict=True):
             replica.step((1 + nearly * target) * (replica.values - target))
@@ -122,10 +120,7 @@ def apart(make: Any, *, outer: Any, shapes: Any, nearly: float = 0.0) -> torch.T
 
 
 WAYS: dict[str, tuple[Callable[[Any], tuple[Scheme, Any]], Callable[..., torch.Tensor]]] = {
-    "AllReduce": (lambda make: (AllReduce(), make), together),
-    "PeriodicAveraging": (lambda make: (PeriodicAveraging(PERIOD), make), partial(apart, outer=MEAN)),
-    "DiLoCo inner": (lambda make: (DiLoCo(PERIOD), make), partial(apart, outer=NESTEROV)),
-    "DiLoCo outer": (lambda make: (DiLoCo(PERIOD, make), SGD), lambda make, **more: apart(SGD, outer=make, **more)),
+    "DiLoCo": (lambda make: (DiLoCo(PERIOD, make), SGD), apart),
     "StepsDelay": (lambda make: (StepsDelay(2, 2 * STEPS, local_update="sgd"), make), together),
 }
 
@@ -173,5 +168,5 @@ def test_an_optimizer_is_right_or_refused_by_name(name, way):
         pytest.skip(reason[:200])
     if way == "StepsDelay" and " in param_groups, which only the program may change" in reason:
         assert not name.startswith("torch."), reason
-    elif name in ELEMENTWISE.split() or way in ("AllReduce", "PeriodicAveraging", "DiLoCo inner"):
+    elif name in ELEMENTWISE.split():
         assert found in ("right", "random"), reason

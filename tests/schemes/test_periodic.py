@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_hiercomm.schemes import AllReduce, PeriodicAveraging
+from lightning_hiercomm.schemes import PeriodicAveraging
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -29,13 +29,6 @@ def test_two_nodes_follow_the_table_to_the_digit(run_oracle, order, expected):
         if order == "after_step":
             seen[4] = trace.after_epoch[0]
         assert seen[:7] == [pair[rank // 2] for pair in expected]
-
-
-def test_averaging_every_step_equals_all_reduce_with_plain_sgd(run_oracle):
-    periodic = run_oracle(lambda: PeriodicAveraging(1))
-    baseline = run_oracle(AllReduce)
-    assert [t.after_step for t in periodic] == [t.after_step for t in baseline]
-    assert baseline[0].after_step[:4] == [2, 3, 3.5, 3.75]
 
 
 def test_an_epoch_synchronizes_as_often_as_in_the_paper(run_oracle):

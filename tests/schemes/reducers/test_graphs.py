@@ -62,14 +62,6 @@ def test_any_graph_conserves_the_sum_and_pushes_weights_as_its_matrix_does(graph
     torch.testing.assert_close(torch.tensor(partners.push(weights.tolist()), dtype=torch.float64), matrix @ weights)
 
 
-def test_a_permutation_mixes_half_and_half():
-    graph = RandomPermutation(seed=3)
-    sources = graph.receive_from(5, step=7, fragment=2)
-    permutation = torch.eye(5, dtype=torch.float64)[sources]
-    identity = torch.eye(5, dtype=torch.float64)
-    assert torch.equal(partners_of(graph, 5, 7, 2).mixing_matrix(), (identity + permutation) / 2)
-
-
 @pytest.mark.parametrize(("sampling", "expected"), [("uniform", 9), ("cyclic", 6), ("roulette", 9)])
 def test_every_permutation_of_four_that_may_come_does(sampling, expected):
     # Of 4 ranks there are 9 derangements, 6 of them a single cycle.
