@@ -22,21 +22,22 @@ from lightning_hiercomm.elastic.transport import packed, unpacked
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 4 * 2**20
-_REJECTED = "rejected"
 
 
 class Healing:
     """Sends this node's state to recovering nodes, and fetches that of another node.
 
-    The state is a checkpoint for ``weights_only`` loading. The member writes it into its own store while it continues
-    training; the recovering node reads it from there.
+    The state is a checkpoint for ``weights_only`` loading. The member writes a header and chunks of it into its own
+    store while it continues training, and the recovering node takes them from there. A member that sends none declines
+    its request, and the recovering node asks for another quorum.
     """
 
     def __init__(self, around: Surroundings, device: torch.device | None = None) -> None:
         self._around = around
         self._device = device or torch.device("cpu")
         self._waiting: list[Request] = []
-        self._sent: dict[str, int] = {}
+        self._number = 0  # of this node's last request
+        self._sent: dict[str, int] = {}  # the number of chunks by key
         self._threads: list[threading.Thread] = []
 
     @property
@@ -45,10 +46,14 @@ class Healing:
         return bool(self._waiting)
 
     def begin_request(self, me: Request) -> None:
-        """Let nodes that still wait for this node's state ask again, and publish the number of its new request."""
-        self._reject_waiting()
+        """Decline to send this node's state to nodes that still wait for it."""
+        self._decline()
+        self._number = me.number
+
+    def _decline(self) -> None:
+        self._waiting = []
         if self._around.store is not None:
-            self._around.store.set(self._around.signer.key("requests"), str(me.number))
+            self._around.store.set(self._around.signer.key("declined"), str(self._number))
 
     def commit(self, recovering: Sequence[Request]) -> None:
         """Expect these nodes after a synchronization, and delete the states that earlier ones have fetched."""
@@ -56,62 +61,46 @@ class Healing:
             for thread in self._threads:
                 thread.join()
             for key, chunks in self._sent.items():
-                self._around.store.delete_key(f"{key}/coming")
-                if self._around.store.check([f"{key}/ready"]):
-                    for name in ("ready", *map(str, range(chunks))):
+                if self._around.store.check([f"{key}/header"]):
+                    for name in ("header", *map(str, range(chunks))):
                         self._around.store.delete_key(f"{key}/{name}")
         self._sent, self._threads = {}, []
         self._waiting += recovering
 
     def send(self, state: Callable[[], dict[str, Any] | None], about: dict[str, Any]) -> None:
-        """Send ``state()`` to the nodes that wait, if any; None rejects them. Collective over the node."""
+        """Send ``state()`` to the nodes that wait, if any; None declines. Collective over the node."""
         if not self._waiting:
             return
-        whole = state()
-        if whole is None or self._around.store is None:
-            self._reject_waiting()
-            return
-        waiting, self._waiting = self._waiting, []
-        data = packed({**whole, "node": about})
-        for node in waiting:
-            key, chunks = self._key(node), data.split(_CHUNK_BYTES)
-            self._sent[key] = len(chunks)
-            self._around.store.set(f"{key}/coming", "")
-            ready = f"{len(chunks)} {self._around.signer.sign(data.numpy().tobytes())}"
-            thread = threading.Thread(target=self._put, args=(key, chunks, ready), daemon=True, name="healing")
-            self._threads.append(thread)
-            thread.start()
+        whole, waiting, store = state(), self._waiting, self._around.store
+        if whole is not None and store is not None:
+            data = packed({**whole, "node": about})
+            chunks = data.split(_CHUNK_BYTES)
+            header = f"{len(chunks)} {self._around.signer.sign(data.numpy().tobytes())}"
+            for key in map(self._key, waiting):
+                self._sent[key] = len(chunks)
+                store.set(f"{key}/header", header)
+                thread = threading.Thread(target=self._put, args=(store, key, chunks), daemon=True, name="healing")
+                self._threads.append(thread)
+                thread.start()
+        self._decline()
 
-    def _put(self, key: str, chunks: Sequence[Any], ready: str) -> None:
-        store = self._around.store
-        assert store is not None
+    def _put(self, store: Store, key: str, chunks: Sequence[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the run has finished, and closed the store
             for index, chunk in enumerate(chunks):
                 store.set(f"{key}/{index}", chunk.numpy().tobytes())
-            store.set(f"{key}/ready", ready)
-
-    def reject(self, recovering: Sequence[Request]) -> None:
-        """Let nodes ask again, because this node cannot send them its state."""
-        if self._around.store is not None:
-            for node in recovering:
-                self._around.store.set(f"{self._key(node)}/ready", _REJECTED)
-
-    def _reject_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self.reject(waiting)
 
     def finish(self) -> None:
         """Wait until nodes have fetched the states, as long as they make progress."""
         if self._around.store is None:
             return
-        self._reject_waiting()
+        self._decline()
         for thread in self._threads:
             thread.join()
         deadline = time.monotonic() + self._around.elastic.dead_after
         left, keys_left = list(self._sent), -1
         with contextlib.suppress(RuntimeError):
             while left and time.monotonic() < deadline:
-                left = [key for key in left if self._around.store.check([f"{key}/ready"])]
+                left = [key for key in left if self._around.store.check([f"{key}/header"])]
                 keys = self._around.store.num_keys()
                 if keys != keys_left:
                     keys_left, deadline = keys, time.monotonic() + self._around.elastic.dead_after
@@ -146,33 +135,35 @@ class Healing:
         deadline = time.monotonic() + 1.0
         ask = partial(self._around.transport.ask, source.store)
         try:
-            while not ask(lambda store: store.check([f"{key}/ready"])):
+            while (header := ask(partial(self._header, source, key))) == "":
                 if time.monotonic() > deadline:
-                    return nothing if ask(partial(self._has_gone_on, source, key)) else None
+                    return None
                 time.sleep(0.02)
-            ready = ask(lambda store: store.get(f"{key}/ready")).decode()
+            if header is None:
+                return nothing
+            number, _, signature = header.partition(" ")
             chunks = []
-            if ready != _REJECTED:
-                number, _, signature = ready.partition(" ")
-                for index in range(int(number)):
-                    chunk = ask(partial(_taken, key=f"{key}/{index}"), self._around.elastic.dead_after)
-                    chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
-            ask(lambda store: store.delete_key(f"{key}/ready"))
+            for index in range(int(number)):
+                chunk = ask(partial(_taken, key=f"{key}/{index}"), self._around.elastic.dead_after)
+                chunks.append(torch.frombuffer(bytearray(chunk), dtype=torch.uint8))
+            ask(lambda store: store.delete_key(f"{key}/header"))
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:80]
             log.info("node %s, the source of this node's recovery, is lost: %s", source.node, reason)
             return nothing
         data = torch.cat([nothing, *chunks])
-        if chunks and signature != self._around.signer.sign(data.numpy().tobytes()):
+        if signature != self._around.signer.sign(data.numpy().tobytes()):
             log.warning("state from node %s failed HMAC verification (check HIERCOMM_TOKEN)", source.node)
             return nothing
         return data
 
-    def _has_gone_on(self, source: Request, key: str, store: Store) -> bool:
-        """Return whether the member has asked for a later quorum without sending its state."""
-        requests = self._around.signer.key("requests")
-        asked_again = store.check([requests]) and int(store.get(requests)) > source.number
-        return asked_again and not (store.check([f"{key}/coming"]) or store.check([f"{key}/ready"]))
+    def _header(self, source: Request, key: str, store: Store) -> str | None:
+        """Return the header of a state: empty if it is not there yet, None if the member has declined."""
+        declined = self._around.signer.key("declined")
+        has_declined = store.check([declined]) and int(store.get(declined)) >= source.number  # before a header is read
+        if store.check([f"{key}/header"]):
+            return store.get(f"{key}/header").decode()
+        return None if has_declined else ""
 
 
 def _taken(store: Store, key: str) -> bytes:

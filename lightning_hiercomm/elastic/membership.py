@@ -30,7 +30,6 @@ class Membership:
         self.rendezvous = Rendezvous(me, around, self.healing.begin_request)
         self.history = ElasticHistory()
         self.shards = DataShards(self.me.replica_id)
-        self._nodes: dict[str, str] = {}
 
     @property
     def me(self) -> Request:
@@ -44,18 +43,17 @@ class Membership:
 
     def note(self, quorum: Quorum) -> None:
         """Keep a quorum in which this node takes part, and report which nodes have left and joined since the last."""
+        before, nodes = {} if self.rendezvous.last is None else self.rendezvous.last.nodes, quorum.nodes
         self.rendezvous.last = quorum
-        nodes = {member.replica_id: member.node for member in (*quorum.members, *quorum.joining)}
-        left = [f"node {node} has left" for replica, node in self._nodes.items() if replica not in nodes]
-        joined = [f"node {node} joins" for replica, node in nodes.items() if replica not in self._nodes]
-        if self._nodes and (left or joined):
+        left = [f"node {node} has left" for replica, node in before.items() if replica not in nodes]
+        joined = [f"node {node} joins" for replica, node in nodes.items() if replica not in before]
+        if before and (left or joined):
             count = len(quorum.members)
             continues = "1 node continues" if count == 1 else f"{count} nodes continue"
             event = f"{', '.join(left + joined)}; {continues}, after sync {self.me.progress.syncs}"
             self.history.note(event)
             if self.around.is_first:
                 log.warning("%s", event)
-        self._nodes = nodes
         self.history.nodes = len(quorum.members)
 
     def commit(self, quorum: Quorum) -> None:
@@ -67,7 +65,7 @@ class Membership:
         self.healing.commit(quorum.recovering_from(self.me.replica_id))
 
     def give_state(self, state: Callable[[], dict[str, Any] | None]) -> None:
-        """Send ``state()`` to nodes that wait for this one; None rejects them. Collective over the node."""
+        """Send ``state()`` to nodes that wait for this one; None declines. Collective over the node."""
         progress = tuple(self.me.progress)  # `weights_only` loading refuses the class
         about = {"progress": progress, "shards": self.shards.state(), "history": self.history.common()}
         self.healing.send(state, about)

@@ -161,6 +161,11 @@ class Quorum:
     def _ids(self) -> str:
         return _digest([member.replica_id for member in self.members])
 
+    @property
+    def nodes(self) -> dict[str, str]:
+        """The names of members and joining nodes, by replica id."""
+        return {each.replica_id: each.node for each in (*self.members, *self.joining)}
+
     def index(self, replica_id: str) -> int | None:
         """Return the index of a replica among the members, or None."""
         return next((index for index, member in enumerate(self.members) if member.replica_id == replica_id), None)

@@ -55,8 +55,6 @@ class Transaction:
                     break
                 around.topology.disconnect()
                 undo()
-            # joining nodes would wait for the state
-            membership.healing.reject(quorum.recovering_from(me))
             membership.rendezvous.note_failure(quorum, error or "on another node")
         membership.commit(quorum)
         if attempts > 1 or len(quorum.members) < nodes_before:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future, TimeoutError, wait
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -35,55 +34,48 @@ class GlooTransport:
         self._dead_after = timedelta(seconds=dead_after)
         self._set_up = timedelta(seconds=max(0.5, dead_after / 2))
         self._stores: dict[str, Store] = {}
+        self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []  # that may still wait for an answer
 
     def ask(self, address: str, query: Callable[[Store], T], timeout: float | None = None) -> T:
         """Return ``query`` of a node's store, or raise a ``RuntimeError`` if the node does not answer in time."""
+        answer = self._start(address, query, self._stores.pop(address, None))
+        try:
+            result, self._stores[address] = answer.result(self._set_up.total_seconds() if timeout is None else timeout)
+        except TimeoutError:
+            raise RuntimeError(f"the node at {address} does not answer") from None
+        return result
+
+    def ask_all(self, addresses: Sequence[str], query: Callable[[Store], T]) -> Mapping[str, T]:
+        """Return ``query`` of the stores of all nodes that answer; safe in any thread."""
+        asked = {address: self._start(address, query) for address in addresses}
+        done, _ = wait(asked.values(), self._set_up.total_seconds())
+        return {
+            address: answer.result()[0]
+            for address, answer in asked.items()
+            if answer in done and not answer.exception()
+        }
+
+    def _start(self, address: str, query: Callable[[Store], T], client: Store | None = None) -> Future[tuple[T, Store]]:
+        """Begin a question, by default with a client of its own."""
         # in a thread, which may be abandoned: a store's client waits forever for a stopped process
-        answer: Future[T] = Future()
-        store = self._stores.get(address)
+        answer: Future[tuple[T, Store]] = Future()
 
         def ask() -> None:
-            nonlocal store
+            host, _, port = address.rpartition(":")
             try:
-                if store is None:
-                    host, _, port = address.rpartition(":")
-                    store = TCPStore(
-                        host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._set_up
-                    )
-                answer.set_result(query(store))
+                store = client or TCPStore(
+                    host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=self._set_up
+                )
+                answer.set_result((query(store), store))
             except BaseException as error:
                 answer.set_exception(error)
 
         thread = threading.Thread(target=ask, daemon=True, name="ask-node")
         thread.start()
-        self._threads[:] = [*(each for each in self._threads if each.is_alive()), thread]
-        try:
-            result = answer.result(self._set_up.total_seconds() if timeout is None else timeout)
-        except BaseException as error:
-            self._stores.pop(address, None)
-            if isinstance(error, TimeoutError):
-                raise RuntimeError(f"the node at {address} does not answer") from None
-            raise
-        if store is not None:
-            self._stores[address] = store
-        return result
-
-    def ask_all(self, addresses: Sequence[str], query: Callable[[Store], T]) -> Mapping[str, T]:
-        """Return ``query`` of the stores of all nodes that answer; safe in any thread."""
-        other, answers = GlooTransport(self.address, self._dead_after.total_seconds()), {}  # with its own clients
-
-        def ask(address: str) -> None:
-            with contextlib.suppress(RuntimeError):
-                answers[address] = other.ask(address, query)
-
-        threads = [threading.Thread(target=ask, args=(address,), daemon=True) for address in addresses]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self._threads += other._threads
-        return answers
+        with self._lock:
+            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        return answer
 
     def finish(self) -> None:
         """Wait up to ``dead_after`` seconds for abandoned questions: one that ends at interpreter exit aborts it."""

@@ -167,9 +167,8 @@ def test_node_whose_source_dies_recovers_from_another():
     assert_equal(results["2", 0], results["1", 0])
 
 
-@pytest.mark.parametrize("rejects", [True, False])
 @pytest.mark.parametrize("who", ["0", "1"])
-def test_joining_node_asks_again_when_the_members_cannot_connect(who, rejects):
+def test_joining_node_asks_again_when_the_members_cannot_connect(who):
     """It would wait for its state, and they, who need another quorum, for it."""
     nodes, failed = threads("diloco"), []
     nodes.wires.timeout, connect = 1.0, nodes.wires.connect_group
@@ -187,8 +186,6 @@ def test_joining_node_asks_again_when_the_members_cannot_connect(who, rejects):
 
         def disconnect() -> None:
             own.rank.topology.disconnect()
-            if not rejects:
-                own.membership.healing.reject = lambda recovering: None
             if own.node == "0":
                 nodes.let_come(2, recover)
 
