@@ -28,7 +28,7 @@ from lightning_hiercomm.schemes.reducers.graphs import (
 from lightning_hiercomm.schemes.reducers.neighbors import Peers
 from lightning_hiercomm.schemes.reducers.pending import Pending
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
+from lightning_hiercomm.schemes.scheme_state import LOCAL, SchemeState
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
 
@@ -125,21 +125,11 @@ class Gossip(Scheme):
 
     @property
     def requirements(self) -> Requirements:
-        stay = whole = None
-        if not self.hierarchical:
-            stay = "ranks of a node that train alone cannot be healed from one state: take hierarchical=True"
-            whole = (
-                f"{type(self).__name__}(hierarchical=False) lets every rank train a whole model by itself, but the"
-                " ranks of a node hold parts of one: use hierarchical=True"
-            )
-        elif self.overlap:
-            stay = "overlap=True always has an exchange in flight, so no node can join: take overlap=False"
-        return Requirements(
-            needs_whole_parameters=whole,
-            needs_fixed_nodes=stay,
-            needs_equal_data=super().requirements.needs_equal_data,
-            begins_with_copy=True,
+        whole = (
+            f"{type(self).__name__}(hierarchical=False) lets every rank train a whole model by itself, but the"
+            " ranks of a node hold parts of one: use hierarchical=True"
         )
+        return replace(super().requirements, needs_whole_parameters=None if self.hierarchical else whole)
 
 
 @dataclass
@@ -149,12 +139,10 @@ class GossipState(SchemeState):
     Attributes:
         weights: The nodes' push-sum weights, by fragment.
         pending: The exchange that has started and is not merged yet.
-        has_new_nodes: Whether nodes have joined whose weights are still unknown.
     """
 
     weights: list[list[float]] = field(default_factory=list, metadata=LOCAL)
     pending: Pending = field(default_factory=Pending, metadata=LOCAL)
-    has_new_nodes: bool = field(default=False, metadata=TRANSIENT)
 
     @property
     def is_settled(self) -> bool:
@@ -162,15 +150,6 @@ class GossipState(SchemeState):
 
     def settle(self) -> None:
         self.pending.settle()
-
-    def undo_point(self) -> Callable[[], None]:
-        undo_fields = super().undo_point()
-
-        def undo() -> None:
-            self.pending.drop()
-            undo_fields()
-
-        return undo
 
 
 class RunningGossip(RunningScheme[Gossip]):
@@ -206,10 +185,6 @@ class RunningGossip(RunningScheme[Gossip]):
     def after_step(self, last: bool) -> None:
         if self.is_alone:
             return
-        self.topology.synchronize(self._mix, admits=True)
-
-    def _mix(self) -> None:
-        self._learn_weights()
         self._send()
         if not self.config.overlap:
             self._merge()
@@ -219,7 +194,6 @@ class RunningGossip(RunningScheme[Gossip]):
 
         A pending exchange (``overlap``) does not change the sum, and is merged when training continues.
         """
-        self._learn_weights()
         weighted = [
             (bucket, tuple(self._rank_weights(of_nodes)))
             for fragment, of_nodes in zip(self._fragments, self.state.weights, strict=True)
@@ -318,25 +292,6 @@ class RunningGossip(RunningScheme[Gossip]):
         if saved is None:
             self.state.weights = expected
 
-    def before_nodes_change(self) -> Callable[[], None]:
-        resume, own = super().before_nodes_change(), self.own_weights
-
-        def resume_with_weights() -> None:
-            resume()
-            self.state.weights = [[weight] * self.topology.num_nodes for weight in own]
-            self.state.has_new_nodes = True
-
-        return resume_with_weights
-
-    def _learn_weights(self) -> None:
-        """Gather the nodes' push-sum weights after a change of nodes; a joining node has weight 1. Collective."""
-        if self.state.has_new_nodes:
-            self._compare_with_other_ranks(self._fragments)
-            everyone = self.topology.world.all_gather_object(self.own_weights)
-            of_nodes = [everyone[ranks[0]] for ranks in self.topology.nodes]
-            self.state.weights = [list(of_fragment) for of_fragment in zip(*of_nodes, strict=True)]
-            self.state.has_new_nodes = False
-
     def _restart(self) -> None:
         """Reset to equal weights with no pending exchange, because the replicas are equal."""
         self.state.weights = self._equal_weights()
@@ -378,8 +333,7 @@ class RunningGossip(RunningScheme[Gossip]):
         config = self.config
         fragments = [] if self.is_alone else [bucket for part in replica.cut(config.fragments) for bucket in part]
         peers = Peers(fragments, config.graph, self.topology, self._duplicate, self.wire, config.push_sum)
-        if not self.topology.may_grow:
-            self._compare_with_other_ranks(fragments)
+        self._compare_with_other_ranks(fragments)
         return fragments, peers
 
     def _compare_with_other_ranks(self, fragments: Sequence[Bucket]) -> None:

@@ -9,17 +9,14 @@ import pytest
 import torch
 from elastic_cases import (
     ALL,
-    GOSSIP,
     LATE,
     SCHEMES,
     TRAINING,
     assert_equal,
     die_at,
     put,
-    put_weights,
     step_stay,
     threads,
-    train_stay,
 )
 from elastic_threads import ElasticRank, Failing
 from harness import on_nodes
@@ -39,7 +36,7 @@ MOMENTS = ["before the quorum", "in the exchange", "before the vote", "after the
 @pytest.mark.parametrize(
     ("name", "sync"),
     [
-        *((name, 2) for name in (*SCHEMES, "both", "noloco", "push-sum")),
+        *((name, 2) for name in (*SCHEMES, "both", "noloco")),
         *((name, sync) for name in LATE for sync in (3, 4)),  # buckets are sent, and merged
     ],
 )
@@ -168,37 +165,8 @@ def test_exchange_lost_in_a_validation_is_repeated_when_it_is_due(name):
     assert_equal(results["0", 0], results["2", 0])
 
 
-@pytest.mark.parametrize("moment", MOMENTS[:3])
-@pytest.mark.parametrize("name", GOSSIP)
-def test_push_sum_loses_the_weight_of_a_lost_node(name, moment):
-    """The others go on with their own values and weights, as two nodes that stay would."""
-    at = {}
-
-    def work(own: ElasticRank):
-        own.join()
-        if own.node == "1":
-            die_at(own, moment, sync=6)
-
-        def note() -> None:
-            at[own.node] = copy.deepcopy(own.state()) | {"weights": own.scheme.own_weights}
-
-        return own.train(12, {5: note}), own.rank.trace
-
-    results = threads(name).play(work, (1, 1, 1))
-
-    def stays(rank):
-        put(rank, at["02"[rank.node]])
-        put_weights(rank, [at["0"]["weights"], at["2"]["weights"]])
-        return train_stay(rank, 2 * rank.node, 12)
-
-    expected = on_nodes(stays, ALL[name], ((0,), (1,)), **TRAINING)
-    for node, (values, trace) in zip("02", expected, strict=True):
-        assert results[node, 0][1][5:] == trace
-        assert_equal(results[node, 0][0], values)
-
-
 @pytest.mark.parametrize("lost", ["12", "01", "012"])
-@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "push-sum", "streaming"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "streaming"])
 def test_several_nodes_may_die_at_once(name, lost):
     def work(own: ElasticRank):
         own.join()

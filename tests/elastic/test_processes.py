@@ -19,7 +19,7 @@ from forked import ForkedPython
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
 SCHEMES = ["periodic", "diloco"]
-NEVER_EQUAL = ["fragments", "streaming", "noloco", "daso", "gossip"]
+NEVER_EQUAL = ["fragments", "streaming", "noloco", "daso"]
 MOMENTS = ["before the quorum", "after the quorum", "in the exchange", "before the vote", "after the vote"]
 LASTING = {"epochs": 7, "pause": 0.01}
 

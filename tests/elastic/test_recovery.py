@@ -9,21 +9,18 @@ import torch
 from elastic_cases import (
     ALL,
     COPIED,
-    GOSSIP,
     LATE,
     PEERS,
     SCHEMES,
     TRAINING,
     assert_equal,
     put,
-    put_weights,
     threads,
     train_stay,
 )
 from elastic_threads import ElasticRank, wait_until
 from harness import on_nodes
 
-from lightning_hiercomm import Gossip
 from lightning_hiercomm.elastic import Elastic, rendezvous
 from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.quorum import NodeRefused
@@ -58,7 +55,7 @@ def test_node_that_recovers_ends_with_the_bits_of_the_others(name, sizes):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
-@pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, "diloco", *LATE])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, "diloco", *LATE])
 def test_node_that_joins_goes_on_as_one_that_began_with_its_source(name, wire):
     """As three nodes that stay, which go on from the two, and a copy of the first."""
     scheme, at = ALL[name], {}
@@ -77,7 +74,7 @@ def test_node_that_joins_goes_on_as_one_that_began_with_its_source(name, wire):
                 nodes.let_come(2, joining)
             own.step()
             if own.scheme.state.steps == period:
-                at[own.node] = copy.deepcopy(own.state()) | {"weights": getattr(own.scheme, "_own_weights", [])}
+                at[own.node] = copy.deepcopy(own.state())
         return own.train(12)
 
     results = nodes.play(work)
@@ -85,8 +82,6 @@ def test_node_that_joins_goes_on_as_one_that_began_with_its_source(name, wire):
 
     def stays(rank):
         put(rank, at[str(rank.node % 2)])
-        if isinstance(rank.scheme, Gossip):  # a joining node has the weight 1
-            put_weights(rank, [at["0"]["weights"], at["1"]["weights"], [1.0] * len(at["0"]["weights"])])
         return train_stay(rank, rank.node, 12)[0]
 
     expected = on_nodes(stays, scheme, ((0,), (1,), (2,)), wire=wire, **TRAINING)
@@ -120,7 +115,7 @@ def test_node_that_gets_no_state_recovers_after_the_next_synchronization(name):
     assert_equal(results["0", 0], results["1", 0])
 
 
-@pytest.mark.parametrize("name", [*COPIED, *PEERS, *GOSSIP, *LATE])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, *LATE])
 def test_node_recovers_though_a_validation_follows_every_synchronization(name):
     """Where nodes are never equal a validation is a synchronization, and comes before any node can recover."""
     nodes, joined = threads(name), []
@@ -243,7 +238,7 @@ def test_joining_node_that_has_to_ask_again_is_counted_once(monkeypatch):
         assert (history.heals, history.nodes) == (1, 3)
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "push-sum", "late", "delta"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "late", "delta"])
 def test_node_that_joins_and_dies_repeatedly_does_not_delay_the_others(name):
     nodes, joined = threads(name), []
 

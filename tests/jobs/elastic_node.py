@@ -34,7 +34,6 @@ from lightning_hiercomm import (
     DiLoCo,
     Elastic,
     Epochs,
-    Gossip,
     HierarchicalStrategy,
     PeriodicAveraging,
 )
@@ -50,7 +49,6 @@ SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "streaming": partial(DiLoCo, fragments=2, staleness=1, keep_local=0.5),
     "noloco": partial(ParameterSync, reducer=RandomPermutation(), merge=OuterOptimizer()),
     "daso": partial(DASO, warmup=Epochs(1), cooldown=Epochs(1), reducer="sharded"),
-    "gossip": lambda every: Gossip(fragments=2),
 }
 
 

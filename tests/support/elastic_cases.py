@@ -11,7 +11,7 @@ import torch
 from elastic_threads import ElasticRank, Threads
 from harness import Rank, on_nodes
 
-from lightning_hiercomm import DASO, DiLoCo, Gossip, PeriodicAveraging
+from lightning_hiercomm import DASO, DiLoCo, PeriodicAveraging
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.schemes import OuterOptimizer, ParameterSync, RandomPermutation, Ring, Scheme
 from lightning_hiercomm.schemes.components.merges import Replace
@@ -31,13 +31,6 @@ PEERS = {
     "ring": ParameterSync(schedule=2, reducer=Ring()),
 }
 """Each node synchronizes with its neighbors in a graph of the nodes that are there."""
-GOSSIP = {
-    "gossip": Gossip(fragments=3),
-    "push-sum": Gossip(RandomPermutation("independent"), fragments=2),
-    "one way": Gossip("directed_exponential", fragments=1),
-    "no push-sum": Gossip(RandomPermutation("independent"), fragments=2, push_sum=False),
-}
-"""Nodes mix at every step."""
 LATE = {
     "late": DiLoCo(sync_every=4, staleness=2, keep_local=0.0),
     "streaming": DiLoCo(sync_every=6, fragments=2, staleness=2, keep_local=0.5),
@@ -49,7 +42,7 @@ LATE = {
     "daso": DASO(sync_every=3, warmup=2, reducer="sharded", plateau=None),
 }
 """Collectives overlap with training."""
-ALL: dict[str, Scheme] = {**SCHEMES, **COPIED, **PEERS, **GOSSIP, **LATE}
+ALL: dict[str, Scheme] = {**SCHEMES, **COPIED, **PEERS, **LATE}
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -116,11 +109,6 @@ def put(rank: Rank, state: Mapping[str, Any]) -> None:
     if reference is not None:
         tensors = rank.scheme.reference._tensors(rank.scheme.replica)  # noqa: SLF001
         rank.scheme.reference.set_values(dict(zip(map(id, tensors), reference, strict=True)))
-
-
-def put_weights(rank: Rank, of_nodes: Sequence[Sequence[float]]) -> None:
-    """Give push-sum weights to all nodes, by fragment."""
-    rank.scheme.state.weights = [list(of_fragment) for of_fragment in zip(*of_nodes, strict=True)]
 
 
 def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
