@@ -225,28 +225,6 @@ def test_a_pytorch_lightning_program_trains_and_resumes_to_the_bits_of_lightning
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-SPAWNED = """
-import pytorch_lightning as pl
-from pytorch_lightning.demos.boring_classes import BoringModel
-import lightning_hiercomm
-model = BoringModel()
-before = model.layer.weight.clone()
-strategy = lightning_hiercomm.HierarchicalStrategy(ranks_per_node=1, start_method="spawn")
-pl.Trainer(**QUIET, devices=2, strategy=strategy, max_steps=2, enable_checkpointing=False).fit(model)
-print(json.dumps(bool((model.layer.weight != before).any())))
-"""
-
-
-@pytest.mark.nightly  # two ranks import everything; a push tests that they are told by the environment
-def test_a_spawned_rank_uses_the_package_of_its_parent(tmp_path):
-    """Ranks of a program without a file do not run its imports again."""
-    (tmp_path / "setup.py").write_text(_SETUP)
-    command = [sys.executable, "-c", "from setup import *\n" + SPAWNED]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    assert json.loads(ended.stdout.splitlines()[-1]) is True
-
-
 CLI = """
 import pytorch_lightning.cli
 from pytorch_lightning.demos.boring_classes import BoringModel

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-import os
+import pickle
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -177,9 +176,15 @@ def test_pass_through_ddp_has_the_attributes_of_ddp(process_group, given):
     assert {name: getattr(ours, name) for name in names} == {name: getattr(ddp, name) for name in names}
     assert ours.state_dict().keys() == ddp.state_dict().keys()
     assert isinstance(ours, pl.utilities.types.DistributedDataParallel)
-    with ours.no_sync():
+    with ours.no_sync(), ours.join():
         assert not ours.require_backward_grad_sync
     assert ours.require_backward_grad_sync
+    assert torch.equal(ours(torch.ones(1, 2)), module(torch.ones(1, 2)))
+    assert ours.weight is module.weight, "to programs of one rank, it is the module"
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'missing'"):
+        ours.missing  # noqa: B018
+    assert type(copy.deepcopy(ours)) is type(pickle.loads(pickle.dumps(ours))) is nn.Linear
+    assert type(copy.deepcopy(SettledDDP(module))) is nn.Linear
 
 
 def test_a_training_step_goes_through_the_forward_of_its_ddp(process_group):
@@ -253,51 +258,6 @@ def test_buffers_are_shared_where_a_rank_has_no_forward_pass(process_group, accu
     assert len(shared) == 1
     model(torch.ones(3, 2))
     assert len(shared) == 2
-
-
-class Layer(nn.Module):
-    """Normalizes, and has buffers of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.register_buffer("bank", torch.zeros(3))
-        self.register_buffer("other", torch.zeros(2))
-        self.register_buffer("counts", torch.zeros(2, dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x).sum()
-
-
-def _joined() -> int:
-    """The rank, in a process group that a test before may have made."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
-    return dist.get_rank()
-
-
-def _ignored(folder: Path) -> list[Any]:
-    rank = _joined()
-    layer = Layer()
-    layer.bank = torch.full((3 + rank,), float(rank))
-    layer.norm.running_mean.fill_(rank)
-    layer._ddp_params_and_buffers_to_ignore = ["counts"]
-    layer.counts.fill_(rank)
-    model = in_ddp(layer, None, {}, settled=True, ignored={"bank"})
-    seen = [layer.bank.tolist(), layer.norm.running_mean.tolist(), layer._ddp_params_and_buffers_to_ignore]
-    layer.other.fill_(rank + 1.0)
-    model(torch.ones(2, 2)).backward()
-    return [*seen, layer.other.tolist(), layer.counts.tolist()]
-
-
-def test_ignored_buffers_are_never_broadcast(launch):
-    for rank, seen in enumerate(launch(_ignored, 2)):
-        bank, mean, named, other, counts = seen
-        assert bank == [float(rank)] * (3 + rank)
-        assert mean == [0.0] * 2
-        assert named == ["counts"], "as the user has set it"
-        assert other == [1.0] * 2
-        assert counts == [rank] * 2
 
 
 class Tells(nn.Module):

@@ -91,29 +91,3 @@ OVERRIDES = {name: (own, upstream) for name, own, upstream in overrides()}
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_override_takes_every_call_of_the_upstream_method(name):
     assert refused_call(*OVERRIDES[name]) is None
-
-
-def test_methods_marked_as_overrides_override_something():
-    """A mixin's method may override one of the base that a strategy adds."""
-    classes = own_classes()
-    lost = {}
-    for name, cls in classes.items():
-        for key, value in vars(cls).items():
-            if getattr(plain(value), "__override__", False):
-                users = [each for each in classes.values() if issubclass(each, cls)]
-                lines = [each.__mro__[each.__mro__.index(cls) + 1 :] for each in users]
-                lost[f"{name}.{key}"] = any(key in vars(base) for line in lines for base in line)
-    assert lost
-    assert [method for method, overrides_something in lost.items() if not overrides_something] == []
-
-
-def test_an_argument_that_upstream_adds_is_noticed():
-    class Ours:
-        def teardown(self, stage: str) -> None: ...
-
-        def setup(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def upstream(self, stage: str, fast: bool = False) -> None: ...
-
-    assert "too many positional arguments" in str(refused_call(Ours.teardown, upstream))
-    assert refused_call(Ours.setup, upstream) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -86,23 +85,6 @@ def test_only_waiting_for_a_job_is_exposed_not_the_job(background, meter):
     assert meter.seconds == {}
     handle.wait()
     assert meter.seconds["inter"] > 0
-
-
-@pytest.mark.parametrize("by", ["wait", "future"])
-@pytest.mark.parametrize("defers", [False, True])
-def test_on_a_gpu_a_job_that_lets_the_host_wait_is_exposed_once(meter, fake_device, defers, by):
-    """As a move over gloo does, which is waited for where it is submitted, or where a deferred job is due."""
-    background = Background(CPU, meter, defers=defers)
-    waits: list[float] = []
-    meter.add_wait = lambda level, start, end: waits.append(end.made_at - start.made_at)
-
-    def job() -> None:
-        with meter.waiting("inter", CPU):
-            time.sleep(0.05)
-
-    handle = background.submit(job)
-    (handle if by == "wait" else handle.future(torch.zeros(1))).wait()
-    assert len([seconds for seconds in waits if seconds >= 0.05]) == 1
 
 
 def test_a_closed_background_ends_its_thread_and_can_be_used_again(meter):

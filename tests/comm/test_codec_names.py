@@ -37,11 +37,6 @@ def test_the_payload_has_the_predicted_bytes(codec, dtype, numel):
     assert (payload.dtype != dtype) == codec.narrows(dtype)
 
 
-def test_nothing_fits_anywhere():
-    nowhere = torch.zeros(3, dtype=torch.uint8)[1:1]
-    assert Quantized(8).decode(Quantized(8).encode(torch.empty(0), nowhere), torch.empty(0)).tolist() == []
-
-
 def test_only_wider_floats_are_narrowed():
     assert Cast(torch.bfloat16).narrows(torch.float32)
     assert not Cast(torch.bfloat16).narrows(torch.float16)

@@ -13,6 +13,7 @@ FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8]
 SIZES = [1, 3, 7, 1000, 4099]
 INTER_NODE = ((0, 2), (1, 3))
+by_backend_and_type = pytest.mark.pairwise(groups=[("world", "dtype")])
 
 
 # ---- sums and maxima -------------------------------------------------------------------------------------------------
@@ -38,6 +39,7 @@ def test_an_all_reduce_gives_every_rank_the_sum_or_the_maximum(rank, dtype, op, 
         assert scalar.item() == (sum(group.ranks) if op == "sum" else max(group.ranks))
 
 
+@by_backend_and_type
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_ranks_that_wait_in_order_reduce_the_same(rank, dtype, op):
@@ -57,6 +59,7 @@ def test_ranks_that_wait_in_order_reduce_the_same(rank, dtype, op):
         assert torch.equal(tensor, (everyones.sum(0) if op == "sum" else everyones.amax(0)).to(dtype)), numel
 
 
+@by_backend_and_type
 @pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_members_contribute_by_their_weights(rank, dtype, groups):
@@ -71,6 +74,7 @@ def test_members_contribute_by_their_weights(rank, dtype, groups):
     assert tensor.tolist() == [0.5] * 3
 
 
+@by_backend_and_type
 @pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_reduce_scatter_may_write_to_a_view_of_its_input(rank, dtype, groups):
@@ -112,6 +116,7 @@ def reduce_random(rank, dtype, waiting):
     return results
 
 
+@by_backend_and_type
 @pytest.mark.parametrize("waiting", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_an_all_reduce_gives_every_rank_the_same_bits_near_the_exact_sum(world, dtype, waiting):
@@ -148,6 +153,7 @@ def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(rank, dtype):
         assert torch.equal(output, total[rank.rank * part : (rank.rank + 1) * part].to(dtype)), part
 
 
+@by_backend_and_type
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_all_gather_puts_the_parts_in_group_order(rank, dtype, in_place):

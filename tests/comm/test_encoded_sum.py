@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import harness
 import pytest
 import torch
@@ -151,23 +149,6 @@ def test_everyone_has_the_same_bits_even_of_sums_of_different_nans(members, code
 
 
 @on_both
-@pytest.mark.parametrize("members", [2, 4])
-def test_the_sum_does_not_depend_on_the_order_of_arrival(members):
-    def work(rank, encoded_sum, meter, late=0):
-        time.sleep(0.02 * ((rank + late) % members))
-        part = values_here(rank, 1000)
-        complete = encoded_sum.launch(part)
-        time.sleep(0.02 * ((rank + 2 * late + 1) % members))
-        complete()
-        return part
-
-    runs = [
-        on_members(members, Cast(torch.bfloat16), lambda *rank, late=late: work(*rank, late=late)) for late in range(2)
-    ]
-    assert all(same_bits(part, runs[0][0]) for run in runs for part in run)
-
-
-@on_both
 def test_alone_nothing_moves_and_nothing_changes():
     def work(rank, encoded_sum, meter):
         part = values_here(rank, 300)
@@ -188,25 +169,6 @@ def test_a_part_without_elements_sums_to_one(members):
         encoded_sum.launch(part, encoded_sum.feedback(part))()
 
     on_members(members, Quantized(8), work)
-
-
-@on_both
-@pytest.mark.parametrize("members", [2, 4])
-def test_parts_are_completed_in_the_background_while_others_are_launched(members):
-    def work(rank, encoded_sum, meter):
-        background = Background(harness.place.device, meter)
-        parts = [values_here(rank, 500 * i) for i in range(1, 8)]
-        feedback = [encoded_sum.feedback(part) for part in parts]
-        handles = [background.submit(encoded_sum.launch(*pair)) for pair in zip(parts, feedback, strict=True)]
-        for handle in handles:
-            handle.wait()
-        background.close()
-        return parts
-
-    for parts in zip(*on_members(members, Quantized(8), work), strict=True):
-        expected = plainly(Quantized(8), [values_of(rank, parts[0].numel()) for rank in range(members)])
-        for part in parts:
-            assert same_bits(part, expected)
 
 
 # ---- bytes ----------------------------------------------------------------------------------------------------------

@@ -41,16 +41,6 @@ def test_two_groups_move_at_once_in_any_order(rank):
         assert torch.equal(between_nodes, torch.full((numel,), [2.0, 4.0, 2.0, 4.0][rank.rank]))
 
 
-def test_two_communicators_of_the_same_ranks_do_not_mix(rank):
-    communicators = [rank.group(duplicate=0), rank.group(duplicate=1)]
-    order = (0, 1) if rank.rank % 2 else (1, 0)
-    tensors = [torch.full((50001,), 1.0 + rank.rank), torch.full((50001,), 10.0 * rank.rank)]
-    handles = [communicators[i].all_reduce(tensors[i]) for i in order]
-    Together(handles).wait()
-    assert torch.equal(tensors[0], torch.full((50001,), 10.0))
-    assert torch.equal(tensors[1], torch.full((50001,), 60.0))
-
-
 def test_two_threads_may_each_use_a_communicator(rank):
     communicators = [rank.group(duplicate=0), rank.group(duplicate=1)]
     errors = []
@@ -119,30 +109,6 @@ def test_a_receive_is_not_done_before_its_letter_was_sent(rank):
         handle.wait()
         assert handle.is_done()
         assert received.tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("world", ["gloo"], indirect=True)
-def test_gloo_exchanges_between_nodes_run_one_after_another(rank):
-    group, other = rank.group(duplicate=0), rank.group(duplicate=1)
-    first, second, token = torch.zeros(3), torch.zeros(3), torch.zeros(1)
-    if rank.rank == 0:
-        handles = [group.exchange([], [(first, 1)]), group.exchange([], [(second, 2)])]
-    elif rank.rank == 2:
-        handles = [group.exchange([(torch.full((3,), 2.0), 0)], [])]
-    else:
-        handles = []
-    other.broadcast(token, 2).wait()
-    if rank.rank == 0:
-        time.sleep(0.1)  # enough for a message that is awaited
-        assert second.tolist() == [0, 0, 0]
-    other.broadcast(token, 0).wait()
-    if rank.rank == 1:
-        handles = [group.exchange([(torch.ones(3), 0)], [])]
-    for handle in handles:
-        handle.wait()
-    if rank.rank == 0:
-        assert first.tolist() == [1, 1, 1]
-        assert second.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("move", ["all_reduce", "all_gather", "exchange"])
@@ -219,18 +185,6 @@ def test_only_waits_of_training_are_exposed(rank):
     thread.start()
     thread.join()
     assert rank.meter.seconds["inter"] == waited
-
-
-def test_on_a_gpu_a_wait_is_exposed_while_the_gpu_is_idle(rank):
-    """The host may wait for training, too, which is behind it."""
-    marks = []
-    rank.meter.add_wait = lambda level, start, end: marks.extend((start, end))
-    try:
-        rank.group().all_reduce(torch.zeros(1000)).wait()
-    finally:
-        del rank.meter.add_wait
-    assert marks
-    assert {isinstance(mark, float) for mark in marks} == {rank.device is None}
 
 
 def test_tensors_made_in_inference_mode_are_moved(rank):

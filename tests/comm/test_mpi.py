@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from forked import ForkedPython
 
-from lightning_hiercomm import Transport
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.mpi import connect_mpi
 
@@ -46,8 +45,3 @@ def test_a_library_without_thread_support_is_refused(tmp_path):
 def test_an_mpi_program_started_without_mpiexec_gets_the_command():
     with pytest.raises(RuntimeError, match=r"training has 4 ranks, but MPI was started with 1.*mpiexec -n 4"):
         connect_mpi(Meter(), rank=0, world_size=4)
-
-
-def test_only_torch_and_mpi_carry_traffic():
-    with pytest.raises(ValueError, match="inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"):
-        Transport(inter_node="pigeon")

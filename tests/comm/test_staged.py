@@ -14,7 +14,6 @@ from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
 from problems import Oracle
 
 from lightning_hiercomm import Transport
-from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.schemes import DASO, DiLoCo, Gossip, ParameterSync, PeriodicAveraging, Scheme
@@ -129,22 +128,6 @@ def test_waiting_for_tensors_of_the_cpu_is_exposed_time_of_the_run():
         return topology.inter.meter.seconds.get("inter", 0.0) > 0
 
     assert on_ranks(work, ((0,), (1,)), connect=separately) == [True, True]
-
-
-def test_a_message_to_several_peers_is_staged_once(fake_device: FakeDevice, monkeypatch):
-    copied, to_host = [], streams.to_host
-    monkeypatch.setattr(streams, "to_host", lambda tensor: (copied.append(tensor), to_host(tensor))[1])
-
-    def work(topology) -> list[float]:
-        inter = topology.inter
-        sent, peers = torch.full((2,), 1.0 + topology.rank), [peer for peer in range(3) if peer != inter.rank]
-        received = [torch.zeros(2) for _ in peers]
-        inter.exchange([(sent, peer) for peer in peers], list(zip(received, peers, strict=True))).wait()
-        return [each[0].item() for each in received]
-
-    results = on_ranks(work, ((0,), (1,), (2,)), connect=staging, waits_on_host=True)
-    assert results == [[2.0, 3.0], [1.0, 3.0], [1.0, 2.0]]
-    assert len(copied) == 3
 
 
 class Noted:

@@ -187,16 +187,6 @@ def test_members_of_a_large_group_connect_to_neighbors_only(monkeypatch, process
     assert posted == [("irecv", 72), ("isend", 0)]
 
 
-def test_a_device_whose_order_of_work_is_not_known_is_refused():
-    from lightning_hiercomm.comm import streams
-
-    for known in ("cpu", "cuda"):
-        streams.check_known(torch.device(known))
-    for other in ("mps", "xpu", "hpu", "xla"):
-        with pytest.raises(ValueError, match=rf"'{other}' devices: .*accelerator='gpu'.*accelerator='cpu'"):
-            streams.check_known(torch.device(other))
-
-
 @pytest.fixture
 def over_gloo(process_group) -> TorchCommunicator:
     return TorchCommunicator(None, [0], 0, "inter", Meter())

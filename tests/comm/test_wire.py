@@ -67,15 +67,6 @@ def test_a_wire_as_wide_as_the_parameters_changes_nothing(wire):
 
 
 @on_both
-def test_a_narrow_wire_halves_the_bytes_of_the_parameters():
-    full, narrow = (after_steps_down(SCHEMES["periodic"], wire)[0][1] for wire in (None, Wire(torch.bfloat16)))
-    padded = 4  # three elements, padded for the two ranks of a node, half of them on each
-    preflights = 3 * 8 * 101  # each time, and once at the end
-    assert full == 100 * padded / 2 * 4 + preflights
-    assert narrow == 100 * padded / 2 * 2 + preflights
-
-
-@on_both
 def test_weighted_means_are_equal_through_narrow_and_wide_wires():
     def work(rank):
         with torch.no_grad():
@@ -86,8 +77,3 @@ def test_weighted_means_are_equal_through_narrow_and_wide_wires():
     training = {"nodes": [[0, 1, 2], [3]], "shapes": {"x": 2}, "start": 1.0}
     for wire in (Wire(), Wire(torch.bfloat16)):
         assert on_nodes(work, PeriodicAveraging(1), **training, wire=wire) == [[1 + 2**-14] * 2] * 4
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", torch.bfloat16])
-def test_a_wire_is_made_from_a_name_or_a_type(name):
-    assert Wire.named(name) == Wire(torch.bfloat16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from problems import Oracle
 from torch.optim import SGD
 
 from lightning_hiercomm import schemes
-from lightning_hiercomm.schemes import ParameterSync, Scheme, Staggered
+from lightning_hiercomm.schemes import ParameterSync, Scheme
 
 ROOT = Path(__file__).parents[2]
 HOWTO = ROOT / "docs" / "howto"
@@ -55,14 +54,6 @@ def page(tmp_path_factory: pytest.TempPathFactory):
 def test_the_scheme_is_at_most_twenty_lines_of_code():
     lines = [line for line in BLOCKS[SCHEME].splitlines() if line.strip()]
     assert len(lines) <= 20
-
-
-@pytest.mark.parametrize("file", BLOCKS)
-def test_the_page_is_formatted_as_the_package_is(file, tmp_path):
-    path = tmp_path / "page.py"
-    path.write_text(BLOCKS[file])
-    ruff = [sys.executable, "-m", "ruff", "format", "--check", "--config", ROOT / "pyproject.toml", path]
-    subprocess.run(ruff, check=True, timeout=60, capture_output=True)
 
 
 def test_the_tests_of_the_page_pass(page):
@@ -203,20 +194,6 @@ def test_a_resumed_run_knows_the_best_loss_so_far(page, after):
         assert seen == [values[node] for values in AT_PLATEAU[after:]]
 
 
-@pytest.mark.parametrize(
-    ("learning_rate", "values"),
-    [
-        (1 / 2, [(0, 4), (0, 6), (0, 7)]),  # the means of the losses are 16, 4 and 1
-        (1 / 64, [(0, 1 / 8), (0.1240234375, 0.1240234375)]),  # 16 and 15.5, which is not 5 % less
-    ],
-)
-def test_a_trainer_gives_a_scheme_that_watches_it_the_loss(page, fit, learning_rate, values):
-    module = Oracle(1, targets=(0.0, 8.0), learning_rate=learning_rate)
-    strategy = {"scheme": at_plateau(page), "ranks_per_node": 1}
-    for node, report in enumerate(fit(module, strategy, devices=2, max_epochs=len(values))):
-        assert report["report"] == [at[node] for at in values]
-
-
 def test_a_training_step_without_a_loss_is_refused(page):
     with pytest.raises(ValueError, match="returns the loss"):
         on_nodes(lambda rank: rank.scheme.end_epoch(None), at_plateau(page))
@@ -246,27 +223,3 @@ def test_elastic_averaging_follows_the_numbers_and_ends_on_the_mean(page):
         [0, 1.5, 0.25, 2.3125, *ends],
         [3, 1.5, 4.375, 2.3125, *ends],
     ]
-
-
-@pytest.mark.parametrize(
-    "words", [{"schedule": 2}, {"schedule": 4, "staleness": 3}, {"schedule": Staggered(4), "fragments": 2}]
-)
-@pytest.mark.parametrize("wire", [None, "int8"])
-def test_elastic_averaging_resumes_to_the_bit(page, words, wire):
-    def first(rank: Rank):
-        for step in range(10):
-            if step == 5:
-                saved[rank.rank] = rank.state()
-            rank.train()
-        return rank.trace[5:]
-
-    def second(rank: Rank):
-        rank.load(saved[rank.rank])
-        for _ in range(5):
-            rank.train()
-        return rank.trace
-
-    saved: dict = {}
-    training = {"shapes": {"x": 5, "y": 3}, "nodes": ((0, 1), (2, 3)), "wire": wire}
-    assert on_nodes(first, elastic(page, **words), **training) == on_nodes(second, elastic(page, **words), **training)
-    assert len(saved) == 4

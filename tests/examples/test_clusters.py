@@ -5,7 +5,6 @@ Launchers that are not installed here are played: ``srun``, ``jsrun``, and what 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -13,7 +12,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,7 +134,7 @@ def test_slurm(checkout):
     assert "on 8 ranks" in run_tasks(checkout, arguments, places)
 
 
-@pytest.mark.nightly  # a push tests LSF's, SLURM's and Kubeflow's variables in test_launching.py
+@pytest.mark.nightly  # a push tests LSF's and SLURM's variables in test_launching.py
 @pytest.mark.long("four ranks that train")
 def test_lsf(checkout):
     make_program(checkout / "jsrun", 'printf "%s\\n" "$@" > command')
@@ -222,24 +220,6 @@ def test_kubeflow(checkout):
     assert "on 4 ranks" in run_with_torchrun(checkout, *commands)
 
 
-def test_skypilots_schema_accepts_the_task():
-    schemas = pytest.importorskip("sky.utils.schemas", reason="needs skypilot")
-    jsonschema = pytest.importorskip("jsonschema")
-    jsonschema.validate(yaml.safe_load((CLUSTERS / "skypilot.yaml").read_text()), schemas.get_task_schema())
-
-
-def test_kubeflows_client_reads_and_writes_the_job_unchanged():
-    models = pytest.importorskip("kubeflow.training.models", reason="needs kubeflow-training")
-    client = pytest.importorskip("kubernetes.client")
-    for name, model in vars(models).items():  # where the client's deserializer finds types
-        if name.startswith("KubeflowOrg"):
-            setattr(client.models, name, model)
-    job = yaml.safe_load((CLUSTERS / "kubeflow.yaml").read_text())
-    api = client.ApiClient()
-    read = api.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1PyTorchJob")
-    assert api.sanitize_for_serialization(read) == job  # it drops names that it does not know
-
-
 def daso(folder: Path, text: str) -> dict[str, torch.Tensor]:
     """What some command trains with DASO, all of its phases included."""
     scheme = "--trainer.strategy.init_args.scheme.init_args"
@@ -254,11 +234,6 @@ def daso(folder: Path, text: str) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def daso_by_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return daso(make_checkout(tmp_path_factory.mktemp("torch")), command("python", ".venv/bin/python"))
-
-
-@pytest.mark.nightly
-def test_python(daso_by_torch):
-    assert daso_by_torch
 
 
 @pytest.mark.nightly

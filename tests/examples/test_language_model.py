@@ -33,13 +33,6 @@ def learnt(folder, inside):
     )
 
 
-@pytest.mark.nightly  # a push trains sharded nodes in tests/model_parallel
-@pytest.mark.long("a run on four ranks")
-@pytest.mark.slow
-def test_the_model_sharded_over_the_node_learns(folder):
-    assert learnt(folder, "fsdp2") < 4.5  # 8 know nothing
-
-
 @pytest.mark.long("two runs on four ranks, the model whole and sharded, which have to learn the same")
 @pytest.mark.slow
 @pytest.mark.nightly

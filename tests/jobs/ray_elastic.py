@@ -1,8 +1,7 @@
-"""Elastic nodes under Ray: `python ray_elastic.py --out FOLDER [--kill one]` trains four workers on a local Ray.
+"""Elastic nodes under Ray: `python ray_elastic.py --out FOLDER` trains four workers on a local Ray.
 
-Each worker is a node. With `--kill one` the last worker dies once, and the others slow down until it is back. With
-`--kill late` they end without it, and with `--kill all` all of them die. Each life writes `RANK.LIFE.json`: when it
-took which step, and its parameters at the end.
+Each worker is a node. The last one dies once, and the others slow down until it is back. Each life writes
+`RANK.LIFE.json`: when it took which step, and its parameters at the end.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import Elastic, PeriodicAveraging
 
 ELASTIC = Elastic(min_nodes=1, dead_after=2.0)
-NODES, STEPS = 4, 120
+NODES, STEPS, DIES_AT = 4, 120, 21
 SECONDS = 120.0
 
 
@@ -49,12 +47,10 @@ class Net(pl.LightningModule):
 class Life(pl.Callback):
     """Notes the steps of this life of a worker, and ends it."""
 
-    def __init__(self, folder: Path, rank: int, kill: str) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
         self.life = len(list(folder.glob(f"{rank}.*.json")))
-        self.dies_at = STEPS - 3 if kill == "late" else 21
-        self.dies = self.life == 0 and kill != "none" and (kill == "all" or rank == NODES - 1)
-        self.waits_for = f"{NODES - 1}.1" if kill == "one" else ""
+        self.dies = self.life == 0 and rank == NODES - 1
         self.notes: dict[str, Any] = {"began": time.time(), "pid": os.getpid(), "steps": []}
         self.write()
 
@@ -67,15 +63,14 @@ class Life(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = trainer.global_step
         self.notes["steps"].append([time.time(), step])
-        if self.dies and step == self.dies_at:
+        if self.dies and step == DIES_AT:
             self.notes["killed"] = time.time()
             self.write()
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.waits_for and step > self.dies_at and not (self.folder / f"{self.waits_for}.trains").exists():
+        again = self.folder / f"{NODES - 1}.1.json"
+        if step > DIES_AT and not again.with_suffix(".trains").exists():
             deadline = time.monotonic() + SECONDS
-            while step == STEPS // 2 and time.monotonic() < deadline:
-                if (self.folder / f"{self.waits_for}.json").exists():
-                    break
+            while step == STEPS // 2 and not again.exists() and time.monotonic() < deadline:
                 time.sleep(0.05)
             time.sleep(0.1)
 
@@ -98,23 +93,22 @@ def train(config: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
-    checkpoints = [ModelCheckpoint(folder / "run", save_last=True, every_n_train_steps=8)]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices="auto",
         strategy=RayHierarchicalStrategy(PeriodicAveraging(4), elastic=ELASTIC),
         plugins=[RayLightningEnvironment()],
-        callbacks=[Life(folder, rank, config["kill"]), *(checkpoints if config["kill"] == "all" else [])],
-        enable_checkpointing=config["kill"] == "all",
+        callbacks=[Life(folder, rank)],
+        enable_checkpointing=False,
         max_steps=STEPS,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    prepare_trainer(trainer).fit(Net(), ckpt_path="last" if config["kill"] == "all" else None)
+    prepare_trainer(trainer).fit(Net())
 
 
-def drive(out: Path, kill: str) -> None:
+def drive(out: Path) -> None:
     import ray
     from ray.cluster_utils import Cluster
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -129,7 +123,7 @@ def drive(out: Path, kill: str) -> None:
     try:
         TorchTrainer(
             train,
-            train_loop_config={"folder": str(out), "kill": kill},
+            train_loop_config={"folder": str(out)},
             scaling_config=ScalingConfig(num_workers=NODES, resources_per_worker={"CPU": 1}),
             torch_config=ElasticTorchConfig(ELASTIC),
             run_config=RunConfig(name="ray", storage_path=str(out), failure_config=FailureConfig(max_failures=8)),
@@ -142,9 +136,7 @@ def drive(out: Path, kill: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kill", default="none", choices=["none", "one", "late", "all"])
-    arguments = parser.parse_args()
-    drive(arguments.out.resolve(), arguments.kill)
+    drive(parser.parse_args().out.resolve())
 
 
 if __name__ == "__main__":

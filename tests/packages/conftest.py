@@ -19,7 +19,7 @@ import torch
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
-collect_ignore = [] if any(map(find_spec, ("chemprop", "darts", "nequip", "litgpt"))) else ["test_packages.py"]
+collect_ignore = [] if any(map(find_spec, ("darts", "litgpt"))) else ["test_packages.py"]
 
 SCHEMES: dict[str, Callable[[], Any]] = {
     "all_reduce": AllReduce,

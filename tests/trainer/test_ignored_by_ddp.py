@@ -9,16 +9,22 @@ import pytest
 import torch
 from fits import whole_and_resumed
 from lightning.pytorch.strategies import DDPStrategy
-from problems import SHORT_SCHEMES, on_fabric, one_trainer
+from problems import on_fabric, one_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import Gossip, HierarchicalModelParallelStrategy, HierarchicalStrategy, StepsDelay
+from lightning_hiercomm import (
+    AllReduce,
+    Gossip,
+    HierarchicalModelParallelStrategy,
+    HierarchicalStrategy,
+    PeriodicAveraging,
+    StepsDelay,
+)
 from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
 pytestmark = pytest.mark.pooled
-SCHEMES = {**SHORT_SCHEMES, "gossip of ranks": Gossip(hierarchical=False)}
-del SCHEMES["steps_delay"]  # which refuses them
+SCHEMES = {"all_reduce": AllReduce(), "periodic": PeriodicAveraging(2), "gossip": Gossip(hierarchical=False)}
 OWN = ("layers.expert", "layers.table", "layers.seen")
 
 

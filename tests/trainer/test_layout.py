@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment, SLURMEnvironment
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.plugins.environments import KubeflowEnvironment, SLURMEnvironment
 from problems import Oracle, one_trainer
 
 from lightning_hiercomm import HierarchicalFabricStrategy, HierarchicalStrategy
@@ -21,43 +20,30 @@ pytestmark = pytest.mark.pooled
 
 def _variables(kind: str, rank: int, size: int) -> dict[str, str]:
     """What a launcher sets that gives every process a node of its own."""
-    common = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     if kind == "slurm":
         job = {"SLURM_JOB_NAME": "job", "SLURM_NTASKS": str(size), "SLURM_NTASKS_PER_NODE": "1"}
         return {**job, "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank), "SLURM_LOCALID": "0"}
-    if kind == "torchrun":
-        agent = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
-        return {**common, **agent, "LOCAL_RANK": "0"}
-    own = {"launcher": {"NODE_RANK": str(rank)}, "lightning": {"NODE_RANK": str(rank), "LOCAL_RANK": "0"}}
-    return {**common, **own.get(kind, {})}
+    return {"RANK": str(rank), "WORLD_SIZE": str(size)}
 
 
-ENVIRONMENTS: dict[str, Any] = {
-    "kubeflow": KubeflowEnvironment,
-    "slurm": SLURMEnvironment,
-    "torchrun": TorchElasticEnvironment,
-    "lightning": LightningEnvironment,
-    "launcher": LightningEnvironment,
-}
+ENVIRONMENTS: dict[str, Any] = {"kubeflow": KubeflowEnvironment, "slurm": SLURMEnvironment}
 
 
-def _found(folder: Any, kind: str, sizes: int | None, names: list[str], kind_of_trainer: str = "trainer") -> Any:
-    """The nodes, what was warned of them, and the device."""
-    rank, size = int(os.environ["LOCAL_RANK"]), len(names)
-    del os.environ["LOCAL_RANK"]
-    os.environ.update(_variables(kind, rank, size))
+def _found(folder: Any, kind: str, kind_of_trainer: str) -> Any:
+    """The nodes of two ranks, what was warned of them, and the device."""
+    rank = int(os.environ.pop("LOCAL_RANK"))
+    os.environ.update(_variables(kind, rank, 2))
     hosts.warn_once.cache_clear()
-    gethostname, socket.gethostname = socket.gethostname, lambda: names[rank]
-
-    arguments: dict[str, Any] = {"devices": 1, "num_nodes": size, "plugins": [ENVIRONMENTS[kind]()]}
+    gethostname, socket.gethostname = socket.gethostname, lambda: "a"
+    arguments: dict[str, Any] = {"devices": 1, "num_nodes": 2, "plugins": [ENVIRONMENTS[kind]()]}
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if kind_of_trainer == "fabric":
-                strategy: Any = HierarchicalFabricStrategy("periodic", ranks_per_node=sizes)
+                strategy: Any = HierarchicalFabricStrategy("periodic")
                 Fabric(accelerator="cpu", strategy=strategy, **arguments).launch()
             else:
-                strategy = HierarchicalStrategy("periodic", ranks_per_node=sizes)
+                strategy = HierarchicalStrategy("periodic")
                 trainer = one_trainer(folder, strategy=strategy, max_epochs=1, **arguments)
                 trainer.fit(Oracle(2))
                 trainer.validate(Validated(), verbose=False)  # connects the ranks again
@@ -75,16 +61,9 @@ class Validated(Oracle):
         return self.train_dataloader()
 
 
-def _on_ranks(borrow: Any, *arguments: Any) -> Any:
-    return borrow(lambda folder: _found(folder, *arguments), ranks=2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "trainer"),
-    [("kubeflow", "trainer"), ("kubeflow", "fabric"), ("slurm", "trainer"), ("lightning", "trainer")],
-)
+@pytest.mark.parametrize(("kind", "trainer"), [("kubeflow", "trainer"), ("kubeflow", "fabric"), ("slurm", "trainer")])
 def test_ranks_of_one_host_form_one_node_with_a_warning(borrow, kind, trainer):
-    (nodes, messages, device), other = _on_ranks(borrow, kind, None, ["a", "a"], trainer)
+    (nodes, messages, device), other = borrow(lambda folder: _found(folder, kind, trainer), ranks=2)
     assert nodes == other[0] == [[0, 1]]
     assert device == other[2] == "cpu"
     assert other[1] == []
@@ -94,19 +73,3 @@ def test_ranks_of_one_host_form_one_node_with_a_warning(borrow, kind, trainer):
         " names are used. Set ranks_per_node to choose the nodes, such as ranks_per_node=1 for those of the"
         " environment."
     )
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "names"),
-    [
-        ("kubeflow", None, ["a", "b"]),
-        ("kubeflow", 1, ["a", "a"]),
-        ("torchrun", None, ["a", "a"]),
-        ("launcher", None, ["a", "a"]),
-    ],
-)
-def test_nodes_of_one_rank_are_kept_without_a_contradiction(borrow, kind, sizes, names):
-    for nodes, messages, device in _on_ranks(borrow, kind, sizes, names):
-        assert nodes == [[0], [1]]
-        assert messages == []
-        assert device == "cpu"
