@@ -16,11 +16,6 @@ def test_an_averaging_moves_two_shares_of_the_others(nodes: int, models: float) 
     assert bounds.bytes_per_step(ROWS["all_reduce"], 25, nodes) == 100 * models
 
 
-def test_44_megabytes_take_704_milliseconds_at_500_mbit() -> None:
-    assert bounds.transfer_seconds(44e6, 500) == pytest.approx(0.704)
-    assert bounds.transfer_seconds(44e6, None) == 0
-
-
 @pytest.mark.parametrize(
     ("row", "models_per_step"),
     [

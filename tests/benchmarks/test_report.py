@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
-
-import pytest
 
 from benchmarks import report, scaling, startup
-from benchmarks.__main__ import make_parser
 from benchmarks.documents import CHECKOUT
 
 RESULTS = CHECKOUT / "benchmarks" / "results"
@@ -29,26 +25,3 @@ def test_stored_pictures_are_shown_by_a_page_and_small():
     assert stored
     assert stored - shown == set(), "delete them: `python -m benchmarks report` draws them again"
     assert [picture for picture in stored if picture.stat().st_size > 50_000] == []
-
-
-@pytest.mark.nightly
-@pytest.mark.long("draws all pictures of the stored results")
-@pytest.mark.parametrize(
-    ("command", "pictures"),
-    [
-        (
-            ["report"],
-            ["rows-mlp1m-4x1-500mbit.png", "accuracy-characters-2x2-500mbit.png", "front/8-sgd-short-cnn.png"],
-        ),
-        (["scaling", "--stored"], ["scaling.png"]),
-        (["papers", "--stored"], ["000.png", "001.png", "002.png", "003.png", "004.png"]),
-    ],
-    ids=["report", "scaling", "papers"],
-)
-def test_commands_draw_all_that_is_stored(tmp_path, command, pictures):
-    results = tmp_path / "results"
-    source = RESULTS / "papers" if command[0] == "papers" else RESULTS
-    shutil.copytree(source, results, ignore=shutil.ignore_patterns("*.png", "*.md"))
-    arguments = make_parser().parse_args([*command, "--out", str(results)])
-    arguments.command(arguments)
-    assert all((results / name).stat().st_size > 10_000 for name in pictures)

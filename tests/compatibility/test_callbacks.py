@@ -6,13 +6,10 @@ import copy
 import os
 from functools import partial
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     BatchSizeFinder,
-    EarlyStopping,
     EMAWeightAveraging,
     LearningRateFinder,
     LearningRateMonitor,
@@ -27,21 +24,6 @@ from problems import Quadratic, same_bits
 from lightning_hiercomm import PeriodicAveraging
 
 
-class Epochs(Quadratic):
-    lr = 0.3
-
-    def on_train_epoch_start(self):
-        self.report = [*(self.report or []), self.trainer.current_epoch]
-
-
-@pytest.mark.long("fits under one scheme after another until they stop")
-@pytest.mark.feature("EarlyStopping")
-def test_early_stopping(follows_one_device):
-    ours, one = follows_one_device(Epochs, callbacks=lambda: [EarlyStopping("val_loss", 0.2)], max_epochs=20)
-    assert 2 < len(one["report"]) < 20
-    assert [report["report"] for report in ours] == [one["report"]] * 4
-
-
 @pytest.mark.feature("LearningRateMonitor")
 def test_learning_rate_monitor(fit, scheme, tmp_path):
     class Scheduled(Quadratic):
@@ -54,16 +36,6 @@ def test_learning_rate_monitor(fit, scheme, tmp_path):
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     column = header.split(",").index("lr-SGD")
     assert [row.split(",")[column] for row in rows if row.split(",")[column]] == ["0.1", "0.05", "0.025"]
-
-
-@pytest.mark.feature("BackboneFinetuning (parameters unfrozen in mid-run)")
-def test_backbone_finetuning(follows_one_device):
-    def unfreeze():
-        return [BackboneFinetuning(1, lambda_func=lambda _: 1.0, backbone_initial_lr=0.05, train_bn=False)]
-
-    strategy = {"find_unused_parameters": True}
-    _, one = follows_one_device(Quadratic, strategy=strategy, callbacks=unfreeze, max_epochs=3)
-    assert not torch.equal(one["state_dict"]["backbone.bias"], Quadratic().backbone.bias)
 
 
 EMA = "validation during fit runs on each rank's own average; checkpoints and the end of fit hold the mean of them"
@@ -90,7 +62,7 @@ def checkpoints(follows_one_device, tmp_path):
             return [*copy.deepcopy(also), ModelCheckpoint(folder, **arguments)]
 
         trainer = arguments.pop("trainer", {})
-        follows_one_device(partial(Quadratic, 6), callbacks=callbacks, apart=True, enable_checkpointing=True, **trainer)
+        follows_one_device(partial(Quadratic, 6), callbacks=callbacks, enable_checkpointing=True, **trainer)
         files = sorted(path.name for path in (tmp_path / "one").iterdir())
         assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == files
         for name in files:
@@ -134,7 +106,7 @@ def test_checkpoint_when_all_ranks_raise(on_ranks, tmp_path, kind):
         with pytest.raises(ValueError, match="on purpose"):
             trainer.fit(Failing())
 
-    on_ranks(main, apart=True)
+    on_ranks(main)
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     assert saved["global_step"] == 3
     assert not torch.equal(saved["state_dict"]["head.bias"], Quadratic().head.bias)
@@ -229,20 +201,3 @@ def test_all_ranks_find_the_same_learning_rate(fit_on_ranks):
 def test_batch_size_finder_is_refused(fit, scheme):
     with pytest.raises(Exception, match="not supported with distributed strategies"):
         fit(Quadratic(), {"scheme": scheme}, callbacks=[BatchSizeFinder()], enable_checkpointing=True, forked=True)
-
-
-class Watching(pl.Callback):
-    """A callback of the user's sees the averaged parameters when an epoch's validation and the run end."""
-
-    def on_validation_end(self, trainer, pl_module):
-        pl_module.report = [*(pl_module.report or []), pl_module.head.bias.item()]
-
-    def on_train_end(self, trainer, pl_module):
-        pl_module.report.append(pl_module.head.bias.item())
-
-
-@pytest.mark.feature("callbacks of your own see the averaged model in validation and at the end")
-def test_callbacks_see_the_averaged_model(follows_one_device):
-    ours, one = follows_one_device(Quadratic, callbacks=lambda: [Watching()], val_check_interval=2)
-    for report in ours:
-        assert report["report"] == pytest.approx(one["report"], abs=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
-import torch
 from lightning.pytorch.utilities import CombinedLoader
 from problems import Quadratic, same_bits
 
@@ -106,12 +105,3 @@ def test_max_time_stops_all_ranks_after_the_same_step(fit_on_ranks):
     same_bits(reports)
     assert reports[0]["report"][0] > 0
     assert len({report["report"][0] for report in reports}) == 1
-
-
-@pytest.mark.nightly
-@pytest.mark.feature("detect_anomaly, deterministic")
-def test_anomaly_detection_and_determinism(follows_one_device):
-    try:
-        follows_one_device(Quadratic, detect_anomaly=True, deterministic=True, max_epochs=1)
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pairwise import on_push
 from problems import Net, Normalized, Quadratic, same_bits
 from torch import nn
-
-
-@pytest.mark.feature("automatic optimization")
-def test_automatic_optimization(follows_one_device):
-    ours, one = follows_one_device(Quadratic)
-    assert not torch.equal(one["state_dict"]["head.bias"], Quadratic().head.bias)
-    assert ours[0]["metrics"]["val_loss"] == pytest.approx(one["metrics"]["val_loss"])
 
 
 class Gan(Net):
@@ -57,56 +49,6 @@ def test_gan_with_toggled_optimizers(follows_one_device):
     assert not torch.equal(one["state_dict"]["generator.0.bias"], Gan().generator[0].bias)
 
 
-@pytest.mark.feature("gradient clipping by norm and by value")
-@pytest.mark.parametrize("algorithm", on_push(["norm", "value"], "norm"))
-def test_gradient_clipping(follows_one_device, algorithm):
-    clip = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
-    _, one = follows_one_device(Net, use_distributed_sampler=False, **clip)
-    _, unclipped = follows_one_device(Net, use_distributed_sampler=False)
-    assert not torch.allclose(one["state_dict"]["layers.0.weight"], unclipped["state_dict"]["layers.0.weight"])
-
-
-class Scheduled(Quadratic):
-    def __init__(self, interval: str) -> None:
-        super().__init__()
-        self.interval = interval
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
-
-    def on_train_batch_start(self, *_):
-        self.report = [*(self.report or []), self.trainer.optimizers[0].param_groups[0]["lr"]]
-
-
-@pytest.mark.feature("learning rate schedulers, by step and by epoch")
-@pytest.mark.parametrize("interval", on_push(["step", "epoch"], "epoch"))
-def test_learning_rate_schedulers(follows_one_device, interval):
-    ours, one = follows_one_device(lambda: Scheduled(interval))
-    assert len(set(one["report"])) == (8 if interval == "step" else 2)
-    assert [report["report"] for report in ours] == [one["report"]] * 4
-
-
-class OnPlateau(Quadratic):
-    lr = 0.9
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
-
-    def on_train_epoch_end(self):
-        self.report = [*(self.report or []), self.trainer.optimizers[0].param_groups[0]["lr"]]
-
-
-@pytest.mark.feature("ReduceLROnPlateau")
-def test_reduce_lr_on_plateau(follows_one_device):
-    ours, one = follows_one_device(OnPlateau, max_epochs=3)
-    assert one["report"][-1] < 0.9
-    assert [report["report"] for report in ours] == [one["report"]] * 4
-
-
 class UsedOnOneRank(Quadratic):
     """The head takes part on rank 1 only: on its node DDP averages with a zero, on the other node no rank uses it."""
 
@@ -125,13 +67,6 @@ def test_parameters_used_on_one_rank_only(fit_on_ranks):
 @pytest.mark.long("imports torch's compiler, and compiles on every rank")
 def test_compiled_module(compiler, follows_one_device):
     follows_one_device(lambda: torch.compile(Net(), backend="aot_eager"), use_distributed_sampler=False)
-
-
-@pytest.mark.feature("BatchNorm statistics are averaged")
-def test_batchnorm_statistics_are_those_of_all_samples(follows_one_device):
-    _, one = follows_one_device(Normalized, strategy={"broadcast_buffers": False})
-    assert one["state_dict"]["norm.num_batches_tracked"] == 8
-    assert one["state_dict"]["norm.running_mean"].abs().min() > 0.1
 
 
 @pytest.mark.feature("BatchNorm statistics are averaged")

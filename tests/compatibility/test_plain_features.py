@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from problems import BATCH, Manual, Normalized, Quadratic
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
+from problems import BATCH, Manual, Net, Normalized, Quadratic
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -53,47 +62,139 @@ class Configured(Quadratic):
             self.head.load_state_dict(self.state["head"])
 
 
+class Epochs(Quadratic):
+    lr = 0.3
+
+    def on_train_epoch_start(self):
+        self.report = [*(self.report or []), self.trainer.current_epoch]
+
+
+class Scheduled(Quadratic):
+    def __init__(self, interval: str) -> None:
+        super().__init__()
+        self.interval = interval
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
+
+    def on_train_batch_start(self, *_):
+        self.report = [*(self.report or []), self.trainer.optimizers[0].param_groups[0]["lr"]]
+
+
+class OnPlateau(Quadratic):
+    lr = 0.9
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+    def on_train_epoch_end(self):
+        self.report = [*(self.report or []), self.trainer.optimizers[0].param_groups[0]["lr"]]
+
+
+class Watching(pl.Callback):
+    """A callback of the user's sees the averaged parameters when an epoch's validation and the run end."""
+
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.report = [*(pl_module.report or []), pl_module.head.bias.item()]
+
+    def on_train_end(self, trainer, pl_module):
+        pl_module.report.append(pl_module.head.bias.item())
+
+
 BARE = {"logger": None, "enable_checkpointing": None, "enable_progress_bar": None, "enable_model_summary": None}
+UNUSED, SHARED = {"find_unused_parameters": True}, {"broadcast_buffers": False}
+ALIKE = {"use_distributed_sampler": False}  # ranks of Net train on the same samples
+CLIP = {"gradient_clip_val": 0.05, **ALIKE}
+feature, nightly = pytest.mark.feature, pytest.mark.nightly
 
 
-def weight_averaging() -> Any:
+def averaging() -> list[pl.Callback]:
     return [StochasticWeightAveraging(0.05, swa_epoch_start=1)]
 
 
-def other_accumulation() -> Any:
-    return [GradientAccumulationScheduler({0: 3, 1: 1})]
+def unfreezing() -> list[pl.Callback]:
+    return [BackboneFinetuning(1, lambda_func=lambda _: 1.0, backbone_initial_lr=0.05, train_bn=False)]
 
 
-feature, nightly = pytest.mark.feature, pytest.mark.nightly
-ACCUMULATION, AVERAGING = feature("gradient accumulation"), feature("StochasticWeightAveraging")
-UNUSED, SHARED = {"find_unused_parameters": True}, {"broadcast_buffers": False}
+def row(
+    marks: Any, make: Any = Quadratic, acts: Callable[[dict[str, Any]], bool] = lambda one: True, **arguments: Any
+) -> Any:
+    """A module, what tells in the report of one device that the feature acts, and a Trainer's arguments."""
+    return pytest.param(make, acts, arguments, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments"),
+    ("make", "acts", "arguments"),
     [
-        pytest.param(Manual, {}, marks=feature("manual optimization")),
-        pytest.param(Quadratic, {"accumulate_grad_batches": 2}, marks=ACCUMULATION),
-        pytest.param(Quadratic, {"accumulate_grad_batches": 4}, marks=[ACCUMULATION, nightly]),
-        pytest.param(Quadratic, {"callbacks": other_accumulation}, marks=ACCUMULATION),
-        pytest.param(SomeUnused, {"strategy": UNUSED}, marks=feature("unused parameters")),
-        pytest.param(Quadratic, {"strategy": {"static_graph": True}}, marks=feature("DDP's static_graph")),
-        pytest.param(Configured, {}, marks=feature("configure_model")),
-        pytest.param(Streaming, {}, marks=feature("IterableDataset")),
-        pytest.param(
+        row(feature("automatic optimization"), acts=lambda one: one["metrics"]["val_loss"] < 6),
+        row(feature("manual optimization"), Manual),
+        row(feature("gradient accumulation"), accumulate_grad_batches=2),
+        row([feature("gradient accumulation"), nightly], accumulate_grad_batches=4),
+        row(feature("gradient accumulation"), callbacks=lambda: [GradientAccumulationScheduler({0: 3, 1: 1})]),
+        row(feature("gradient clipping by norm and by value"), Net, gradient_clip_algorithm="norm", **CLIP),
+        row([feature("gradient clipping by norm and by value"), nightly], Net, gradient_clip_algorithm="value", **CLIP),
+        row(
+            [feature("learning rate schedulers, by step and by epoch"), nightly],
+            partial(Scheduled, "step"),
+            lambda one: len({*one["report"]}) == 8,
+        ),
+        row(
+            feature("learning rate schedulers, by step and by epoch"),
+            partial(Scheduled, "epoch"),
+            lambda one: len({*one["report"]}) == 2,
+        ),
+        row(feature("ReduceLROnPlateau"), OnPlateau, lambda one: one["report"][-1] < 0.9, max_epochs=3),
+        row(
+            feature("EarlyStopping"),
+            Epochs,
+            lambda one: 2 < len(one["report"]) < 20,
+            callbacks=lambda: [EarlyStopping("val_loss", 0.2)],
+            max_epochs=20,
+        ),
+        row(
+            feature("BackboneFinetuning (parameters unfrozen in mid-run)"),
+            acts=lambda one: not torch.equal(one["state_dict"]["backbone.bias"], Quadratic().backbone.bias),
+            strategy=UNUSED,
+            callbacks=unfreezing,
+            max_epochs=3,
+        ),
+        row(
+            feature("callbacks of your own see the averaged model in validation and at the end"),
+            acts=lambda one: len({*one["report"]}) > 3,
+            callbacks=lambda: [Watching()],
+            val_check_interval=2,
+        ),
+        row(
+            feature("BatchNorm statistics are averaged"),
+            Normalized,
+            lambda one: bool(one["state_dict"]["norm.running_mean"].abs().min() > 0.1),
+            strategy=SHARED,
+        ),
+        row(feature("unused parameters"), SomeUnused, strategy=UNUSED),
+        row(feature("DDP's static_graph"), strategy={"static_graph": True}),
+        row(feature("configure_model"), Configured),
+        row(feature("IterableDataset"), Streaming),
+        row(
+            [feature("reload_dataloaders_every_n_epochs"), nightly],
             Reloading,
-            {"reload_dataloaders_every_n_epochs": 1},
-            marks=[feature("reload_dataloaders_every_n_epochs"), nightly],
+            reload_dataloaders_every_n_epochs=1,
         ),
-        pytest.param(
-            Quadratic,
-            {"barebones": True, "num_sanity_val_steps": None, **BARE},
-            marks=[feature("Trainer(barebones=True)"), nightly],
-        ),
+        row([feature("Trainer(barebones=True)"), nightly], barebones=True, num_sanity_val_steps=None, **BARE),
+        row([feature("detect_anomaly, deterministic"), nightly], detect_anomaly=True, deterministic=True, max_epochs=1),
         # a push trains it with BatchNorm, whose statistics it collects again
-        pytest.param(Quadratic, {"callbacks": weight_averaging, "max_epochs": 5}, marks=[AVERAGING, nightly]),
-        pytest.param(Normalized, {"strategy": SHARED, "callbacks": weight_averaging, "max_epochs": 4}, marks=AVERAGING),
+        row([feature("StochasticWeightAveraging"), nightly], callbacks=averaging, max_epochs=5),
+        row(feature("StochasticWeightAveraging"), Normalized, strategy=SHARED, callbacks=averaging, max_epochs=4),
     ],
 )
-def test_training_follows_one_device(follows_one_device, make, arguments):
-    follows_one_device(make, **arguments)
+def test_training_follows_one_device(follows_one_device, make, acts, arguments):
+    try:
+        ours, one = follows_one_device(make, **arguments)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert acts(one)
+    for report in ours:
+        assert report["report"] == pytest.approx(one["report"], abs=1e-5)

@@ -109,7 +109,7 @@ def test_tuner(on_ranks):
 @pytest.mark.feature("profilers: simple, advanced, PyTorch")
 @pytest.mark.parametrize("profiler", on_push([SimpleProfiler, AdvancedProfiler, PyTorchProfiler], SimpleProfiler))
 def test_profilers(follows_one_device, profiler, tmp_path):
-    follows_one_device(Quadratic, profiler=profiler(dirpath=tmp_path, filename="profile"), max_epochs=1, apart=True)
+    follows_one_device(Quadratic, profiler=profiler(dirpath=tmp_path, filename="profile"), max_epochs=1)
     assert len(list(tmp_path.glob("fit-profile*"))) >= 4
     if profiler is not PyTorchProfiler:
         assert "optimizer_step" in (tmp_path / "fit-profile.txt").read_text()

@@ -1,10 +1,7 @@
 """A small corpus instead of the machine's sources."""
 
-import os
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.language import corpus, nodes
 
@@ -18,26 +15,3 @@ def small_corpus(monkeypatch):
     nodes.task_of.cache_clear()
     yield made
     nodes.task_of.cache_clear()
-
-
-@pytest.fixture
-def in_two_processes(borrow, small_corpus):
-    """Returns what a program returns on two ranks, which train on the small corpus, too."""
-
-    def on_both(program):
-        def run(_):
-            if dist.is_initialized():  # by a test before, in borrowed processes
-                dist.destroy_process_group()
-            dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
-            before, corpus.load = corpus.load, lambda: small_corpus
-            nodes.task_of.cache_clear()
-            try:
-                return program()
-            finally:
-                dist.destroy_process_group()
-                corpus.load = before
-                nodes.task_of.cache_clear()
-
-        return borrow(run, 2)
-
-    return on_both

@@ -7,26 +7,16 @@ from dataclasses import replace
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from benchmarks.language import corpus
-from benchmarks.language.methods import METHODS
 from benchmarks.language.model import SIZES, Transformer, loss_of
-from benchmarks.language.nodes import Checkpoint, Node, Outcome, Plan, held_out_loss, train
+from benchmarks.language.nodes import Plan, held_out_loss, train
 from benchmarks.simulate.simulation import schedule
 from benchmarks.simulate.tasks import Batches
-from lightning_hiercomm.comm.torch import connect_torch
 
 STEPS = SIZES["toy"].steps
 METHODS_WITH_STATE = ("five_levels", "power_sgd", "diloco16", "daso", "gossip", "steps_delay")
-
-
-class Processes:
-    """Connects nodes that are processes."""
-
-    def connect(self, rank, meter):
-        return connect_torch(meter)
 
 
 class Stopped(Exception):
@@ -40,25 +30,6 @@ def plan(method, nodes=2):
 def assert_same(first, second):
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-def as_processes():
-    """Return the parameters of every method's node after a run, as a rank of a real process group."""
-    after = {}
-    for method in METHODS:
-        made = plan(method)
-        node = Node(made, made.experiment().task.model(0), dist.get_rank(), Processes(), Outcome())
-        node.run(Checkpoint(None), lambda _: None)
-        after[method] = [parameter.detach() for parameter in node.module.parameters()]
-    return after
-
-
-def test_two_threads_equal_two_processes_exactly_for_every_method(in_two_processes):
-    first, second = in_two_processes(as_processes)
-    for method in METHODS:
-        expected = train(plan(method)).parameters
-        assert_same(expected, first[method])
-        assert_same(expected, second[method])
 
 
 class Module(pl.LightningModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.language import report, runs
+from benchmarks.language import runs
 from benchmarks.language.corpus import _part_of
 from benchmarks.language.methods import METHODS
 from benchmarks.language.model import SIZES, Transformer
@@ -49,14 +49,6 @@ def test_whole_runs_are_at_the_best_rate_only():
     assert due == [(method, 0, seed) for seed in (0, 1, 2) for method in TWO]
 
 
-def test_the_rest_of_the_time_counts_short_runs_by_their_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "STORED", tmp_path / "nothing")
-    runs.store("small", 8, known_of({-1: 2.1, 0: 2.0, 1: 2.2}), tmp_path)
-    driver = runs.Driver("small", 8, TWO, 3, tmp_path, "cpu", workers=1)
-    hours = 10.0 / SIZES["small"].short * 6 * SIZES["small"].steps / 3600
-    assert driver.estimate() == f"6 of at least 12 runs, {hours:.1f} hours left with 1 quiet cores"
-
-
 def test_a_rate_is_chosen_by_the_tuning_part():
     one, other = run(2.0), run(2.1)
     other.points[-1][2] = 1.0  # better, but on the judging part
@@ -85,28 +77,6 @@ def test_a_run_is_stored_when_it_ends_and_its_checkpoint_removed(tmp_path):
     assert runs.load("toy", 2, tmp_path) == {key: made}
     assert [path.name for path in (tmp_path / "toy-2-nodes").iterdir()] == ["int4.+0.0.json"]
     assert [int(step) for step, *_ in made.points] == list(range(2, 17, 2))
-
-
-@pytest.mark.parametrize(("seed", "steps"), [(None, SIZES["toy"].short), (1, SIZES["toy"].steps)])
-def test_short_runs_and_further_seeds_are_evaluated_at_their_ends_only(seed, steps, tmp_path):
-    made = runs.run_one("toy", 2, Key("int4", 0, seed), tmp_path, "cpu")
-    assert [int(step) for step, *_ in made.points] == [steps]
-
-
-def test_the_report_compares_runs_of_the_same_seeds(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "STORED", tmp_path)
-    known = {Key("all_reduce", 0, seed): run(2.0 + seed) for seed in range(3)}
-    known |= {Key("int4", 0, seed): run(2.1 + seed + seed / 100, 12.5, method="int4") for seed in range(3)}
-    known |= known_of({-1: 2.1, 0: 2.0, 1: 2.2}, ["int4"]) | known_of({0: 2.0}, ["all_reduce"])
-    runs.store("small", 8, known, tmp_path)
-    rows = report.losses("small").splitlines()
-    assert rows[2] == "| AllReduce | 1/1 | 0.004 (not bracketed) | 3.100 |  | 3 |"
-    assert rows[3].startswith("| AllReduce, int4 | 1/8 | 0.004 | 3.210 | **+0.110**, from 0.085 to 0.135")
-    assert report.status("small").startswith(f"**Incomplete: 10 of at least {6 * len(METHODS)} runs**")
-    assert "| 0.002 | 0.004 | 0.008 |" in report.ladder("small").splitlines()[0]
-    assert "steps to 2.600" in report.until_loss("small") or "steps to 3.600" in report.until_loss("small")
-    assert [path.name for path in report.write(tmp_path)] == ["small.png"]
-    assert (tmp_path / "small.png").stat().st_size > 1000
 
 
 def test_parts_of_the_corpus_depend_on_names_only():

@@ -10,7 +10,6 @@ from benchmarks.papers import front, tuned
 from benchmarks.papers.many import Arena
 from benchmarks.papers.paired import Difference
 from benchmarks.papers.tuned import TUNING_SEEDS, Climb
-from benchmarks.predict.cluster import Workload
 from lightning_hiercomm.schemes import DASO, PeriodicAveraging
 
 pytest.importorskip("mnist1d")
@@ -67,16 +66,6 @@ def test_a_step_of_ddp_takes_as_long_as_its_bytes_on_a_slow_link():
     assert others[-1] == pytest.approx(744 * one)
 
 
-def test_time_depends_on_little_but_bytes_per_second_of_computation():
-    way, twice = WAYS["AllReduce, int4"], Workload.of_step(50e6, 0.2)
-    ratios = [
-        front.seconds_by_step(way, SHORT.arena, 1e9, workload)[-1]
-        / front.seconds_by_step(None, SHORT.arena, 1e9, workload)[-1]
-        for workload in (front.WORKLOAD, twice)
-    ]
-    assert ratios[0] == pytest.approx(ratios[1], rel=0.05)
-
-
 @pytest.mark.parametrize(
     ("model", "epochs", "phase"), [("cnn", 12, 3 * 62), ("cnn", 48, 4 * 62), ("characters", 1, 175)]
 )
@@ -118,12 +107,6 @@ def test_a_run_that_diverged_counts_as_none_right_on_the_way():
     found = climb_of(50.0, 80.0, seeds=(0, 1))
     found.curves[-5][1] = [None, None]
     assert front.median_curve(found) == [25.0, 40.0]
-
-
-def test_one_bad_run_does_not_move_the_target():
-    known = {"AllReduce": climb_of(*straight(90.0))}
-    known["AllReduce"].curves[-5] = {**known["AllReduce"].curves[-5], 3: straight(60.0)}
-    assert front.target_of(SHORT, known) == 89.0
 
 
 # ---- settings and files ----------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from pairwise import on_push
 from torch.nn.utils import parameters_to_vector
 
 from benchmarks.papers.many import (
-    NETWORKS,
     Arena,
     Averages,
     Compressed,
@@ -139,17 +138,6 @@ def test_batchnorm_runs_end_where_the_scheme_does(ours):
     assert accuracy == pytest.approx(100 * curve.points[-1].accuracy, abs=0.3)
 
 
-@pytest.mark.nightly
-def test_character_runs_end_where_the_scheme_does():
-    arena = Arena("characters", 2, 6000, 1, "adamw", "characters")
-    found = train(arena, Averages(4), [(0.3, 1), (0.01, 3)])
-    experiment = Experiment(
-        "it", PeriodicAveraging(4), 2, arena.steps, 0.01, 6000, CHARACTERS, seed=3, shards=True, optimizer=adamw
-    )
-    expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
-    torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
-
-
 def test_characters_that_tune_and_judge_do_not_overlap():
     (train_windows, train_next), (tuning, tuning_next), (judging, _) = character_split()
     assert len(train_windows) == len(train_next)
@@ -180,20 +168,6 @@ def test_adamw_is_torchs():
     )
     expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
     torch.testing.assert_close(found[1], expected, atol=3e-4, rtol=0)
-
-
-@pytest.mark.nightly
-def test_moments_of_adamw_that_travel_as_int4_are_the_schemes():
-    arena, wire = replace(ARENA, optimizer="adamw"), "int4"
-    found = train(arena, Averages(4, wire_named(wire), 0.25, with_state=True), [(0.01, 1), (0.002, 2)])
-    scheme = PeriodicAveraging(4, warmup_steps=0.25)
-    experiment = Experiment("it", scheme, 4, 40, 0.002, 100, TASKS["mnist1d"], seed=2, optimizer=adamw, shards=True)
-    experiment = replace(experiment, wire_dtype=wire, average_optimizer_state=True)
-    expected = parameters_to_vector(simulate(experiment, SITES["000"], 1).parameters)
-    apart = (found[1] - expected).norm() / (
-        expected - parameters_to_vector(TASKS["mnist1d"].model(2).parameters())
-    ).norm()
-    assert apart < 0.05  # blocks of the scheme end elsewhere, where tensors of the state do
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9 on")
@@ -248,18 +222,6 @@ def test_scores_are_those_of_the_module(model):
     flat = torch.stack([parameters_to_vector(model.parameters()) for model in models])
     expected = torch.stack([model(own) for model, own in zip(models, inputs, strict=True)])
     torch.testing.assert_close(arena.scores(flat, inputs), expected)
-
-
-def test_batchnorm_evaluates_with_running_statistics():
-    model = NORMALIZED.model(0)
-    for _ in range(3):
-        model(torch.randn(5, 40))
-    model.eval()
-    layers = [layer for layer in model if isinstance(layer, torch.nn.BatchNorm1d)]
-    statistics = [value for layer in layers for value in (layer.running_mean, layer.running_var)]
-    flat = torch.cat([parameters_to_vector(model.parameters()), *statistics])[None]
-    inputs = torch.randn(1, 7, 40)
-    torch.testing.assert_close(NETWORKS["batchnorm"].scores(flat, inputs)[0], model(inputs[0]))
 
 
 def test_shards_of_an_epoch_share_no_example_and_miss_none():

@@ -42,12 +42,6 @@ def test_a_difference_is_of_runs_with_the_same_seed():
     assert Sample({}).text() == Sample({}).against(low) == ""
 
 
-def test_the_best_accuracy_is_averaged_over_seeds():
-    run = {"error": None, "points": [[1, 1.0, 0.4, 2.0], [2, 2.0, 0.6, 1.0]]}
-    results = Results({"it": {0: run, 1: {**run, "points": run["points"][:1]}}})
-    assert results.best("it").mean == pytest.approx(50.0)
-
-
 def test_the_best_of_several_settings_is_one_that_never_diverged():
     def run(accuracy, error=None):
         return {"error": error, "points": [[1, 1.0, accuracy, 1.0]]}
