@@ -107,65 +107,35 @@ _OUTER_SCHEDULERS = {"halving": partial(StepLR, step_size=1, gamma=0.5)}
 
 @dataclass(frozen=True)
 class Combination:
-    """One run; the defaults are the simplest values.
+    """One run; the defaults are the simplest values."""
 
-    Attributes:
-        scheme: The kind of scheme.
-        arguments: Of the scheme, by name; objects are given by a name.
-        nodes: Of how many ranks.
-        weights: Of the ranks.
-        reweight: Before which step the ranks get their weights in reversed order.
-        wire: Payload type between nodes.
-        raw: Whether parameters themselves are encoded.
-        bucket_bytes: Upper bound of a bucket.
-        dtype: Of the parameters.
-        optimizer: The user's.
-        two: Whether two optimizers have a half of the parameters each.
-        buffer: Float buffers: none, ``"statistics"`` or ``"mask"``, which holds -inf.
-        state: Whether the optimizer's state is averaged.
-        policy: ``on_nonfinite``.
-        unfreeze: Before which step a parameter that was frozen is trained.
-        freeze: Before which step one is frozen.
-        again: Before which step that one is trained again.
-        clamp: The bound that a program writes to the weights between steps.
-        looks: After which steps a callback reads the averaged model.
-        resume: After which step the run goes on from a file.
-        skip: Step and node whose gradient scaler skips the optimizer.
-        losses: Of the epochs, on rank 0; empty if the scheme gets none.
-        epochs: How many.
-        steps: Of every epoch.
-        knows_last: Whether the last step of an epoch is known as such.
-        warmup: ``warmup_steps`` of periodic averaging and DiLoCo: steps, or a share of the run.
-        grows: Whether the learning rate grows from step to step.
-    """
-
-    scheme: str = "all_reduce"
-    arguments: tuple[tuple[str, Any], ...] = ()
-    nodes: str = "1+1"
-    weights: tuple[float, ...] | None = None
-    reweight: int | None = None
-    wire: str | None = None
-    raw: bool = False
-    bucket_bytes: int = 2**20
-    dtype: str = "float64"
-    optimizer: str = "sgd"
-    two: bool = False
-    buffer: str | None = None
-    state: bool = False
-    policy: str = "ignore"
-    unfreeze: int | None = None
-    freeze: int | None = None
-    again: int | None = None
-    clamp: float | None = None
-    looks: tuple[int, ...] = ()
-    resume: int | None = None
-    skip: tuple[int, int] | None = None
-    losses: tuple[float, ...] = ()
-    epochs: int = 2
-    steps: int = 7
-    knows_last: bool = True
-    warmup: int | float = 0
-    grows: bool = False
+    scheme: str = "all_reduce"  # the kind of scheme
+    arguments: tuple[tuple[str, Any], ...] = ()  # of the scheme, by name; objects are given by a name
+    nodes: str = "1+1"  # of how many ranks
+    weights: tuple[float, ...] | None = None  # of the ranks
+    reweight: int | None = None  # before which step the ranks get their weights in reversed order
+    wire: str | None = None  # payload type between nodes
+    raw: bool = False  # whether parameters themselves are encoded
+    bucket_bytes: int = 2**20  # upper bound of a bucket
+    dtype: str = "float64"  # of the parameters
+    optimizer: str = "sgd"  # the user's
+    two: bool = False  # whether two optimizers have a half of the parameters each
+    buffer: str | None = None  # float buffers: none, ``"statistics"`` or ``"mask"``, which holds -inf
+    state: bool = False  # whether the optimizer's state is averaged
+    policy: str = "ignore"  # ``on_nonfinite``
+    unfreeze: int | None = None  # before which step a parameter that was frozen is trained
+    freeze: int | None = None  # before which step one is frozen
+    again: int | None = None  # before which step that one is trained again
+    clamp: float | None = None  # the bound that a program writes to the weights between steps
+    looks: tuple[int, ...] = ()  # after which steps a callback reads the averaged model
+    resume: int | None = None  # after which step the run goes on from a file
+    skip: tuple[int, int] | None = None  # step and node whose gradient scaler skips the optimizer
+    losses: tuple[float, ...] = ()  # of the epochs, on rank 0; empty if the scheme gets none
+    epochs: int = 2  # how many
+    steps: int = 7  # of every epoch
+    knows_last: bool = True  # whether the last step of an epoch is known as such
+    warmup: int | float = 0  # ``warmup_steps`` of periodic averaging and DiLoCo: steps, or a share of the run
+    grows: bool = False  # whether the learning rate grows from step to step
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -404,25 +374,27 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
 
 def goes_together(c: Combination) -> bool:
     """Return whether no documented rule forbids a combination."""
-    if c.scheme == "steps_delay" and c.argument("local_update") == "glu" and c.optimizer.startswith("adam"):
-        return False  # refused: GLU needs SGD
-    if c.scheme == "steps_delay" and c.wire in ("int8", "int4"):
-        return False  # refused: a server gets gradients
     parts = c.argument("fragments", 1)
-    if c.dtype in _DTYPES and c.argument("staleness") and isinstance(parts, int) and parts > 1:
-        return False  # may be refused: parts are of one type, so there may be more, and each is due earlier
-    if c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments):
-        return False  # refused: one half has no such parameters
-    if c.skip is not None and c.skip[0] < c.synchronous_steps:
-        return False  # then all nodes skip
-    parts = c.argument("fragments")
-    if isinstance(parts, int) and c.dtype in _DTYPES and c.argument("staleness"):
-        most = parts + len(set(_DTYPES[c.dtype])) - 1  # one more for each further type
-        period = c.argument("sync_every") or c.argument("schedule")[1]
-        staggered = c.scheme == "diloco" or c.argument("schedule")[0] == "staggered"
-        if staggered and c.argument("staleness") > Staggered(period).longest_staleness(most):
-            return False  # refused: one exchange is in flight at a time
-    return True
+    is_cut_late = isinstance(parts, int) and parts > 1 and c.dtype in _DTYPES and c.argument("staleness")
+    is_server = c.scheme == "steps_delay"
+    return not (
+        (is_server and c.argument("local_update") == "glu" and c.optimizer.startswith("adam"))  # refused: GLU needs SGD
+        or (is_server and c.wire in ("int8", "int4"))  # refused: a server gets gradients
+        or is_cut_late  # may be refused: parts are of one type, so there may be more, and each is due earlier
+        # refused: one half has no such parameters
+        or (c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments))
+        or (c.skip is not None and c.skip[0] < c.synchronous_steps)  # then all nodes skip
+        or (c.dtype in _DTYPES and parts == 1 and _is_late_for_types(c))  # refused: one exchange is in flight at a time
+    )
+
+
+def _is_late_for_types(c: Combination) -> bool:
+    """Whether parts of one type each, of which there are more then, are due before they can be merged."""
+    if c.argument("fragments") is None or not c.argument("staleness"):
+        return False
+    period = c.argument("sync_every") or c.argument("schedule")[1]
+    is_staggered = c.scheme == "diloco" or c.argument("schedule")[0] == "staggered"
+    return is_staggered and c.argument("staleness") > Staggered(period).longest_staleness(len({*_DTYPES[c.dtype]}))
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -430,19 +402,12 @@ def goes_together(c: Combination) -> bool:
 
 @dataclass
 class Record:
-    """The record of one half of a rank's parameters.
+    """The record of one half of a rank's parameters."""
 
-    Attributes:
-        trace: All values after every step.
-        looks: Averaged values.
-        end: All values at the end.
-        buffer: The buffer at the end.
-    """
-
-    trace: list[Tensor] = field(default_factory=list)
-    looks: dict[int, Tensor] = field(default_factory=dict)
-    end: Tensor | None = None
-    buffer: Tensor | None = None
+    trace: list[Tensor] = field(default_factory=list)  # all values after every step
+    looks: dict[int, Tensor] = field(default_factory=dict)  # averaged values
+    end: Tensor | None = None  # all values at the end
+    buffer: Tensor | None = None  # the buffer at the end
 
 
 def halves_of(c: Combination) -> list[dict[str, tuple[int, ...]]]:

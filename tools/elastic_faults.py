@@ -47,27 +47,17 @@ HANGS_AFTER = 60.0
 
 @dataclass
 class Fault:
-    """Something that happens to a node.
+    """Something that happens to a node."""
 
-    Attributes:
-        wait: Seconds after the one before.
-        what: ``"kill"``, ``"stop"`` or ``"cut"``.
-        node: To whom; if it does not train at that moment, the next one does.
-        lasts: Seconds until it goes on, of a node that is stopped or cut off.
-        at: When it happened, in seconds since the run began.
-        survivors_waited: How long any other node stood still at most from the fault on, until that one was back.
-        asked_after: Seconds from the fault until the node's next life asked for the others.
-        back_after: Seconds from then until it trained.
-    """
-
-    wait: float
-    what: str
-    node: int
-    lasts: float
-    at: float = 0.0
+    wait: float  # seconds after the one before
+    what: str  # ``"kill"``, ``"stop"`` or ``"cut"``
+    node: int  # to whom; if it does not train at that moment, the next one does
+    lasts: float  # seconds until it goes on, of a node that is stopped or cut off
+    at: float = 0.0  # when it happened, in seconds since the run began
+    # how long any other node stood still at most from the fault on, until that one was back
     survivors_waited: float | None = None
-    asked_after: float | None = None
-    back_after: float | None = None
+    asked_after: float | None = None  # seconds from the fault until the node's next life asked for the others
+    back_after: float | None = None  # seconds from then until it trained
 
 
 def drawn(arguments: argparse.Namespace) -> Iterator[Fault]:
@@ -84,37 +74,21 @@ def drawn(arguments: argparse.Namespace) -> Iterator[Fault]:
 
 @dataclass
 class Outcome:
-    """What became of a run.
+    """What became of a run."""
 
-    Attributes:
-        faults: That happened.
-        hangs: How often no node took a step for a minute.
-        steps: Of the run.
-        seconds: From the first fault to the last one's end.
-        pace: Seconds per step, with synchronizations: the median of all periods; most are undisturbed.
-        kept_waits_alone: Which share of the undisturbed run's steps the run took in that time.
-        kept_with_restarts: The same of all nodes' steps, less those that were lost.
-        missed_end: How many came back when the others had ended.
-        equal: Whether all the others ended with equal bits.
-        loss: With which.
-        lives: How often nodes were started, beyond the first time.
-        codes: With which codes they ended.
-        troubles: What should not have been.
-    """
-
-    faults: list[Fault] = field(default_factory=list)
-    hangs: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    pace: float = 0.0
-    kept_waits_alone: float = 0.0
-    kept_with_restarts: float = 0.0
-    missed_end: int = 0
-    equal: bool = False
-    loss: float = 0.0
+    faults: list[Fault] = field(default_factory=list)  # that happened
+    hangs: int = 0  # how often no node took a step for a minute
+    steps: int = 0  # of the run
+    seconds: float = 0.0  # from the first fault to the last one's end
+    pace: float = 0.0  # seconds per step, with synchronizations: the median of all periods; most are undisturbed
+    kept_waits_alone: float = 0.0  # which share of the undisturbed run's steps the run took in that time
+    kept_with_restarts: float = 0.0  # the same of all nodes' steps, less those that were lost
+    missed_end: int = 0  # how many came back when the others had ended
+    equal: bool = False  # whether all the others ended with equal bits
+    loss: float = 0.0  # with which
     incarnations: int = 0
-    codes: dict[str, int] = field(default_factory=dict)
-    troubles: list[str] = field(default_factory=list)
+    codes: dict[str, int] = field(default_factory=dict)  # with which codes they ended
+    troubles: list[str] = field(default_factory=list)  # what should not have been
 
 
 class Run:

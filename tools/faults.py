@@ -46,29 +46,17 @@ _EXITS_WELL = ("os._exit(0)",)  # what torchrun takes for a rank that has done i
 
 @dataclass(frozen=True)
 class Case:
-    """One run: what happens to whom, when, and in what run.
+    """One run: what happens to whom, when, and in what run."""
 
-    Attributes:
-        fault: What happens.
-        moment: The hook in which it happens.
-        time: For how many times the rank comes there unharmed.
-        scheme: The scheme.
-        launcher: How ranks start.
-        ranks: On each of the two nodes.
-        victim: The rank.
-        replicas: Whether checkpoints have sidecars.
-        workers: Whether batches come from a process of their own.
-    """
-
-    fault: str
-    moment: str
-    time: int
-    scheme: str
-    launcher: str
-    ranks: int
-    victim: int
-    replicas: bool
-    workers: bool
+    fault: str  # what happens
+    moment: str  # the hook in which it happens
+    time: int  # for how many times the rank comes there unharmed
+    scheme: str  # the scheme
+    launcher: str  # how ranks start
+    ranks: int  # on each of the two nodes
+    victim: int  # the rank
+    replicas: bool  # whether checkpoints have sidecars
+    workers: bool  # whether batches come from a process of their own
 
     def __str__(self) -> str:
         whom = f"rank {self.victim} of {2 * self.ranks}"
@@ -79,24 +67,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """What became of a run."""
 
-    Attributes:
-        seconds: From the fault to the end of the last rank; None if it hung.
-        launcher_waits: Whether torchrun still was there when all ranks had ended: it takes a node whose ranks exit with
-            0 for one that has finished, and gives the others 300 s.
-        struck: Whether the rank came to the moment at all.
-        named: Whether it says which rank it was.
-        left: What is left of it.
-        output: All that it said.
-    """
-
-    seconds: float | None
+    seconds: float | None  # from the fault to the end of the last rank; None if it hung
+    # torchrun still waited when all ranks had ended: it gives the others 300 s after ranks that exit with 0
     launcher_waits: bool
-    struck: bool
-    named: bool
-    left: tuple[str, ...]
-    output: str
+    struck: bool  # whether the rank came to the moment at all
+    named: bool  # whether it says which rank it was
+    left: tuple[str, ...]  # what is left of it
+    output: str  # all that it said
 
     @property
     def is_good(self) -> bool:

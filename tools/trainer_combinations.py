@@ -60,46 +60,27 @@ class Fit(Combination):
     """One ``Trainer.fit`` and what follows it; the defaults are the simplest values.
 
     ``steps`` are those of an optimizer; ``weights`` are how many samples ranks of unequal speed take per batch.
-
-    Attributes:
-        samples: Of a batch of every rank.
-        shuffle: Whether every epoch shuffles them again.
-        accumulate: Batches per step.
-        short: How many the last step of an epoch lacks.
-        cut: How many steps ``max_steps`` takes from the last epoch.
-        precision: The Trainer's.
-        clip: Gradients, by ``"norm"`` or ``"value"``.
-        manual: Whether the module steps its optimizers itself.
-        schedule: When the learning rate falls: after every ``"step"``, or ``"epoch"``.
-        validate: None, or after how many ``"batches"``, or ``"epochs"``.
-        saves: What kinds of ModelCheckpoint there are.
-        stops: Whether there is an EarlyStopping.
-        averages: Whose callback keeps an average: ``"swa"``, ``"ema"``, or ``"swap"``, which validates it.
-        finetuning: Whether a BaseFinetuning unfreezes.
-        module: What is unusual about it.
-        replicas: Whether sidecars of checkpoints are written.
-        evaluate: What validations run on.
-        after: What follows ``fit``.
     """
 
-    samples: int = 1
-    shuffle: bool = False
-    accumulate: int = 1
-    short: int = 0
-    cut: int = 0
-    precision: str = "32-true"
-    clip: str | None = None
-    manual: bool = False
-    schedule: str | None = None
-    validate: tuple[str, int] | None = None
-    saves: tuple[str, ...] = ()
-    stops: bool = False
+    samples: int = 1  # of a batch of every rank
+    shuffle: bool = False  # whether every epoch shuffles them again
+    accumulate: int = 1  # batches per step
+    short: int = 0  # how many the last step of an epoch lacks
+    cut: int = 0  # how many steps ``max_steps`` takes from the last epoch
+    precision: str = "32-true"  # the Trainer's
+    clip: str | None = None  # gradients, by ``"norm"`` or ``"value"``
+    manual: bool = False  # whether the module steps its optimizers itself
+    schedule: str | None = None  # when the learning rate falls: after every ``"step"``, or ``"epoch"``
+    validate: tuple[str, int] | None = None  # none, or after how many ``"batches"``, or ``"epochs"``
+    saves: tuple[str, ...] = ()  # what kinds of ModelCheckpoint there are
+    stops: bool = False  # whether there is an EarlyStopping
+    # whose callback keeps an average: ``"swa"``, ``"ema"``, or ``"swap"``, which validates it
     averages: str | None = None
-    finetuning: bool = False
-    module: tuple[str, ...] = ()
-    replicas: bool = True
-    evaluate: str = "averaged"
-    after: tuple[str, ...] = ()
+    finetuning: bool = False  # whether a BaseFinetuning unfreezes
+    module: tuple[str, ...] = ()  # what is unusual about it
+    replicas: bool = True  # whether sidecars of checkpoints are written
+    evaluate: str = "averaged"  # what validations run on
+    after: tuple[str, ...] = ()  # what follows ``fit``
 
     @property
     def total(self) -> int:
@@ -257,25 +238,17 @@ def goes_together(fit: Fit) -> bool:
 
 @dataclass
 class Record:
-    """The record of a fit on one rank.
+    """The record of a fit on one rank."""
 
-    Attributes:
-        trace: All values after every step.
-        samples: Of every batch.
-        seen: What validations saw: after how many steps, all values, and the loss that was logged.
-        end: The module after ``fit``.
-        counted: Global steps and epochs.
-        files: What files hold, by name: global step and state.
-        loss: The last epoch's, of all ranks.
-    """
-
-    trace: list[Tensor] = field(default_factory=list)
-    samples: list[list[int]] = field(default_factory=list)
+    trace: list[Tensor] = field(default_factory=list)  # all values after every step
+    samples: list[list[int]] = field(default_factory=list)  # of every batch
+    # what validations saw: after how many steps, all values, and the loss that was logged
     seen: list[tuple[int, Tensor, float]] = field(default_factory=list)
-    end: dict[str, Tensor] = field(default_factory=dict)
-    counted: tuple[int, int] = (0, 0)
+    end: dict[str, Tensor] = field(default_factory=dict)  # the module after ``fit``
+    counted: tuple[int, int] = (0, 0)  # global steps and epochs
+    # what files hold, by name: global step and state
     files: dict[str, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
-    loss: float = 0.0
+    loss: float = 0.0  # the last epoch's, of all ranks
 
 
 def _sample_target(sample: int, name: str) -> Tensor:
