@@ -37,33 +37,11 @@ def test_bytes_per_step_on_two_nodes(row: str, models_per_step: float) -> None:
     assert bounds.bytes_per_step(ROWS[row], MILLION, nodes=2) == pytest.approx(4 * MILLION * models_per_step)
 
 
-def test_gossip_sends_one_model_whatever_the_number_of_nodes() -> None:
-    assert {bounds.bytes_per_step(ROWS["gossip"], MILLION, nodes) for nodes in (2, 4, 8)} == {4 * MILLION}
-
-
-@pytest.mark.parametrize(("compute", "limit"), [(0.03, "link"), (0.07, "compute")])
-@pytest.mark.parametrize("row", ["all_reduce", "periodic1", "gossip"])
-def test_the_limit_is_the_longer_part_whatever_the_bound(row: str, compute: float, limit: str) -> None:
-    network = bounds.transfer_seconds(4 * MILLION, 500)  # 64 ms
-    least = bounds.step_seconds(ROWS[row], MILLION, 2, 500, compute)
-    assert bounds.limit(ROWS[row], network, least) == limit
-
-
-def test_blocking_rows_add_network_time() -> None:
-    network = bounds.transfer_seconds(4 * MILLION, 500)
-    assert bounds.step_seconds(ROWS["periodic"], MILLION, 2, 500, compute=0.01) == pytest.approx(0.01 + network / 16)
-
-
 def test_overlapped_rows_hide_the_shorter_of_compute_and_network() -> None:
     network = bounds.transfer_seconds(4 * MILLION, 500)
     assert bounds.step_seconds(ROWS["gossip"], MILLION, 2, 500, compute=0.01) == pytest.approx(network)
     assert bounds.step_seconds(ROWS["gossip"], MILLION, 2, 500, compute=0.1) == pytest.approx(0.1)
     assert bounds.step_seconds(ROWS["daso_stale"], MILLION, 2, 500, compute=0.01) == pytest.approx(network / 4)
-
-
-def test_exchange_due_after_one_step_hides_one_step_of_compute() -> None:
-    network = bounds.transfer_seconds(4 * MILLION, 500)
-    assert bounds.step_seconds(ROWS["daso"], MILLION, 2, 500, compute=0.01) == pytest.approx((0.03 + network) / 4)
 
 
 @pytest.mark.parametrize(("workload", "millions"), [("mlp11m", 11.0), ("mlp1m", 1.0), ("mlp85k", 0.085)])

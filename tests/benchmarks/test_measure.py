@@ -49,24 +49,6 @@ def test_rows_are_related_to_the_bounds_of_their_session() -> None:
     assert ddp.bytes_per_step == 300
 
 
-def test_faster_average_inside_nodes_bounds_all_schemes() -> None:
-    by_row = {"local": [9.0, 1, 1], "node": [9.0, 2, 2], "node_shared": [9.0, 1.5, 1.5], "all_reduce": [9.0, 3, 3]}
-    by_row |= {"hand1": [9.0, 4, 4]}
-    bounds = {cell.row: cell.bound_ms for cell in session(by_row)}
-    assert (bounds["node"], bounds["node_shared"]) == (2000, 1500)
-    assert bounds["all_reduce"] == 1500
-    assert 1000 < bounds["hand1"] < 1100, "its ranks average nothing inside nodes"
-
-
-def test_every_repetition_is_kept_so_that_the_spread_is_known() -> None:
-    jobs = [Job(f"ddp.{number}", "ddp", "mlp1m", warmup=1, steps=2) for number in range(3)]
-    results = {job.id: [record("ddp", 0, [9, time, time])] for job, time in zip(jobs, (1.0, 1.5, 1.2), strict=True)}
-    [cell] = measure.cells(jobs, results, nodes=2, ranks_per_node=2, mbit=1000)
-    assert cell.step_ms_each == pytest.approx([1000, 1500, 1200])
-    assert (cell.step_ms, cell.uncertainty_ms) == (pytest.approx(1200), pytest.approx(250))
-    assert report.measured(cell) == "1200 ± 250"
-
-
 def test_time_to_accuracy_is_the_first_point_that_reaches_it() -> None:
     first = Record("x", 0, 0, began=10.0, bytes_at_begin=100)
     for step, accuracy in ((8, 0.5), (16, 0.9), (24, 0.8)):
@@ -95,8 +77,3 @@ def test_times_sooner_is_the_mean_ratio_of_the_same_seeds() -> None:
     assert int4.endswith("| 3 of 3 | 1.50 | 4.00, from 4.00 to 4.00 |")
     assert "| 2 of 3 | 2.00 | 2.83, from " in periodic  # the geometric mean of 4 and 2
     assert gossip.endswith("| 0 of 3 | never |  |")
-
-
-def test_curves_of_several_seeds_are_averaged_point_by_point() -> None:
-    curves = [[{"step": 8, "seconds": seconds, "loss": loss}] for seconds, loss in ((1.0, 2.0), (3.0, 2.5))]
-    assert measure.mean_curve(curves) == [{"step": 8, "seconds": 2.0, "loss": 2.25, "loss_spread": 0.5}]

@@ -121,23 +121,6 @@ class LearningRate(Quadratic):
         self.report = self.lr
 
 
-@pytest.mark.feature("LearningRateFinder")
-@pytest.mark.long("two fits of 12 steps, and six more of the finder")
-def test_learning_rate_finder_leaves_training_unchanged(fit_on_ranks):
-    class Ignore(LearningRate):
-        def on_train_start(self):
-            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.1
-
-    def finder():
-        return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=6)]
-
-    found = fit_on_ranks(Ignore, callbacks=finder, enable_checkpointing=True, limit_train_batches=6)
-    same_bits(found)
-    plain = fit_on_ranks(Ignore, limit_train_batches=6)
-    for name, expected in plain[0]["state_dict"].items():
-        torch.testing.assert_close(found[0]["state_dict"][name], expected)
-
-
 class LooksAgain(LearningRateFinder):
     """As Lightning's documentation does it: the finder runs again in mid-run. ``held`` is before and after it."""
 

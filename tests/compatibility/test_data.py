@@ -57,37 +57,27 @@ class Counting(Quadratic):
         self.report = (self.trained, self.validated, self.seen)
 
 
-NIGHTLY = pytest.mark.nightly
+feature, nightly = pytest.mark.feature, pytest.mark.nightly
+
+
+def row(marks, trained, validated, **arguments):
+    return pytest.param(arguments, trained, validated, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("arguments", "trained", "validated"),
     [
-        pytest.param({"val_check_interval": 0.5}, 8, 8, marks=pytest.mark.feature("val_check_interval")),
-        pytest.param({"check_val_every_n_epoch": 2}, 8, 2, marks=[pytest.mark.feature("val_check_interval"), NIGHTLY]),
-        pytest.param(
-            {"val_check_interval": 3, "check_val_every_n_epoch": None},
-            8,
-            4,
-            marks=[pytest.mark.feature("val_check_interval"), NIGHTLY],
-        ),
-        pytest.param({"overfit_batches": 2}, 4, 4, marks=[pytest.mark.feature("overfit_batches"), NIGHTLY]),
-        pytest.param({"fast_dev_run": 3}, 3, 2, marks=pytest.mark.feature("fast_dev_run")),
-        pytest.param(
-            {"limit_train_batches": 0.5, "limit_val_batches": 1},
-            4,
-            2,
-            marks=[pytest.mark.feature("limit_train/val_batches"), NIGHTLY],
-        ),
-        pytest.param({"limit_val_batches": 0}, 8, 0, marks=[pytest.mark.feature("limit_train/val_batches"), NIGHTLY]),
-        pytest.param({"max_steps": 7}, 7, 2, marks=pytest.mark.feature("max_steps")),
-        pytest.param({"max_steps": 4, "max_epochs": -1}, 4, 2, marks=[pytest.mark.feature("max_steps"), NIGHTLY]),
-        pytest.param(
-            {"max_steps": 3, "accumulate_grad_batches": 2}, 6, 2, marks=[pytest.mark.feature("max_steps"), NIGHTLY]
-        ),
-        pytest.param(
-            {"min_epochs": 3, "max_epochs": 3}, 12, 6, marks=[pytest.mark.feature("max_epochs, min_epochs"), NIGHTLY]
-        ),
+        row(feature("val_check_interval"), 8, 8, val_check_interval=0.5),
+        row([feature("val_check_interval"), nightly], 8, 2, check_val_every_n_epoch=2),
+        row([feature("val_check_interval"), nightly], 8, 4, val_check_interval=3, check_val_every_n_epoch=None),
+        row([feature("overfit_batches"), nightly], 4, 4, overfit_batches=2),
+        row(feature("fast_dev_run"), 3, 2, fast_dev_run=3),
+        row([feature("limit_train/val_batches"), nightly], 4, 2, limit_train_batches=0.5, limit_val_batches=1),
+        row([feature("limit_train/val_batches"), nightly], 8, 0, limit_val_batches=0),
+        row(feature("max_steps"), 7, 2, max_steps=7),
+        row([feature("max_steps"), nightly], 4, 2, max_steps=4, max_epochs=-1),
+        row([feature("max_steps"), nightly], 6, 2, max_steps=3, accumulate_grad_batches=2),
+        row([feature("max_epochs, min_epochs"), nightly], 12, 6, min_epochs=3, max_epochs=3),
     ],
     ids=str,
 )

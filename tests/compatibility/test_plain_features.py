@@ -15,25 +15,18 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
-from problems import BATCH, Manual, Net, Normalized, Quadratic
+from problems import BATCH, Manual, Net, Normalized, Quadratic, Stream
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
-
-
-class Stream(IterableDataset):
-    """Every rank takes its part of each step's samples; their number is unknown."""
-
-    def __init__(self, data, rank, ranks):
-        self.data, self.rank, self.ranks = data, rank, ranks
-
-    def __iter__(self):
-        return (self.data[i] for i in range(self.rank, len(self.data), self.ranks))
+from torch.utils.data import DataLoader
 
 
 class Streaming(Quadratic):
+    """Every rank takes its part of each step's samples; their number is unknown."""
+
     def train_dataloader(self):
-        ranks = self.trainer.world_size
-        return DataLoader(Stream(self.samples(self.steps, 1), self.global_rank, ranks), batch_size=BATCH // ranks)
+        ranks, samples = self.trainer.world_size, self.samples(self.steps, 1)
+        own = [samples[index] for index in range(self.global_rank, len(samples), ranks)]
+        return DataLoader(Stream(own), batch_size=BATCH // ranks)
 
 
 class Reloading(Quadratic):

@@ -101,9 +101,3 @@ def test_nonfinite_values_in_the_phase_raise_on_all_ranks():
     scheme = harness.with_policy(PeriodicAveraging(4, warmup_steps=20), on_nonfinite="raise")
     with pytest.raises(Exception, match="NaN or infinite"):
         on_nodes(steps(10), scheme, targets=(float("nan"), 1.0))
-
-
-def test_without_the_phase_nothing_of_it_is_saved():
-    (rank, *_) = on_nodes(steps(2), PeriodicAveraging(4))
-    assert "first_phase" not in rank.scheme.state_dict(shared=True)
-    assert "warmup_steps" not in repr(PeriodicAveraging(4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from problems import Oracle
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import AllReduce
-from lightning_hiercomm.schemes.gradient_path import InterNodeMean, LocalGradients, NodeMean, WorldMean, gradient_path
+from lightning_hiercomm.schemes.gradient_path import InterNodeMean, WorldMean, gradient_path
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -48,18 +47,6 @@ def weighted_mean(ranks, numel, weights=None):
     weights = torch.tensor([1.0 if weights is None else weights[rank] for rank in ranks], dtype=torch.float64)
     values = torch.stack([gradient_of(rank, numel).double().cpu() for rank in ranks])
     return (weights[:, None] * values).sum(0) / weights.sum()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        (((0, 1), (2,)), [NodeMean, WorldMean, LocalGradients]),
-        (((0, 1, 2),), [NodeMean, NodeMean, LocalGradients]),  # one node is the world
-    ],
-)
-def test_everyone_asks_for_the_way_that_its_scheme_needs(nodes, expected):
-    kinds = [on_ranks(lambda path, _: type(path), nodes, gradients)[0] for gradients in ("node", "world", "none")]
-    assert kinds == expected
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2, 3, 4)])
@@ -280,20 +267,6 @@ def test_residuals_wait_for_the_turn_of_their_optimizer(kind, resumes):
 
 UNEQUAL = ((0, 1), (2, 3, 4), (5, 6))
 ROWS = [[3, 3, 0], [5], [], [0, 1, 5, 5, 5], [3], [], []]  # what each rank looks up of an embedding of six rows
-
-
-def test_ddp_buckets_are_averaged_outside_of_autocast():
-    class Path(LocalGradients):
-        def reduce(self, bucket, index=0, contents=()):
-            seen.append(torch.is_autocast_enabled("cpu"))
-            return super().reduce(bucket, index, contents)
-
-    seen = []
-    bucket = SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda: 0, is_last=lambda: True)
-    with torch.autocast("cpu", torch.bfloat16):
-        Path().reduce_bucket(bucket)
-        assert torch.is_autocast_enabled("cpu")
-    assert seen == [False]
 
 
 def sparse_gradient(rank):

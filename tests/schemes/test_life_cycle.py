@@ -19,10 +19,7 @@ from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.run.replicas import Replicas
-from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import (
-    AllReduce,
     Context,
     DiLoCo,
     Gossip,
@@ -103,19 +100,6 @@ def test_a_state_stays_as_it_is_while_training_goes_on_from_it(name):
     on_nodes(then, ZOO[name], shapes={"x": 5})
     for was, now in zip(tree_leaves(before), tree_leaves(states), strict=True):
         assert torch.equal(was, now) if isinstance(was, torch.Tensor) else was == now
-
-
-def test_two_optimizers_share_one_gradient_path():
-    def work(topology: Topology, count: int) -> int:
-        layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(count)).to(place.device)
-        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in layers]
-        run = TrainingRun(AllReduce(), Replicas(layers, optimizers), topology)
-        run.gradients.reduce(torch.ones(4, device=place.device)).wait()
-        run.close(timeout=5.0)
-        return topology.connect.groups
-
-    one, two = (on_ranks(partial(work, count=count), [[0], [1]], connect=Counting) for count in (1, 2))
-    assert one == two
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "gossip", "steps_delay", "streaming"])

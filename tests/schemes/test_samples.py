@@ -10,7 +10,7 @@ from harness import Rank, on_nodes, on_ranks, place
 
 from lightning_hiercomm import AllReduce, DiLoCo, ParameterSync, PeriodicAveraging
 from lightning_hiercomm.schemes.preflight import launch
-from lightning_hiercomm.schemes.samples import SampleWeights, normalized
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -190,16 +190,3 @@ def test_weights_of_gradients_in_a_node_do_not_follow_samples():
     results = on_ranks(work, ((0, 1), (2, 3)))
     assert [in_node for in_node, _ in results] == [0.5] * 4
     assert [of_node for _, of_node in results] == [0.0, 0.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("weights", "steps", "expected"),
-    [
-        ((0.5, 0.5), (4, 4), (0.5, 0.5)),
-        ((0.75, 0.25), (3, 1), (0.75 * 2.5 / 3, 0.25 * 2.5)),
-        ((1.0, 0.0), (4, 0), (1.0, 0.0)),
-        ((0.5, 0.5), (0, 0), (0.0, 0.0)),
-    ],
-)
-def test_weights_of_the_normalized_mean(weights, steps, expected):
-    assert normalized(weights, steps) == pytest.approx([*expected])

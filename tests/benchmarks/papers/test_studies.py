@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import on_nodes, steps
 from torch import nn
 
-from benchmarks.papers import command, daso, hetgrad
+from benchmarks.papers import command, hetgrad
 from benchmarks.papers.asynchronous import asynchronous
 from benchmarks.papers.optimizers import AdaBelief
 from benchmarks.papers.studies import STUDIES
@@ -73,8 +72,3 @@ def test_balanced_batches_save_the_calculated_time():
     assert hetgrad.batches_of(3) == [51, 10, 3]
     assert hetgrad.seconds_of_step(3, [51, 10, 3]) == 3.0
     assert hetgrad.seconds_of_step(3, [22, 21, 21]) == 21.0
-
-
-def test_a_recorded_daso_notes_phase_period_and_staleness_of_each_epoch():
-    on_nodes(steps(2), daso.Recorded(4, 2, warmup=0, cooldown=0))
-    assert daso.Recorded.history == [[0, "cycling", 4, 2]]

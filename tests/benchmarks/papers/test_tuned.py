@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -50,15 +49,6 @@ def test_a_peak_has_lower_values_on_both_sides(tmp_path, monkeypatch, peak):
     assert list(found.judging) == [peak]
 
 
-def test_a_method_with_shifted_seeds_is_paired_with_the_original_seeds(tmp_path, monkeypatch):
-    played = stage(monkeypatch, {"a": -6})
-    again = Contender("again", lambda _: "a", "a, seeds + 1000", other_seeds=1000)
-    climb(Comparison(Arena("try", 2, 8, 1), (again,), tuple(range(10))), tmp_path)
-    found = load(Comparison(Arena("try", 2, 8, 1), (again,)), tmp_path)["again"]
-    assert all(seed >= 1000 for _, runs in played for _, seed in runs)
-    assert sorted(found.judged) == [*range(10)]
-
-
 def test_seeds_that_tune_do_not_judge(tmp_path, monkeypatch):
     played = stage(monkeypatch, {"a": -6})
     climb(comparison("a"), tmp_path)
@@ -82,18 +72,6 @@ def test_a_flat_curve_is_climbed_two_rungs_beyond_its_peak():
     assert found.missing(-6, beyond=2) == [-8, -4]
     found.tuning |= {-8: {100: 40.0}, -4: {100: 52.0}}
     assert found.missing(-6, beyond=2) == [-3, -2]
-
-
-def test_more_seeds_judge_without_a_repeat_of_the_first(tmp_path, monkeypatch):
-    first = comparison("a")
-    stage(monkeypatch, {"a": -6})
-    climb(first, tmp_path)
-    before = load(first, tmp_path)["a"].judged
-    played = stage(monkeypatch, {"a": -6})
-    more = replace(first, contenders=(replace(first.contenders[0], more_seeds=(10, 11)),))
-    climb(more, tmp_path)
-    assert [[seed for _, seed in runs] for _, runs in played] == [[10, 11]]
-    assert load(more, tmp_path)["a"].judged == {**before, 10: pytest.approx(80.0), 11: pytest.approx(80.1)}
 
 
 def test_an_interval_is_students():
