@@ -11,247 +11,84 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from pairwise import on_push, requested
 from problems import one_trainer, warnings_with
 from runs import add, on_two_nodes, scalar, with_buffers
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import DASO, AllReduce, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import DASO, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.run.training_run import TrainingRun
 
 SCHEMES = {
-    "all_reduce": AllReduce,
     "periodic": partial(PeriodicAveraging, 3),
     "daso": partial(DASO, 3, warmup=0, cooldown=0),
     "diloco": partial(DiLoCo, 3),
-    "gossip": partial(Gossip, fragments=2),
+    "gossip": partial(Gossip, fragments=2, overlap=True),
     "steps_delay": partial(StepsDelay, 2, warmup_steps=2),
 }
 WARNED = "what was written to the averaged model"
-
-
-class Written(pl.LightningModule):
-    """Trains ``moves`` towards the rank; ``still`` is trained, too, but has a learning rate of zero.
-
-    Args:
-        writes: What is written in the validation, or the save, of each number.
-    """
-
-    def __init__(self, writes: dict[int, str]) -> None:
-        super().__init__()
-        self.moves = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        self.still = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        self.teacher = nn.Parameter(torch.zeros(2), requires_grad=False)
-        self.norm = nn.BatchNorm1d(1, affine=False)
-        self.writes = writes
-        self.validations = 0
-        self.validated: dict[str, torch.Tensor] = {}
-        self.before: dict[str, torch.Tensor] = {}
-        self.is_synchronized = False
-        self.report: dict[int, Any] = {}
-
-    def state(self) -> dict[str, torch.Tensor]:
-        return {name: value.clone() for name, value in self.state_dict().items()}
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.norm(batch + self.global_rank)
-        if self.validated:
-            self.report[self.validations] = self.is_synchronized, self.before, self.validated, self.after
-            self.validated = {}
-        return (self.moves - self.global_rank - 1).square().sum() + self.still.square().sum()
-
-    def on_train_batch_start(self, *_: object) -> None:
-        self.after = self.state()  # before DDP broadcasts buffers
-
-    def on_train_batch_end(self, *_: object) -> None:
-        with torch.no_grad():
-            self.teacher.fill_(10.0 * self.global_rank)
-        self.before = self.state()
-        self.is_synchronized = self.trainer.strategy.schemes[0].state.is_synchronized
-
-    def write(self, hook: str) -> None:
-        """Write what belongs to the present validation in this hook."""
-        how, value = self.writes.get(self.validations, ""), 10.0 * self.validations
-        if how == hook:
-            with torch.no_grad():
-                self.still.fill_(value)
-        elif (how, hook) == ("data", "on_validation_epoch_end"):
-            self.still.data = torch.full_like(self.still, value)
-        elif (how, hook) == ("state", "on_validation_epoch_start"):
-            self.load_state_dict({**self.state_dict(), "still": torch.full((3,), value)})
-        elif (how, hook) == ("statistics", "on_validation_end"):
-            self.norm.running_mean.fill_(value)
-        elif (how, hook) == ("teacher", "on_validation_end"):
-            self.teacher.data.fill_(value)
-
-    def on_validation_start(self) -> None:
-        self.validations += not self.trainer.sanity_checking
-        self.write("on_validation_start")
-
-    def on_validation_epoch_start(self) -> None:
-        self.write("on_validation_epoch_start")
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.validated = self.state()
-        self.log("val_loss", self.moves.sum(), sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        self.write("on_validation_epoch_end")
-
-    def on_validation_end(self) -> None:
-        self.write("on_validation_end")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": [self.moves]}, {"params": [self.still], "lr": 0.0}], lr=0.05)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.zeros(2 * 30 * self.trainer.world_size, 1), batch_size=2)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(torch.zeros(self.trainer.world_size, 1))
-
-
-WRITES = {
-    2: "on_validation_start",
-    3: "on_validation_end",
-    4: "state",
-    5: "data",
-    7: "on_validation_end",
-    8: "statistics",
-    10: "teacher",
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "in place": lambda module: module.weight.data.fill_(100.0),
+    "new data": lambda module: setattr(module.weight, "data", torch.full_like(module.weight, 100.0)),
+    "state": lambda module: module.load_state_dict({**module.state_dict(), "weight": torch.full((1, 1), 100.0)}),
+    "statistics": lambda module: module.mean.fill_(100.0),
+    "teacher": lambda module: module.teacher.data.fill_(100.0),
 }
 
 
-def _program(names: list[str], folder: Path) -> dict[str, Any]:
-    said = {}
-    for name in names:
-        module = Written(WRITES)
-        strategy = HierarchicalStrategy(SCHEMES[name](), ranks_per_node=1)
-        with warnings_with(WARNED) as warned:
-            one_trainer(folder, devices=2, strategy=strategy, max_epochs=1, val_check_interval=2).fit(module)
-        said[name] = {"report": module.report, "warned": warned}
-    return said
+def _with_teacher() -> nn.Module:
+    module = with_buffers(scalar(), best=torch.zeros(2), mean=torch.zeros(1))
+    module.teacher = nn.Parameter(torch.zeros(1), requires_grad=False)
+    return module
 
 
-@pytest.fixture(scope="module")
-def ranks(borrow: Any, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    names = sorted({name for (name,) in requested(request, "name")} & {*SCHEMES})
-    return borrow(partial(_program, names), 2)
+def _validated(
+    scheme: Any, write: Callable[[nn.Module], object], mode: Callable[[], Any] = torch.no_grad, **more: Any
+) -> list[Any]:
+    """Validate after the second of twelve steps, and write to the module meanwhile.
 
-
-@pytest.mark.parametrize("name", on_push(SCHEMES, "periodic", "steps_delay"))
-def test_training_continues_from_own_values_after_writes_in_a_validation(ranks, name):
-    for rank in ranks:
-        undone = 0
-        for number, (is_synchronized, before, _, after) in rank[name]["report"].items():
-            assert before.keys() == after.keys()
-            undone += not is_synchronized and number in WRITES
-            for key in before:
-                if key != "still" or not is_synchronized:
-                    assert torch.equal(before[key], after[key]), (number, key)
-        assert undone >= 2
-
-
-@pytest.mark.parametrize("name", on_push(["periodic", "diloco"], "periodic"))
-def test_a_write_right_after_a_synchronization_stays(ranks, name):
-    for rank in ranks:
-        is_synchronized, _, _, after = rank[name]["report"][3]
-        assert is_synchronized
-        assert after["still"].tolist() == [30.0] * 3
-
-
-@pytest.mark.parametrize("name", on_push(SCHEMES, "periodic", "steps_delay"))
-def test_rank_0_warns_once_of_undone_writes(ranks, name):
-    first, other = (rank[name]["warned"] for rank in ranks)
-    assert len(first) == 1
-    assert other == []
-
-
-class Sane(Written):
-    """Writes in the sanity check, before training."""
-
-    def on_validation_end(self) -> None:
-        if self.trainer.sanity_checking:
-            self.still.data.fill_(3.0)
-        elif self.trainer.state.fn == "validate":
-            self.still.data.fill_(4.0 + self.global_rank)
-
-
-def _outside_of_training(folder: Path) -> list[Any]:
-    module = Sane({})
-    strategy = HierarchicalStrategy(PeriodicAveraging(4), ranks_per_node=1)
-    trainer = one_trainer(folder, devices=2, strategy=strategy, max_steps=5, num_sanity_val_steps=1)
-    trainer.fit(module)
-    fitted = module.still.tolist()
-    trainer.validate(module, verbose=False)
-    return [fitted, module.still.tolist()]
-
-
-def test_writes_in_a_sanity_check_or_outside_fit_are_kept(borrow):
-    for rank, said in enumerate(borrow(_outside_of_training, 2)):
-        assert said == [[3.0] * 3, [4.0 + rank] * 3]
-
-
-class WrittenInSaves(Written):
-    """Writes in ``on_save_checkpoint``."""
-
-    def on_train_batch_start(self, *_: object) -> None:
-        super().on_train_batch_start()
-        if self.trainer.global_step in (2, 4):
-            self.validations += 1
-            self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / f"{self.validations}.ckpt")
-            self.after = self.state()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.validated = self.state()
-        self.write("on_save_checkpoint")
-
-
-def _saving_program(folder: Path) -> dict[str, Any]:
-    module = WrittenInSaves({2: "on_save_checkpoint"})
-    strategy = HierarchicalStrategy(PeriodicAveraging(100), ranks_per_node=1)
-    with warnings_with(WARNED) as warned:
-        one_trainer(folder, devices=2, strategy=strategy, max_steps=6, limit_val_batches=0).fit(module)
-    saved = [torch.load(folder / f"{number}.ckpt", weights_only=True)["state_dict"] for number in (1, 2)]
-    return {"report": module.report, "warned": warned, "saved": saved}
-
-
-def test_writes_in_on_save_checkpoint_reach_the_file_alone(borrow):
-    said = borrow(_saving_program, 2)
-    for rank in said:
-        assert rank["report"].keys() == {1, 2}
-        for _, before, saved, after in rank["report"].values():
-            assert all(torch.equal(before[key], after[key]) for key in before)
-            assert not torch.equal(before["moves"], saved["moves"])
-    assert [state["still"].tolist() for state in said[0]["saved"]] == [[0.0] * 3, [20.0] * 3]
-    assert [len(rank["warned"]) for rank in said] == [1, 0]
-
-
-def _validated(scheme: Any, write: Callable[[nn.Module], None], **more: Any) -> list[Any]:
-    """Return what a module holds after a validation that writes to it, in its second step, and after twelve steps."""
+    Returns:
+        Of each rank what training goes on from, whether these are its own values, the buffer ``best``, and the weight
+        at the end.
+    """
 
     def work(run: TrainingRun) -> list[Any]:
         module = run.module
         for step in range(12):
             add(run, 0, 1.0 + run.topology.rank)
+            module.mean.fill_(run.topology.rank)
+            module.teacher.data.fill_(run.topology.rank)
             if step == 1:
-                before = module.weight.item()
-                with torch.inference_mode(), run.averaged_model():  # in which Lightning validates with nccl
+                before = [module.weight.item(), module.mean.item(), module.teacher.item()]
+                with mode(), run.averaged_model():
                     write(module)
-                held = module.weight.item() - before, module.best.tolist()
+                held, best = [module.weight.item(), module.mean.item(), module.teacher.item()], module.best.tolist()
         run.finish()
-        return [*held, module.weight.item()]
+        return [held, held == before, best, module.weight.item()]
 
-    return on_two_nodes(scheme, work, lambda: with_buffers(scalar(), best=torch.zeros(2)), **more)
+    return on_two_nodes(scheme, work, _with_teacher, **more)
 
 
-@pytest.mark.parametrize("scheme", ["periodic", "diloco", "steps_delay"])
-def test_training_continues_after_a_write_in_inference_mode(scheme):
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_training_continues_from_own_values_after_a_write(name, write):
+    with warnings_with(WARNED) as warned:
+        written = _validated(SCHEMES[name](), WRITES[write])
+    assert len(warned) == 1  # of rank 0
+    assert written == _validated(SCHEMES[name](), lambda module: None)
+    assert all(are_own for _, are_own, _, _ in written)
+
+
+@pytest.mark.parametrize("name", ["periodic", "diloco", "steps_delay"])
+def test_training_continues_after_a_write_in_inference_mode(name):  # in which Lightning validates with nccl
     with pytest.warns(UserWarning, match=f"weight: {WARNED}"):
-        written = _validated(SCHEMES[scheme](), lambda module: module.weight.data.fill_(100.0))
-    assert written == _validated(SCHEMES[scheme](), lambda module: None)
-    assert [moved for moved, _, _ in written] == [0.0] * 2
+        written = _validated(SCHEMES[name](), WRITES["in place"], torch.inference_mode)
+    assert written == _validated(SCHEMES[name](), lambda module: None, torch.inference_mode)
+
+
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), DiLoCo(2)], ids=repr)
+def test_a_write_right_after_a_synchronization_stays(scheme):
+    assert [held[0] for held, *_ in _validated(scheme, WRITES["in place"])] == [100.0] * 2
 
 
 @pytest.mark.parametrize("average_buffers", [True, False])
@@ -262,8 +99,8 @@ def test_a_buffer_written_in_a_validation_stays_if_it_is_not_averaged(average_bu
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ranks = _validated(PeriodicAveraging(5), write, average_buffers=average_buffers)
-    assert [best for _, best, _ in ranks] == [[0.0, 0.0] if average_buffers else [2.0, 1.0]] * 2
+        ranks = _validated(PeriodicAveraging(5), write, torch.inference_mode, average_buffers=average_buffers)
+    assert [best for _, _, best, _ in ranks] == [[0.0, 0.0] if average_buffers else [2.0, 1.0]] * 2
     assert [str(each.message).partition(":")[0] for each in caught] == ["best"] * average_buffers
 
 
@@ -276,3 +113,115 @@ def test_weights_that_are_swapped_in_and_out_are_not_written():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert _validated(PeriodicAveraging(100), swap) == _validated(PeriodicAveraging(100), lambda module: None)
+
+
+# ---- in a Trainer ----------------------------------------------------------------------------------------------------
+
+
+class Written(pl.LightningModule):
+    """Trains ``x`` towards the rank; ``still`` has no gradient, and is written in one hook of each validation.
+
+    Args:
+        hooks: One for each validation, or save.
+        saves_to: Where it is saved after the second step.
+    """
+
+    def __init__(self, *hooks: str, saves_to: Path | None = None) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.still = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.hooks, self.saves_to = hooks, saves_to
+        self.own = self.values()
+        self.goes_on: list[bool] = []
+
+    def values(self) -> torch.Tensor:
+        return torch.cat([self.x.detach(), self.still.detach()])
+
+    def write(self, hook: str) -> None:
+        now = self.trainer.global_step // 2 - 1
+        if 0 <= now < len(self.hooks) and self.hooks[now] == hook:
+            self.still.data.fill_(10.0)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return (self.x - self.global_rank - 1).square().sum() + 0 * self.still.sum()
+
+    def on_train_batch_start(self, *_: object) -> None:
+        if self.saves_to is not None and self.trainer.global_step == 2:
+            self.trainer.save_checkpoint(self.saves_to)
+        self.goes_on.append(torch.equal(self.values(), self.own))
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.own = self.values()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.x.sum(), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(10 * self.trainer.world_size, 1))
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(self.trainer.world_size, 1))
+
+
+HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end")
+for _hook in (*HOOKS, "on_save_checkpoint"):
+    setattr(Written, _hook, lambda self, *_, hook=_hook: self.write(hook))
+
+
+def _fit(folder: Path, module: Written, **arguments: Any) -> tuple[pl.Trainer, list[str]]:
+    strategy = HierarchicalStrategy(PeriodicAveraging(100, at_epoch_end=False), ranks_per_node=1)
+    trainer = one_trainer(folder, devices=2, strategy=strategy, **{"max_epochs": 1, **arguments})
+    with warnings_with(WARNED) as warned:
+        trainer.fit(module)
+    return trainer, warned
+
+
+def _written_in_validations(folder: Path) -> tuple[list[bool], list[str]]:
+    module = Written(*HOOKS)
+    _, warned = _fit(folder, module, val_check_interval=2)
+    return module.goes_on, warned
+
+
+def test_training_continues_after_writes_in_each_hook_of_a_validation(borrow):
+    ranks = borrow(_written_in_validations, 2)
+    assert [goes_on for goes_on, _ in ranks] == [[True] * 10] * 2
+    assert [len(warned) for _, warned in ranks] == [1, 0]
+
+
+def _written_in_a_save(folder: Path) -> tuple[list[bool], list[str], list[float]]:
+    module = Written("on_save_checkpoint", saves_to=folder / "saved.ckpt")
+    _, warned = _fit(folder, module, limit_val_batches=0)
+    return module.goes_on, warned, torch.load(module.saves_to, weights_only=True)["state_dict"]["still"].tolist()
+
+
+def test_writes_in_on_save_checkpoint_reach_the_file_alone(borrow):
+    ranks = borrow(_written_in_a_save, 2)
+    assert [goes_on for goes_on, *_ in ranks] == [[True] * 10] * 2
+    assert [len(warned) for _, warned, _ in ranks] == [1, 0]
+    assert ranks[0][2] == [10.0] * 3
+
+
+class Sane(Written):
+    """Writes in the sanity check, before training, and in a validation after it."""
+
+    def on_validation_end(self) -> None:
+        if self.trainer.sanity_checking:
+            self.still.data.fill_(3.0)
+        elif self.trainer.state.fn == "validate":
+            self.still.data.fill_(4.0 + self.global_rank)
+
+
+def _written_outside_of_training(folder: Path) -> list[Any]:
+    module = Sane()
+    trainer, _ = _fit(folder, module, max_steps=5, num_sanity_val_steps=1)
+    fitted = module.still.tolist()
+    trainer.validate(module, verbose=False)
+    return [fitted, module.still.tolist()]
+
+
+def test_writes_in_a_sanity_check_or_outside_fit_are_kept(borrow):
+    for rank, said in enumerate(borrow(_written_outside_of_training, 2)):
+        assert said == [[3.0] * 3, [4.0 + rank] * 3]
