@@ -77,11 +77,6 @@ def test_every_scheme_with_a_name_is_written_here():
 
 
 @pytest.mark.parametrize("written", WRITTEN)
-def test_a_value_is_printed_as_one_would_write_it(written):
-    assert repr(WRITTEN[written]()) == written
-
-
-@pytest.mark.parametrize("written", WRITTEN)
 def test_a_value_equals_another_of_the_same_arguments_and_its_copies(written):
     value, again = WRITTEN[written](), WRITTEN[written]()
     for same in (again, copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))):
