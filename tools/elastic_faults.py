@@ -280,66 +280,47 @@ class TorchftCluster(Cluster):
         return [str(self.job), "lighthouse", f"{self._address}:{self.port}", str(self.dead_after)]
 
 
-class ThreadTransport:
-    """The network between nodes on this machine: its own, or namespaces, in which links can be cut.
-
-    Attributes:
-        namespaces: By node, and of the ``"lighthouse"``.
-        address: Of the lighthouse.
-    """
-
-    def __init__(self, made: Any = None) -> None:
-        self._made = made
-        self.namespaces: dict[str, str] = {}
-        self.address = "127.0.0.1"
-        if made is not None:
-            *nodes, lighthouse = made.nodes
-            self.namespaces = {str(node.index): str(node.namespace) for node in nodes}
-            self.namespaces["lighthouse"] = str(lighthouse.namespace)
-            self.address = lighthouse.address
-
-    def environment(self, node: int) -> dict[str, str]:
-        """Where a node of torchft finds itself."""
-        if self._made is None:
-            return {}
-        from benchmarks.network import INTERFACE
-
-        return {"NODE_ADDRESS": self._made.nodes[node].address, "GLOO_SOCKET_IFNAME": INTERFACE}
-
-    def cut(self, node: int, off: bool) -> None:
-        """Cut a node off from all others and the lighthouse, or connect it again."""
-        self._ip(self._made._switch, "link", "set", f"port{node}", "down" if off else "up")  # noqa: SLF001
-
-    @staticmethod
-    def _ip(namespace: str, *command: str) -> None:
-        subprocess.run(["ip", "-n", namespace, *command], check=True, timeout=30)
-
-
 @contextlib.contextmanager
-def network(nodes: int, may_cut: bool) -> Iterator[ThreadTransport]:
-    """Namespaces, which need root; or the machine's own loopback."""
+def network(nodes: int, may_cut: bool) -> Iterator[Any]:
+    """Namespaces, which need root, the lighthouse's last; or None: the machine's own loopback."""
     if not may_cut:
-        yield ThreadTransport()
+        yield None
         return
     sys.path.append(str(CHECKOUT))
     from benchmarks.network import NamespaceNetwork
 
     with NamespaceNetwork(nodes + 1) as made:
-        yield ThreadTransport(made)
+        yield made
 
 
 def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
     names = range(arguments.nodes)
-    with network(arguments.nodes, "cut" in arguments.kinds) as wires:
+    with network(arguments.nodes, "cut" in arguments.kinds) as made:
         is_theirs = arguments.torchft is not None
+        places = [] if made is None else made.nodes
+        namespaces = {
+            str(name): str(place.namespace) for name, place in zip([*names, "lighthouse"], places, strict=False)
+        }
+
+        def cut(node: int, off: bool) -> None:
+            """Cut a node off from all others and the lighthouse, or connect it again."""
+            link = ["link", "set", f"port{node}", "down" if off else "up"]
+            subprocess.run(["ip", "-n", made._switch, *link], check=True, timeout=30)  # noqa: SLF001
+
+        def environment(node: int) -> dict[str, str]:
+            """Where a node of torchft finds itself."""
+            return (
+                {"NODE_ADDRESS": places[node].address, "GLOO_SOCKET_IFNAME": places[node].interface} if places else {}
+            )
+
         nodes = (TorchftCluster if is_theirs else Cluster)(
             folder,
             ForkedPython,
             dead_after=arguments.dead_after,
             min_nodes=1,
             incarnations=10**6,
-            namespaces=wires.namespaces,
-            address=wires.address,
+            namespaces=namespaces,
+            address=places[-1].address if places else "127.0.0.1",
             scheme=arguments.scheme,
             every=arguments.sync_every,
             pause=arguments.pause,
@@ -350,8 +331,8 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
         period = arguments.sync_every * arguments.pause
         with nodes:
             for node in names:
-                nodes.start(node, wires.environment(node) if is_theirs else None)
-            run = Run(nodes, names, arguments.sync_every, period, wires.cut)
+                nodes.start(node, environment(node) if is_theirs else None)
+            run = Run(nodes, names, arguments.sync_every, period, cut)
             try:
                 run.go_on(until=run.all_train)
                 run.go_on(period + arguments.calm)
