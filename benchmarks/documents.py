@@ -54,10 +54,12 @@ _MARKED = re.compile(r"(<!-- generated: (.+?) -->)(.*?)(<!-- end -->)", re.DOTAL
 
 
 def accuracy_table() -> str:
-    """Return the contents of :data:`ACCURACY`, from what is stored in ``benchmarks/results/front``."""
+    """Return the contents of :data:`ACCURACY`: the language model first, which ``plan`` prefers."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
-    lines.writerow(("method", "nodes", "optimizer", "steps", "mean", "low", "high"))
+    lines.writerow(("method", "nodes", "optimizer", "steps", "unit", "mean", "low", "high"))
+    for nodes in (2, 8):
+        lines.writerows(language_report.accuracy_rows("small", nodes, [choice.measured for choice in RULE]))
     lines.writerows(front.accuracy_rows(RESULTS / "front"))
     return text.getvalue()
 
@@ -263,7 +265,7 @@ _CLUSTERS = (
 def _clusters() -> str:
     """Return what ``plan`` recommends on example clusters."""
     lines = [
-        "| parameters, cluster, c | T / c | write `HierarchicalStrategy` of | DDP | one node | points, on the CNN |",
+        "| parameters, cluster, c | T / c | write `HierarchicalStrategy` of | DDP | one node | against float32 |",
         "|---|--:|---|--:|--:|---|",
     ]
     for millions, nodes, ranks, gbits, seconds in _CLUSTERS:
@@ -387,6 +389,12 @@ def _sooner(setting: str, baseline: str = "ddp") -> str:
     return report.sooner_table(stored["runs"], stored["target"], baseline).strip()
 
 
+def _sooner_to_loss(setting: str) -> str:
+    """Return the seconds until the loss that DDP has after 300 steps, on a real link."""
+    stored = json.loads((RESULTS / "language" / f"accuracy-{setting}.json").read_text())
+    return report.sooner_to_loss(stored["runs"], 300).strip()
+
+
 def _quote(page: str) -> str:
     """The table of a page."""
     cells = report.load_one(RESULTS / "mlp11m-2x2-500mbit.json")
@@ -474,6 +482,7 @@ _KINDS: dict[str, Callable[..., str]] = {
     "speed": _speed,
     "quote": _quote,
     "sooner": _sooner,
+    "sooner to loss": _sooner_to_loss,
     "accuracy": _accuracy,
     "on gpu": _on_gpu,
     "times of README": _times_of_readme,

@@ -248,18 +248,45 @@ def sooner_table(runs: Mapping[str, Sequence[list[dict[str, float]]]], target: f
         target: The accuracy.
         baseline: The row that is compared with.
     """
+    seconds = {
+        row: {seed: _seconds_until(curve, "accuracy", target) for seed, curve in enumerate(curves)}
+        for row, curves in runs.items()
+    }
+    return _sooner(seconds, f"reach {target:.3f}", baseline)
 
-    def first(curve: list[dict[str, float]]) -> float | None:
-        there = first_to_reach(curve, target)
-        return there["seconds"] if there else None
 
-    seconds = {row: dict(enumerate(map(first, curves))) for row, curves in runs.items()}
+def sooner_to_loss(runs: Mapping[str, Sequence[list[dict[str, float]]]], step: int, baseline: str = "ddp") -> str:
+    """Return how many times sooner each row first reaches the loss that the baseline of its seed has after some steps.
+
+    Args:
+        runs: Learning curves by row, in the order of seeds.
+        step: Of the baseline.
+        baseline: The row that is compared with.
+    """
+    targets = [next(point["loss"] for point in curve if point["step"] == step) for curve in runs[baseline]]
+    seconds = {
+        row: {
+            seed: _seconds_until(curve, "loss", target)
+            for seed, (curve, target) in enumerate(zip(curves, targets, strict=True))
+        }
+        for row, curves in runs.items()
+    }
+    return _sooner(seconds, f"reach the loss of step {step}", baseline)
+
+
+def _seconds_until(curve: list[dict[str, float]], measure: str, target: float) -> float | None:
+    sign = -1 if measure == "loss" else 1
+    return next((point["seconds"] for point in curve if sign * point[measure] >= sign * target), None)
+
+
+def _sooner(seconds: Mapping[str, Mapping[int, float | None]], what: str, baseline: str) -> str:
+    """Return a table of the seconds by row and seed."""
     logarithms = {
         row: {seed: None if value is None else math.log(value) for seed, value in by_seed.items()}
         for row, by_seed in seconds.items()
     }
     lines = [
-        f"| | seeds that reach {target:.3f} | seconds until then | times sooner than {ROWS[baseline].title}, 95 % |",
+        f"| | seeds that {what} | seconds until then | times sooner than {ROWS[baseline].title}, 95 % |",
         "|---|--:|--:|--:|",
     ]
     for row, by_seed in seconds.items():

@@ -53,6 +53,12 @@ METHODS = {
     "five_levels": Method("AllReduce, 5 levels (experiment)", "all_reduce", wire=FiveLevels()),
     "diloco16": Method("DiLoCo(16)", "diloco", lambda _: DiLoCo(16)),
     "periodic4": Method("PeriodicAveraging(4)", "periodic", lambda _: PeriodicAveraging(4)),
+    "periodic4_sparse2": Method(
+        "PeriodicAveraging(4), sparse2", "periodic", lambda _: PeriodicAveraging(4), wire="sparse2"
+    ),
+    "periodic2_sparse2": Method(
+        "PeriodicAveraging(2), sparse2", "periodic", lambda _: PeriodicAveraging(2), wire="sparse2"
+    ),
     "power_sgd": Method("DDP, PowerSGD(4) of PyTorch", "power_sgd", path=_power_sgd),
     "int8": Method("AllReduce, int8", "all_reduce", wire="int8"),
     "periodic16": Method(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -15,6 +16,7 @@ from benchmarks.language.runs import (
     about,
     is_bracketed,
     load,
+    name_of,
     peak,
     rate_of,
     rungs,
@@ -48,6 +50,16 @@ def _sent(known: Known, method: str) -> float:
 def apart(known: Known, method: str) -> Difference:
     """Return how much more a method loses than float32 all-reduce, each at its best rate."""
     return difference(judged(known, method), judged(known, BASELINE))
+
+
+def accuracy_rows(size: str, nodes: int, methods: Sequence[str | None]) -> Iterator[tuple[str | int | float, ...]]:
+    """Yield what ``plan`` quotes: method, nodes, optimizer, steps, unit, mean difference, the ends of its interval."""
+    known, about_size = load(size, nodes, STORED), SIZES[size]
+    for method, described in METHODS.items():
+        found = apart(known, method)
+        if described.title in methods and found.pairs >= about_size.seeds:
+            ends = (round(value, 3) for value in (found.mean, found.low, found.high))
+            yield described.title, nodes, "adamw", about_size.steps, "nats", *ends
 
 
 def with_results(known: Known) -> list[str]:
@@ -134,6 +146,45 @@ def until_loss(size: str, nodes: int = 8) -> str:
     return table([*head, *(f"ms of link per step, {rate:,} Mbit/s" for rate in _MBIT)], rows)
 
 
+_RATIOS = (1, 4, 8, 12, 16, 24, 32, 64)
+
+
+def by_ratio(size: str, nodes: int = 8) -> str:
+    """Return the modeled time until a loss that float32 all-reduce has half way, by T / c, in steps of one node.
+
+    Gradients hide behind two thirds of a step, averages of parameters do not. A run that was planned to end at that
+    loss would reach it sooner, because its learning rate would be lower by then.
+    """
+    known = load(size, nodes, STORED)
+    target = dict(_curve(known, BASELINE))[SIZES[size].steps // 2]
+    rows: dict[str, list[float]] = {}
+    for method in _simple(known):
+        step, part = _step_at(_curve(known, method), target), share(known, method)
+        waits = [ratio * part - (0 if METHODS[method].family in ("periodic", "diloco") else 2 / 3) for ratio in _RATIOS]
+        rows[METHODS[method].title] = [] if step is None else [step * (1 + max(0.0, wait)) for wait in waits]
+    least = [min(column) for column in zip(*filter(None, rows.values()), strict=True)]
+    cells = {
+        title: [f"**{time:.0f}**" if time == low else f"{time:.0f}" for time, low in zip(times, least, strict=True)]
+        for title, times in rows.items()
+        if times
+    }
+    head = [f"c until {target:.3f}, at T / c", *map(str, _RATIOS)]
+    return table(head, [[title, *cells.get(title, ["never"] * len(_RATIOS))] for title in rows])
+
+
+def _simple(known: Known) -> list[str]:
+    """Return the methods that send equal bytes at every synchronization, and wait for it if it is of parameters."""
+    return [method for method in with_results(known) if method not in ("daso", "periodic16", "gossip", "steps_delay")]
+
+
+def _step_at(curve: Sequence[tuple[int, float]], target: float) -> float | None:
+    """Return the step at which a curve reaches a loss, on straight lines between evaluations."""
+    for (before, high), (after, low) in pairwise(curve):
+        if low <= target:
+            return before + (after - before) * (high - target) / (high - low)
+    return None
+
+
 def _curve(known: Known, method: str) -> list[tuple[int, float]]:
     """Return the judging loss of the first seed at the best rate, by step."""
     run = _whole(known, method).get((peak(known, method) or 0, 0))
@@ -214,12 +265,13 @@ def estimate(size: str, nodes: int = 8) -> str:
     )
 
 
-def picture(size: str) -> str:
+def picture(size: str, nodes: int = 8) -> str:
     """Return the picture of a size, if there is one."""
-    return f"![Loss against bytes]({size}.png)" if (STORED / f"{size}.png").exists() else "No picture yet."
+    name = f"{name_of(size, nodes)}.png"
+    return f"![Loss against bytes]({name})" if (STORED / name).exists() else "No picture yet."
 
 
-_PARTS: dict[str, Callable[[str], str]] = {
+_PARTS: dict[str, Callable[..., str]] = {
     "synchronizations": synchronizations,
     "estimate": estimate,
     "picture": picture,
@@ -227,9 +279,10 @@ _PARTS: dict[str, Callable[[str], str]] = {
     "losses": losses,
     "ladder": ladder,
     "until": until_loss,
+    "by ratio": by_ratio,
 }
 
 
-def passage(size: str, part: str) -> str:
+def passage(size: str, part: str, nodes: str = "8") -> str:
     """Return a part of a page."""
-    return _PARTS[part](size)
+    return _PARTS[part](size, int(nodes))

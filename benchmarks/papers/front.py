@@ -468,7 +468,7 @@ _PLANNED = ("2-adamw-short-cnn", "8-adamw-short-cnn", "32-adamw-short-cnn", "8-s
 
 
 def accuracy_rows(folder: Path) -> Iterator[tuple[str | int | float, ...]]:
-    """Yield what ``plan`` quotes: method, nodes, optimizer, steps, mean difference, and the ends of its interval."""
+    """Yield what ``plan`` quotes: method, nodes, optimizer, steps, unit, mean difference, the ends of its interval."""
     for choice in RULE:
         for comparison in map(SETTINGS.__getitem__, _PLANNED):
             arena = comparison.arena
@@ -480,7 +480,7 @@ def accuracy_rows(folder: Path) -> Iterator[tuple[str | int | float, ...]]:
                 )
                 assert apart is not None
                 ends = (round(value, 3) for value in (apart.mean, apart.low, apart.high))
-                yield choice.measured, arena.nodes, arena.optimizer, arena.steps, *ends
+                yield choice.measured, arena.nodes, arena.optimizer, arena.steps, "points", *ends
 
 
 def title(comparison: Comparison) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,7 @@ BACKWARD = 2 / 3
 
 _BYTES = 4  # of a parameter and of a gradient, float32
 OPTIMIZERS = {"adamw": "AdamW", "sgd": "momentum SGD"}
-_MARGIN = 1.0  # points of accuracy: "no loss" is not said of an interval that reaches further down
+_MARGINS = {"points": 1.0, "nats": 0.03}  # "no loss" is not said of an interval that reaches further to the bad side
 _SLOWER = 1.2  # how much slower a row without a loss may be than one with a loss
 
 
@@ -35,7 +36,7 @@ class Choice:
         why: The reason, for the page.
         measured: The method whose accuracy was measured; None: accuracy is that of DDP.
         steps: Steps of the measured run; None: those of the short runs.
-        only_where_kept: Whether the row holds on two nodes with AdamW only: on eight, short runs of the same model
+        only_where_kept: Whether the row holds on two nodes with AdamW only: on eight, short runs of a small CNN
             ended more than a point below DDP, or may have.
     """
 
@@ -76,7 +77,7 @@ _SPARSE2, _INT4 = 'wire_dtype="sparse2"', 'wire_dtype="int4"'
 RULE = (
     Choice(0.1, 'strategy="ddp"', None, 1, "The network is no limit", None),
     Choice(2, 'wire_dtype="int8"', "int8", 1, "T / 4 hides behind the backward pass", "AllReduce, int8"),
-    Choice(8, _INT4, "int4", 1, "T / 8 hides for the most part", "AllReduce, int4"),
+    Choice(12, _INT4, "int4", 1, "T / 8 hides for the most part", "AllReduce, int4"),
     Choice(22, _SPARSE2, "sparse2", 1, "T / 16 hides for a large part", "AllReduce, sparse2"),
     *(
         Choice(
@@ -167,14 +168,15 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """A measured difference in accuracy from float32 all-reduce.
+    """A measured difference from float32 all-reduce, each at its best learning rate.
 
     Attributes:
         method: The method.
         nodes: Number of nodes.
         optimizer: ``"adamw"`` or ``"sgd"``.
         steps: Steps of the runs.
-        mean: The mean difference, in points.
+        unit: ``"nats"`` per byte that a language model loses more, or ``"points"`` of accuracy that a small CNN gains.
+        mean: The mean difference.
         low: The lower end of its 95 % interval.
         high: The upper end.
     """
@@ -183,6 +185,7 @@ class Accuracy:
     nodes: int
     optimizer: str
     steps: int
+    unit: str
     mean: float
     low: float
     high: float
@@ -190,22 +193,25 @@ class Accuracy:
     @property
     def verdict(self) -> str:
         """The result in two words."""
-        if self.high < 0:
+        worst, best = (self.low, self.high) if self.unit == "points" else (-self.high, -self.low)
+        if best < 0:
             return "loss seen"
-        return "no loss seen" if self.low >= -_MARGIN else "not clear"
+        return "no loss seen" if worst >= -_MARGINS[self.unit] else "not clear"
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f}, from {self.low:.1f} to {self.high:.1f}: {self.verdict}"
+        digits = 1 if self.unit == "points" else 3
+        half = (self.high - self.low) / 2
+        return f"{self.mean:+.{digits}f} ± {half:.{digits}f} {self.unit}: {self.verdict}"
 
     @property
     def setting(self) -> str:
         """What was trained."""
-        return f"{self.nodes} nodes, {OPTIMIZERS[self.optimizer]}, {self.steps:,} steps"
+        return f"{self.unit}, {self.nodes} nodes, {OPTIMIZERS[self.optimizer]}, {self.steps:,} steps"
 
 
 @cache
 def stored() -> tuple[Accuracy, ...]:
-    """Return the measured differences: a small CNN on MNIST-1D, each method at its best learning rate."""
+    """Return the measured differences: a byte language model before a small CNN on MNIST-1D."""
     with (files(__package__) / "accuracy.csv").open() as file:
         return tuple(
             Accuracy(
@@ -213,6 +219,7 @@ def stored() -> tuple[Accuracy, ...]:
                 int(row["nodes"]),
                 row["optimizer"],
                 int(row["steps"]),
+                row["unit"],
                 *(float(row[name]) for name in ("mean", "low", "high")),
             )
             for row in csv.DictReader(file)
@@ -224,16 +231,16 @@ def nearest(choice: Choice, nodes: int, optimizer: str) -> Accuracy | None:
 
     Args:
         choice: The row.
-        nodes: The next larger measured number of nodes counts, or the largest.
-        optimizer: Counts before the number of nodes, if the method was measured with it.
+        nodes: On as many nodes or more, if there is one; from eight on, the language model counts before more nodes.
+        optimizer: Counts before all else.
     """
-    if choice.is_ddp:
-        return None
-    same = [row for row in stored() if row.method == choice.measured]
-    same = [row for row in same if choice.steps in (None, row.steps)]
-    same = [row for row in same if row.optimizer == optimizer] or same
-    enough = [row for row in same if row.nodes >= nodes]
-    return min(enough, key=lambda row: row.nodes) if enough else max(same, key=lambda row: row.nodes)
+
+    def distance(row: Accuracy) -> tuple[bool, bool, bool, bool, int]:
+        is_small = row.nodes < min(nodes, 8)
+        return row.optimizer != optimizer, is_small, row.unit != "nats", row.nodes < nodes, abs(row.nodes - nodes)
+
+    rows = (row for row in stored() if row.method == choice.measured and choice.steps in (None, row.steps))
+    return min(rows, key=distance, default=None)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -290,14 +297,16 @@ def report(cluster: Cluster, optimizer: str = "adamw") -> str:
     """Return the rows of the rule as a table, with the recommendation."""
     rows = rows_of(cluster, optimizer)
     best = recommended(cluster, rows)
-    table = [("", "HierarchicalStrategy(...)", "step", "sent", "DDP", "one node", "points of accuracy")]
+    table = [("", "HierarchicalStrategy(...)", "step", "sent", "DDP", "one node", "against float32")]
     for row in rows:
         times = f"{shown_number(rows[0].seconds / row.seconds)}x", f"{shown_number(row.speed)}x"
         cells = row.choice.arguments, shown_seconds(row.seconds), shown_bytes(row.bytes), *times
         table.append((">" if row is best else "", *cells, str(row.accuracy or "as DDP")))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    measured = [row for row in rows if row.accuracy is not None]
-    usual = measured[0].accuracy.setting  # type: ignore[union-attr]
+    measured: dict[str, list[str]] = {}
+    for row in rows:
+        if row.accuracy is not None:
+            measured.setdefault(row.accuracy.setting, []).append(row.accuracy.method)
     lines = [
         f"{cluster.nodes} nodes, {shown_rate(cluster.rate)} each, {shown_seconds(cluster.latency)} latency,"
         f" {shown_count(cluster.parameters)} parameters, {shown_seconds(cluster.step)} per step on one node.",
@@ -309,11 +318,14 @@ def report(cluster: Cluster, optimizer: str = "adamw") -> str:
         "step: seconds by a simple model, not measured. Gradients hide behind two thirds of a step, averages of",
         "parameters do not. Nodes of unequal speed also need batches=HeterogeneousBatches(...).",
         "sent: bytes of a node per step. DDP, one node: samples per second, relative to these.",
-        f"points: against DDP, with 95 % intervals, of a small CNN on {usual}. Yours may differ.",
+        "against float32: measured points of accuracy of a small CNN, or nats per byte that a language model loses,",
+        "with 95 % intervals. Yours may differ.",
         *(
-            f"        {row.choice.arguments}: of {row.accuracy.method} on {row.accuracy.setting}"
-            for row in measured
-            if row.accuracy is not None and row.accuracy.setting != usual
+            line
+            for setting, methods in measured.items()
+            for line in textwrap.wrap(
+                f"{setting}: {'; '.join(methods)}", 116, initial_indent="  ", subsequent_indent="    "
+            )
         ),
         "",
     ]

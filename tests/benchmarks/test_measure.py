@@ -77,3 +77,18 @@ def test_times_sooner_is_the_mean_ratio_of_the_same_seeds() -> None:
     assert int4.endswith("| 3 of 3 | 1.50 | 4.00, from 4.00 to 4.00 |")
     assert "| 2 of 3 | 2.00 | 2.83, from " in periodic  # the geometric mean of 4 and 2
     assert gossip.endswith("| 0 of 3 | never |  |")
+
+
+def test_times_until_a_loss_are_compared_with_the_baseline_of_the_same_seed() -> None:
+    def curve(losses: list[float], seconds: float) -> list[dict[str, float]]:
+        return [{"step": 20.0 * n, "seconds": n * seconds, "loss": loss} for n, loss in enumerate(losses, 1)]
+
+    runs = {
+        "ddp": [curve([3.0, 2.0, 1.0], 8.0), curve([3.0, 2.5, 1.0], 8.0)],
+        "all_reduce_int4": [curve([3.0, 2.2, 1.9], 1.0), curve([3.0, 2.4, 1.9], 1.0)],
+        "diloco": [curve([3.0, 2.8, 2.6], 1.0)] * 2,
+    }
+    ddp, int4, diloco = report.sooner_to_loss(runs, step=40).splitlines()[2:]
+    assert ddp.endswith("| 2 of 2 | 16.00 |  |")
+    assert "| 2 of 2 | 2.50 | 6.53, from " in int4  # the geometric mean of 16/3 and 16/2
+    assert diloco.endswith("| 0 of 2 | never |  |")

@@ -75,21 +75,45 @@ def test_impossible_clusters_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
+    ("unit", "low", "high", "verdict"),
     [
-        (-0.4, 0.4, "no loss seen"),
-        (-1.0, 0.1, "no loss seen"),
-        (-1.05, 1.97, "not clear"),
-        (-0.8, -0.1, "loss seen"),
-        (-3.0, -2.0, "loss seen"),
+        ("points", -0.4, 0.4, "no loss seen"),
+        ("points", -1.0, 0.1, "no loss seen"),
+        ("points", -1.05, 1.97, "not clear"),
+        ("points", -0.8, -0.1, "loss seen"),
+        ("points", -3.0, -2.0, "loss seen"),
+        ("points", 0.1, 2.0, "no loss seen"),
+        ("nats", -0.01, 0.02, "no loss seen"),
+        ("nats", -0.2, -0.1, "no loss seen"),
+        ("nats", -0.01, 0.04, "not clear"),
+        ("nats", 0.01, 0.02, "loss seen"),
     ],
 )
-def test_no_loss_is_not_said_of_an_interval_below_one_point(low, high, verdict):
-    assert Accuracy("it", 8, "adamw", 744, 0.0, low, high).verdict == verdict
+def test_no_loss_is_not_said_of_an_interval_that_reaches_far(unit, low, high, verdict):
+    assert Accuracy("it", 8, "adamw", 744, unit, 0.0, low, high).verdict == verdict
+
+
+def test_a_difference_is_shown_in_its_unit():
+    assert str(Accuracy("it", 8, "adamw", 744, "points", -0.31, -0.72, 0.04)) == "-0.3 ± 0.4 points: no loss seen"
+    assert str(Accuracy("it", 8, "adamw", 400, "nats", 0.174, 0.162, 0.188)) == "+0.174 ± 0.013 nats: loss seen"
+
+
+@pytest.mark.parametrize(
+    ("most", "found"),
+    [(2, [(2, "nats"), (8, "points"), (32, "points")]), (8, [(2, "nats"), (8, "nats"), (8, "nats")])],
+)
+def test_the_language_model_counts_before_the_small_one_unless_it_ran_on_too_few_nodes(most, found, monkeypatch):
+    settings = [
+        (nodes, unit) for nodes in (2, 8, 32) for unit in ("nats", "points") if unit == "points" or nodes <= most
+    ]
+    rows = [Accuracy("AllReduce, int8", nodes, "adamw", 1, unit, 0, 0, 0) for nodes, unit in settings]
+    monkeypatch.setattr(plan, "stored", lambda: rows)
+    nearest_rows = [nearest(INT8, nodes, "adamw") for nodes in (2, 3, 16)]
+    assert [(row.nodes, row.unit) for row in nearest_rows if row] == found
 
 
 def test_the_nearest_measurement_has_the_optimizer_and_then_enough_nodes():
-    found = [nearest(INT8, nodes, "adamw") for nodes in (2, 3, 8, 9, 4096)]
+    found = [nearest(PERIODIC2, nodes, "adamw") for nodes in (2, 3, 8, 9, 4096)]
     assert [row.nodes for row in found if row] == [2, 8, 8, 32, 32]
     sgd = nearest(INT8, 32, "sgd")
     assert sgd is not None
@@ -101,7 +125,7 @@ def test_diloco_is_quoted_from_the_run_with_most_synchronizations():
     for optimizer in ("adamw", "sgd"):
         row = nearest(DILOCO, 32, optimizer)
         assert row is not None
-        assert row.setting == "8 nodes, AdamW, 2,976 steps"
+        assert row.setting == "points, 8 nodes, AdamW, 2,976 steps"
 
 
 def test_every_row_of_the_rule_was_measured():
@@ -143,7 +167,7 @@ def test_the_row_that_holds_is_recommended_unless_another_without_a_loss_is_hard
 
 @pytest.mark.parametrize(
     ("nodes", "before", "choice", "ratios"),
-    [(2, 6.0, PERIODIC4, (6.2, 8, 21, 31, 63)), (9, 5.2, TOP4, (5.4, 8, 21)), (32, 5.2, TOP4, (5.4, 8, 21))],
+    [(2, 6.0, PERIODIC4, (6.2, 8, 21, 31, 63)), (9, 11.9, TOP4, (12.1, 15, 21)), (32, 11.9, TOP4, (12.1, 21))],
 )
 def test_a_later_row_without_a_loss_is_taken_from_the_ratio_on_that_the_page_names(nodes, before, choice, ratios):
     found = [recommended(cluster, rows_of(cluster)).choice for cluster in (at(nodes, each) for each in ratios)]
@@ -186,7 +210,7 @@ def test_the_command_prints_a_table_and_the_line_to_write(flags, line, capsys):
 def test_one_node_alone_is_recommended_where_it_is_faster():
     shown = report(Cluster(2, 1.25e6, 50e-6, 1.3e9, 0.8))
     assert "Recommended: one node alone. 2 nodes are 3.8 times slower, also with HierarchicalStrategy(DiLoCo" in shown
-    assert "%" not in shown.split("points:")[0]
+    assert "%" not in shown.split("with 95 %")[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.language import runs
+from benchmarks.language import report, runs
 from benchmarks.language.corpus import _part_of
 from benchmarks.language.methods import METHODS
 from benchmarks.language.model import SIZES, Transformer
@@ -15,8 +15,8 @@ TWO = ["all_reduce", "int4"]
 
 
 def run(loss, sent=100.0, size="small", method="all_reduce"):
-    points = [] if loss is None else [[112.0, loss + 1, loss + 1.1], [224.0, loss + 0.5, loss + 0.6]]
-    points += [] if loss is None else [[336.0, loss + 0.2, loss + 0.3], [448.0, loss, loss + 0.1]]
+    points = [] if loss is None else [[100.0, loss + 1, loss + 1.1], [200.0, loss + 0.5, loss + 0.6]]
+    points += [] if loss is None else [[300.0, loss + 0.2, loss + 0.3], [400.0, loss, loss + 0.1]]
     return Run(points, sent, 10.0, 11.0, 1, runs.fingerprint(size, method, 8))
 
 
@@ -77,6 +77,32 @@ def test_a_run_is_stored_when_it_ends_and_its_checkpoint_removed(tmp_path):
     assert runs.load("toy", 2, tmp_path) == {key: made}
     assert [path.name for path in (tmp_path / "toy-2-nodes").iterdir()] == ["int4.+0.0.json"]
     assert [int(step) for step, *_ in made.points] == list(range(2, 17, 2))
+
+
+def test_time_until_a_loss_counts_what_does_not_hide_behind_the_backward_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "STORED", tmp_path)
+    made = {
+        "all_reduce": run(2.0),
+        "int4": run(2.1, 12.5, method="int4"),
+        "periodic4": run(2.0, 25.0, method="periodic4"),
+    }
+    known = {Key(method, 0, 0): of_method for method, of_method in made.items()}
+    runs.store("small", 8, known | known_of({0: 2.0}, list(made)), tmp_path)
+    rows = [line.split(" | ") for line in report.by_ratio("small").splitlines()]
+    assert rows[0][:3] == ["| c until 2.600, at T / c", "1", "4"]
+    assert rows[2][1:5] == ["267", "867", "1667", "2467"]  # 200 (T/c + 1/3)
+    # 233.3 steps: a third of the way from 2.7 at step 200 to 2.4
+    assert rows[3][1:] == ["**233**", "**233**", "**311**", "**428**", "**544**", "**778**", "**1011**", "**1944** |"]
+    assert rows[4][1:3] == ["250", "400"]  # 200 (1 + T/c / 4)
+
+
+def test_plan_quotes_methods_with_all_seeds(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "STORED", tmp_path)
+    known = {Key(method, 0, seed): run(2.0, method=method) for method in TWO for seed in range(3)}
+    known |= {Key("sparse2", 0, 0): run(2.0, method="sparse2")} | known_of({0: 2.0}, [*TWO, "sparse2"])
+    runs.store("small", 8, known, tmp_path)
+    found = list(report.accuracy_rows("small", 8, ["AllReduce, int4", "AllReduce, sparse2"]))
+    assert found == [("AllReduce, int4", 8, "adamw", SIZES["small"].steps, "nats", 0.0, 0.0, 0.0)]
 
 
 def test_parts_of_the_corpus_depend_on_names_only():
