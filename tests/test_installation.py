@@ -85,10 +85,9 @@ def sources() -> dict[str, bytes]:
     return {str(path.relative_to(CHECKOUT)): path.read_bytes() for path in files if "__pycache__" not in path.parts}
 
 
-@pytest.mark.parametrize("target", ["wheel", "sdist"])
-def test_wheel_and_source_distribution_install(built, target, tmp_path):
+def test_source_distribution_installs(built, tmp_path):
     offline = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile", "--quiet"]
-    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(tmp_path), str(built[target])]
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(tmp_path), str(built["sdist"])]
     subprocess.run(command, check=True, timeout=120)
     installed = tmp_path / "lightning_hiercomm"
     files = (path for path in installed.rglob("*") if path.is_file())

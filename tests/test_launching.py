@@ -45,32 +45,11 @@ def test_every_launcher_follows_the_table_to_the_digit(job, launcher):
     assert sorted(sample for report in reports for sample in report["samples"]) == sorted([*range(20)] * 2)
 
 
-def test_nodes_of_a_torchrun_may_be_unequal(job):
-    job.torchrun(sizes=[3, 1])
-    check_nodes(job, [[0, 1, 2], [3]])
-
-
 def test_host_names_define_nodes_under_mpiexec(job):
     places = [("localhost", "3"), ("localhost", "3"), ("127.0.0.1", "1"), ("localhost", "3")]
     options = ["--num-nodes", "2", "--inter-node", "torch"]  # MPI starts the ranks, and gloo joins them
     job.mpiexec("openmpi", *(["--host-name", host, "--devices", devices, *options] for host, devices in places))
     check_nodes(job, [[0, 1, 3], [2]])
-
-
-@pytest.mark.parametrize("ranks_per_node", [None, 1])
-def test_kubeflow_processes_of_one_host_are_one_node(job, ranks_per_node):
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}  # as the operator sets it
-    options = ["--kubeflow", "--devices", "1", "--num-nodes", "4"]
-    options += ["--ranks-per-node", str(ranks_per_node)] if ranks_per_node else []
-    hosts = ["pod-a", "pod-a", "pod-b", "pod-b"]
-    job.ranks([{**world, "RANK": str(rank)} for rank in range(4)], *options, hosts=hosts)
-    output = check_nodes(job, [[0, 1], [2, 3]] if ranks_per_node is None else [[0], [1], [2], [3]])
-    warning = (
-        "KubeflowEnvironment reports the nodes [0] [1] [2] [3], but by host name they are [0, 1] [2, 3] (on pod-a,"
-        " pod-b). The host names are used. Set ranks_per_node to choose the nodes, such as ranks_per_node=1 for those"
-        " of the environment."
-    )
-    assert output.count(warning) == (ranks_per_node is None), output
 
 
 def test_lsf_nodes_are_hosts_of_the_rank_file(job, tmp_path):
@@ -95,14 +74,6 @@ def test_components_of_a_slurm_heterogeneous_job_are_unequal_nodes(job):
         place |= {"SLURM_NTASKS_PER_NODE": str(devices), "SLURM_NODELIST": host}  # those of a component
         job.oracle("--host-name", host, "--num-nodes", 2, "--devices", devices, environment={**own, **place})
     assert "The host names are used" not in check_nodes(job, [[0, 1, 2], [3]])
-
-
-def test_slurm_tasks_that_each_have_a_node_id_on_one_host_are_one_node(job):
-    """Several jobs' steps or containers may each count their nodes from their own; host names then decide."""
-    own = {**SLURM, "SLURM_NNODES": "4", "SLURM_NTASKS_PER_NODE": "1", "MASTER_PORT": str(free_port())}
-    places = [{**own, "SLURM_PROCID": str(r), "SLURM_NODEID": str(r), "SLURM_LOCALID": "0"} for r in range(4)]
-    job.ranks(places, "--devices", "1", "--num-nodes", "4", hosts=["a", "a", "b", "b"])
-    assert check_nodes(job, [[0, 1], [2, 3]]).count("SLURMEnvironment reports the nodes [0] [1] [2] [3]") == 1
 
 
 def test_devices_must_be_the_ranks_of_this_node(job):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pairwise import on_push
 
 from lightning_hiercomm.comm import fused
 from lightning_hiercomm.comm.codec import LargestFour, Quantized
@@ -211,23 +212,6 @@ def test_chunks_of_a_tensor_are_encoded_by_one_launch(codec, numel, runtime, eag
     assert runtime.launched == ["encode", "decode"]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("codec", NAMED.values(), ids=NAMED)
-def test_ten_thousand_tensors_have_the_same_payload_on_a_gpu(codec, gpu, eager):
-    generator = torch.Generator().manual_seed(0)
-    for i in range(10_000):
-        numel = int(torch.randint(1, 4000, (), generator=generator))
-        values, residual = torch.randn(2, numel, generator=generator)
-        values *= 10.0 ** torch.randint(-30, 30, (numel,), generator=generator)
-        values[i % numel] = special[i % len(special)]
-        expected = values.clone(), residual.clone(), empty_payload(codec, numel)
-        ours = [tensor.to(gpu) for tensor in expected]
-        eager(lambda expected=expected: codec.encode_with_feedback(*expected))
-        codec.encode_with_feedback(*ours)
-        assert_same_payload(ours[2], expected[2], codec, numel)
-        assert_same_values(ours[1], expected[1])
-
-
 # ---- launches -------------------------------------------------------------------------------------------------------
 
 
@@ -321,13 +305,12 @@ compiled = triton.compile(source, target=GPUTarget("cuda", int(architecture), 32
 assert compiled.asm["cubin"]
 print(compiled.asm["ptx"])
 """
-LATER = [pytest.param(name, marks=pytest.mark.nightly) for name in ("encode", "decode", "add")]
 
 
 @pytest.mark.long("compiles for GPUs, which needs none")
-@pytest.mark.parametrize("architecture", [80, pytest.param(90, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("wire", NAMED)
-@pytest.mark.parametrize("name", ["add_and_encode", *LATER])
+@pytest.mark.parametrize("architecture", on_push((80, 90), 80))
+@pytest.mark.parametrize("wire", on_push(NAMED, "int4"))
+@pytest.mark.parametrize("name", on_push(("add_and_encode", "encode", "decode", "add"), "add_and_encode"))
 def test_kernels_compile_without_a_gpu_and_without_approximations(name, wire, architecture, tmp_path):
     command = [sys.executable, "-c", COMPILE, name, wire, str(architecture)]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}  # a home may be read-only

@@ -18,6 +18,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.cli import ReduceLROnPlateau
+from problems import one_trainer
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
 STRATEGY = "--trainer.strategy.init_args"
@@ -147,52 +151,46 @@ def test_models_have_the_requested_classes_and_fit_small_pictures(folder):
     assert {shape[2] for name, shape in found.items() if name.split()[0] in whole} == {32}
 
 
-RATES = """
-import sys, lightning.pytorch as pl, torch
-sys.path.insert(0, {papers!r})
-from train import PaperClassifier
-from torch.optim.lr_scheduler import CosineAnnealingLR
-from lightning.pytorch.cli import ReduceLROnPlateau
-
-class Rates(pl.Callback):
-    def on_train_batch_start(self, trainer, *_):
-        rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-pictures = [(torch.randn(3, 32, 32), i % 10) for i in range(16)]
-for schedule in (
-    lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),
-    lambda optimizer: ReduceLROnPlateau(
-        optimizer, "epoch_loss", factor=0.5, patience=0, threshold=100.0, threshold_mode="abs"
-    ),
-):
-    rates = []
-    model = PaperClassifier(
-        "shufflenet_v2_x0_5", optimizer=lambda p: torch.optim.SGD(p, lr=0.1), schedule=schedule,
-        pictures_per_lr=2, warmup_epochs=2, batch_size=4,
-    )
-    pl.Trainer(accelerator="cpu", max_epochs=4, callbacks=[Rates()], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0
-    ).fit(model, torch.utils.data.DataLoader(pictures, 4))
-    print(rates)
-"""
-
-
-def test_learning_rates_scale_with_the_batch_and_follow_the_schedule(folder):
-    script = folder.path / "rates.py"
-    script.write_text(RATES.format(papers=str(PAPERS)))
-    cosine, plateau = (ast.literal_eval(line) for line in folder.run(script).splitlines() if line[0] == "[")
-    peak = 0.1 * 4 / 2
-    rising = torch.tensor([1 / 8 + 7 / 8 * min(1, step / 8) for step in range(16)])
-    falling = torch.tensor([0.5 * (1 + math.cos(math.pi * (step // 4) / 4)) for step in range(16)])
-    halved = torch.tensor([0.5 ** max(0, step // 4 - 1) for step in range(16)])  # no loss falls by 100
-    torch.testing.assert_close(torch.tensor(cosine), peak * rising * falling)
-    torch.testing.assert_close(torch.tensor(plateau), peak * rising * halved)
-
-
-def test_a_schedule_may_begin_when_the_learning_rate_has_risen(monkeypatch):
+@pytest.fixture
+def train(monkeypatch):
+    """The papers' program, as a module."""
     monkeypatch.syspath_prepend(PAPERS)
     with mock.patch.dict(sys.modules):  # other examples have modules of the same names
-        train = importlib.import_module("train")
+        return importlib.import_module("train")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "factor"),
+    [
+        (partial(CosineAnnealingLR, T_max=4), lambda epoch: 0.5 * (1 + math.cos(math.pi * epoch / 4))),
+        (
+            partial(
+                ReduceLROnPlateau, monitor="epoch_loss", factor=0.5, patience=0, threshold=100.0, threshold_mode="abs"
+            ),
+            lambda epoch: 0.5 ** max(0, epoch - 1),  # no loss falls by 100
+        ),
+    ],
+    ids=["cosine", "plateau"],
+)
+def test_learning_rates_scale_with_the_batch_and_follow_the_schedule(train, tmp_path, schedule, factor):
+    pictures, rates = [(torch.randn(3, 32, 32), i % 10) for i in range(16)], []
+    model = train.PaperClassifier(
+        "shufflenet_v2_x0_5",
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        schedule=schedule,
+        pictures_per_lr=2,
+        warmup_epochs=2,
+        batch_size=4,
+    )
+    notes = LambdaCallback(on_train_batch_start=lambda run, *_: rates.append(run.optimizers[0].param_groups[0]["lr"]))
+    run = one_trainer(tmp_path, max_epochs=4, limit_val_batches=0, callbacks=[notes])
+    run.fit(model, torch.utils.data.DataLoader(pictures, 4))
+    peak = 0.1 * 4 / 2
+    risen = [1 / 8 + 7 / 8 * min(1, step / 8) for step in range(16)]
+    assert rates == pytest.approx([peak * risen[step] * factor(step // 4) for step in range(16)], rel=1e-5)
+
+
+def test_a_schedule_may_begin_when_the_learning_rate_has_risen(train):
     settings = yaml.safe_load((PAPERS / "003.yaml").read_text())["model"]
     falling = partial(torch.optim.lr_scheduler.PolynomialLR, **settings["schedule"]["init_args"])
     model = train.PaperClassifier(

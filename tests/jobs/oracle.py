@@ -15,7 +15,6 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import KubeflowEnvironment
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
@@ -133,7 +132,6 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="what Lightning is to start ranks with")
     parser.add_argument("--hang-timeout", type=float, default=300.0)
     parser.add_argument("--host-name", help="what this machine says it is called")
-    parser.add_argument("--kubeflow", action="store_true", help="give the Trainer Kubeflow's environment")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--sync-every", type=int, default=2)
@@ -159,7 +157,6 @@ def main() -> None:
         accelerator="cpu",
         devices=arguments.devices,
         num_nodes=arguments.num_nodes,
-        plugins=[KubeflowEnvironment()] if arguments.kubeflow else [],
         strategy=HierarchicalStrategy(
             PeriodicAveraging(arguments.sync_every),
             ranks_per_node=arguments.ranks_per_node,

@@ -79,14 +79,6 @@ class Net(pl.LightningModule):
         return self.loader(2, 2)
 
 
-class Twice(Net):
-    """Calls its layers twice: FSDP2 then writes their gradients twice in a backward pass."""
-
-    def loss(self, batch: Any) -> Tensor:
-        half = len(batch[0]) // 2
-        return (super().loss([b[:half] for b in batch]) + super().loss([b[half:] for b in batch])) / 2
-
-
 class Searching(Net):
     """How often LBFGS evaluates the loss depends on the loss. Its layers split evenly: torch flattens no others."""
 

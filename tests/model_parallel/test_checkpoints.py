@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import traceback
-from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -16,15 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, Dropped, Unfreezing
-from pairwise import requested
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import (
     DASO,
-    AllReduce,
     DiLoCo,
-    Gossip,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -32,13 +28,11 @@ from lightning_hiercomm import (
 )
 
 SCHEMES = {
-    "all_reduce": AllReduce,
-    "periodic": lambda: PeriodicAveraging(5),
     "daso": lambda: DASO(3, 2, 0, 0, reducer="sharded"),
     "diloco": lambda: DiLoCo(6, fragments=2, staleness=2),
-    "gossip": lambda: Gossip(fragments=3, overlap=True),
 }
 KINDS = {"file": False, "directory": True}
+SAVED_AS = {"daso": "directory", "diloco": "file"}
 SAVED_AT, DIES_AT = 7, 9
 
 
@@ -48,7 +42,7 @@ class Dies(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Grouped(Dropped):
+class GroupedUnfrozen(Unfreezing, Dropped):
     """Its optimizer has the parameters in another order, by groups."""
 
     def configure_optimizers(self):
@@ -57,19 +51,11 @@ class Grouped(Dropped):
         return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
-class Unfrozen(Unfreezing, Dropped):
-    pass
-
-
-class GroupedUnfrozen(Unfreezing, Grouped):
-    pass
-
-
 def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_class=Dropped, **arguments):
     strategy = HierarchicalModelParallelStrategy(
         SCHEMES[name](),
         ranks_per_node=2,
-        wire_dtype="int8" if name in ("all_reduce", "daso") else None,  # what a code keeps back is state, too
+        wire_dtype="int8" if name == "daso" else None,  # what a code keeps back is state, too
         save_distributed_checkpoint=KINDS[kind],
         checkpoint_replicas=replicas,
         transport=Transport(bucket_mb=1e-3),
@@ -90,14 +76,10 @@ def _fit_under(strategy, folder, resume, module_class, callbacks=(), **arguments
     return {"state": whole_state(module), "losses": module.report}
 
 
-def _train(names, files, folder):
+def _train(folder):
     """Each scheme without a break, one checkpoint in it; then a run whose rank dies after the checkpoint."""
-    results = {}
-    for name in names:
-        kind = "directory" if name in ("daso", "gossip") else "file"
-        results[name] = _fit(folder, name, kind)
-    for saved_by in files:
-        place, module_class = FILES[saved_by]
+    results = {name: _fit(folder, name, kind) for name, kind in SAVED_AS.items()}
+    for place, module_class in FILES.values():
         own = {"module_class": module_class, "max_steps": SAVED_AT, "max_epochs": None}
         if "whole" in place:
             _fit_whole(folder / place, **own)
@@ -121,10 +103,9 @@ def _checkpoint(folder, name, kind):
     return folder / name / kind / f"step={SAVED_AT}.ckpt"
 
 
-def _resume(names, files, folder):
+def _resume(folder):
     results = {}
-    for name in names:
-        kind = "directory" if name in ("daso", "gossip") else "file"
+    for name, kind in SAVED_AS.items():
         results["exact", name] = _fit(folder / "resumed", name, kind, _checkpoint(folder, name, kind))
     results["exact", "killed"] = _fit(
         folder / "resumed again", "diloco", "directory", _checkpoint(folder, "diloco", "directory")
@@ -136,8 +117,7 @@ def _resume(names, files, folder):
         run = trainer(ModelParallelStrategy(4, 1, save_distributed_checkpoint=False), max_epochs=2, callbacks=[begins])
         run.fit(module, ckpt_path=path)
         results["Lightning", kind] = {"steps": run.global_step, "losses": module.report, "loaded": begins.state}
-    for saved_by in files:
-        place, module_class = FILES[saved_by]
+    for saved_by, (place, module_class) in FILES.items():
         path, which = folder / place / f"step={SAVED_AT}.ckpt", {"module_class": module_class}
         results["whole", saved_by] = _fit_whole(folder / "whole again", path, **which)
         if saved_by == "sharded":
@@ -156,20 +136,9 @@ class Begins(pl.Callback):
 FILES = {
     "sharded": ("diloco/file", Dropped),
     "whole": ("whole", Dropped),
-    "sharded, by groups": ("Grouped/diloco/file", Grouped),
-    "whole, by groups": ("Grouped/whole", Grouped),
-    "sharded, unfrozen": ("Unfrozen/diloco/file", Unfrozen),
-    "whole, unfrozen": ("Unfrozen/whole", Unfrozen),
     "sharded, by groups and unfrozen": ("GroupedUnfrozen/diloco/file", GroupedUnfrozen),
     "whole, by groups and unfrozen": ("GroupedUnfrozen/whole", GroupedUnfrozen),
 }
-BY_NIGHT = ("by groups", "unfrozen")  # one by one
-
-
-def _loaded(strategy, path, devices=4):
-    module = Dropped("adamw")
-    trainer(strategy, devices).validate(module, ckpt_path=path, verbose=False)
-    return whole_state(module)
 
 
 @pytest.fixture(scope="module")
@@ -178,40 +147,18 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def names(request):
-    """Of the schemes whose runs tests ask for."""
-    return [name for name in SCHEMES if (name,) in requested(request, "name") or name == "diloco"]
-
-
-@pytest.fixture(scope="module")
-def files(request):
-    """By whom those were saved that tests ask for."""
-    return [saved_by for saved_by in FILES if (saved_by,) in requested(request, "saved_by")]
-
-
-@pytest.fixture(scope="module")
-def trained(launch, folder, names, files):
+def trained(launch, folder):
     with pytest.raises(Exception, match=r"SIGKILL|rank 3 \(node 1\) died"):
-        launch(partial(_train, names, files), folder=folder)
+        launch(_train, folder=folder)
     return [torch.load(folder / f"trained-{rank}.pt") for rank in range(4)]
 
 
 @pytest.fixture(scope="module")
-def resumed(launch, folder, names, files, trained):
-    return launch(partial(_resume, names, files), folder=folder)
+def resumed(launch, folder, trained):
+    return launch(_resume, folder=folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("all_reduce", marks=pytest.mark.nightly),  # int8, as daso
-        pytest.param("periodic", marks=pytest.mark.nightly),  # a file, as diloco, and nothing in flight
-        "daso",
-        "diloco",
-        pytest.param("gossip", marks=pytest.mark.nightly),  # a directory, and an exchange in flight, as daso
-        "killed",
-    ],
-)
+@pytest.mark.parametrize("name", [*SAVED_AS, "killed"])
 def test_a_run_resumes_to_the_bit(trained, resumed, name):
     for before, after in zip(trained, resumed, strict=True):
         expected, ours = before["diloco" if name == "killed" else name], after["exact", name]
@@ -230,10 +177,7 @@ def test_a_directory_resumes_like_a_file(resumed):
         assert results["plain", "file"]["losses"] == results["plain", "directory"]["losses"]
 
 
-@pytest.mark.parametrize(
-    "saved_by",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name.partition(", ")[2] in BY_NIGHT)) for name in FILES],
-)
+@pytest.mark.parametrize("saved_by", FILES)
 def test_files_go_to_ranks_that_hold_all_and_come_from_them(resumed, saved_by):
     for results in resumed:
         ours, expected = results["sharded", saved_by], results["whole", saved_by]
@@ -251,17 +195,6 @@ def test_lightnings_own_strategy_goes_on_from_it(folder, resumed, kind):
         assert len(results["Lightning", kind]["losses"]) == 2 * STEPS - SAVED_AT
         for parameter, values in results["Lightning", kind]["loaded"].items():
             assert torch.equal(values, saved["state_dict"][parameter]), parameter
-
-
-def test_one_process_loads_a_directory(launch, folder, resumed):
-    saved = torch.load(_checkpoint(folder, "diloco", "file"), weights_only=True)
-
-    def load(_):
-        return _loaded(ModelParallelStrategy(1, 1), _checkpoint(folder, "diloco", "directory"), 1)
-
-    (loaded,) = launch(load, ranks=1)
-    for parameter, values in loaded.items():
-        assert torch.equal(values, saved["state_dict"][parameter]), parameter
 
 
 def test_one_process_goes_on_from_a_file(launch, folder, resumed):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
-from model_parallel.sharded import STEPS, LanguageModel, Meta, Resumable, TensorParallel
-from pairwise import on_push, requested
+from model_parallel.sharded import LanguageModel, Meta, Resumable, TensorParallel
 
 from lightning_hiercomm import (
-    DASO,
     AllReduce,
     DiLoCo,
-    Gossip,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
@@ -27,9 +22,8 @@ SCHEMES = {
     "all_reduce": AllReduce,
     "periodic": lambda: PeriodicAveraging(5),
     "diloco": lambda: DiLoCo(3, fragments=["net.w2"], staleness=1),
-    "gossip": lambda: Gossip(fragments=["net.w1"]),
 }
-WITH_DASO = {**SCHEMES, "daso": lambda: DASO(4, 2, 0, 0, reducer="sharded")}
+ON_PUSH = ("all_reduce", "diloco")  # what differs by scheme shows on threads
 SAVED_AT = 4
 
 
@@ -50,35 +44,25 @@ def _whole(scheme, ranks_per_node):
     return HierarchicalStrategy(scheme(), ranks_per_node=ranks_per_node, broadcast_buffers=False)
 
 
-def _on_eight(names, folder):
+def _on_eight(folder):
     """Two nodes, each FSDP2 over two groups of two tensor parallel ranks."""
-    results = {
-        name: _fit(
-            TensorParallel("adamw", replicas=4),
-            HierarchicalModelParallelStrategy(SCHEMES[name](), tensor_parallel_size=2, ranks_per_node=4),
-            8,
-        )
-        for name in names
-    }
-    _fit_saving(folder, "file", save_distributed_checkpoint=False, max_steps=SAVED_AT)
-    results["from file"] = _fit_saving(folder, "file", _saved(folder, "file"), save_distributed_checkpoint=False)
-    return results
+
+    def sharded(name, **arguments):
+        return HierarchicalModelParallelStrategy(SCHEMES[name](), tensor_parallel_size=2, ranks_per_node=4, **arguments)
+
+    def saving(resume=None):
+        saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
+        more = {"enable_checkpointing": True, "callbacks": [saves]}
+        strategy = sharded("diloco", checkpoint_replicas=True)
+        return _fit(Resumable("adamw", replicas=4), strategy, 8, resume, **more)
+
+    trained = _fit(TensorParallel("adamw", replicas=4), sharded("periodic"), 8)
+    return {"trained": trained, "saved": saving(), "resumed": saving(folder / f"step={SAVED_AT}.ckpt")}
 
 
-def _example_on(ranks):
-    strategy = HierarchicalModelParallelStrategy(DiLoCo(4), tensor_parallel_size=2, ranks_per_node=ranks // 2)
-    return lambda _: _fit_example(strategy, ranks)
-
-
-def _resumed_on_eight(folder):
-    return {
-        "saved": _fit_saving(folder, "directory", checkpoint_replicas=True),
-        "resumed": _fit_saving(folder, "directory", _saved(folder, "directory"), checkpoint_replicas=True),
-    }
-
-
-def _fit_example(strategy, devices):
-    run = trainer(strategy, devices, max_epochs=1)
+def _fit_example():
+    strategy = HierarchicalModelParallelStrategy(DiLoCo(4), tensor_parallel_size=2, ranks_per_node=2)
+    run = trainer(strategy, 4, max_epochs=1)
     with run.init_module(empty_init=True):
         module = LanguageModel()
     run.fit(module)
@@ -86,36 +70,17 @@ def _fit_example(strategy, devices):
     return {"first": module.first, "last": last, "losses": module.report}
 
 
-def _fit_saving(folder, name, resume=None, max_steps=-1, **arguments):
-    saves = ModelCheckpoint(folder / name, "{step}", every_n_train_steps=SAVED_AT, save_top_k=1)
-    strategy = HierarchicalModelParallelStrategy(
-        SCHEMES["diloco"](), tensor_parallel_size=2, ranks_per_node=4, **arguments
-    )
-    module = Resumable("adamw", replicas=4)
-    return _fit(module, strategy, 8, resume, enable_checkpointing=True, callbacks=[saves], max_steps=max_steps)
-
-
-def _saved(folder, name):
-    return folder / name / f"step={SAVED_AT}.ckpt"
-
-
-def _on_four(names, of_both, folder):
+def _on_four(_):
     results = {
         name: _fit(
             TensorParallel("adamw", replicas=2),
-            HierarchicalModelParallelStrategy(WITH_DASO[name](), tensor_parallel_size="auto", ranks_per_node=2),
+            HierarchicalModelParallelStrategy(SCHEMES[name](), tensor_parallel_size="auto", ranks_per_node=2),
             4,
         )
-        for name in names
+        for name in ON_PUSH
     }
     results["plain"] = _fit(TensorParallel("adamw", replicas=2), ModelParallelStrategy(2, 2), 4)
-    for name in of_both:
-        results["whole", name] = _fit(TensorParallel("adamw", replicas=4), _whole(SCHEMES[name], ranks_per_node=2), 4)
-    if _saved(folder, "file").exists():
-        whole = _whole(SCHEMES["diloco"], ranks_per_node=2)
-        results["whole, from file"] = _fit(Resumable("adamw", replicas=4), whole, 4, _saved(folder, "file"))
-    results["meta"] = _begin_on_meta()
-    return results
+    return {**results, "meta": _begin_on_meta(), "example": _fit_example()}
 
 
 def _begin_on_meta():
@@ -133,43 +98,23 @@ def _begin_on_meta():
     return {"first": held[1], "last": after, "losses": module.report}
 
 
-def _on_two(names, _):
-    return {
-        name: _fit(TensorParallel("adamw", replicas=2), _whole(WITH_DASO[name], ranks_per_node=1), 2) for name in names
-    }
+def _on_two(_):
+    return {name: _fit(TensorParallel("adamw", replicas=2), _whole(SCHEMES[name], 1), 2) for name in ON_PUSH}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("tensor-parallel")
+def on_eight(launch):
+    return launch(_on_eight, ranks=8)
 
 
 @pytest.fixture(scope="module")
-def names(request):
-    """Of the schemes whose runs tests ask for: on tensor parallel nodes, and on nodes of both kinds."""
-    return [sorted(name for (name,) in requested(request, parameter)) for parameter in ("name", "of_both")]
+def on_four(launch):
+    return launch(_on_four)
 
 
 @pytest.fixture(scope="module")
-def on_eight(launch, folder, names):
-    return launch(partial(_on_eight, names[1]), ranks=8, folder=folder)
-
-
-@pytest.fixture(scope="module")
-def resumed_on_eight(launch, folder):
-    return launch(_resumed_on_eight, ranks=8, folder=folder)
-
-
-@pytest.fixture(scope="module")
-def on_four(launch, folder, names, request):
-    if names[1]:
-        request.getfixturevalue("on_eight")  # writes a file that is read here
-    return launch(partial(_on_four, *names), folder=folder)
-
-
-@pytest.fixture(scope="module")
-def on_two(launch, names):
-    return launch(partial(_on_two, names[0]), ranks=2)
+def on_two(launch):
+    return launch(_on_two, ranks=2)
 
 
 def _same(ours, expected):
@@ -177,48 +122,41 @@ def _same(ours, expected):
         torch.testing.assert_close(ours["state"][parameter], values, rtol=0, atol=1e-5)
 
 
-BY_NIGHT = pytest.mark.nightly  # what differs by scheme shows on threads
-
-
-@pytest.mark.parametrize("name", on_push(WITH_DASO, "all_reduce", "diloco"))
+@pytest.mark.parametrize("name", ON_PUSH)
 def test_tensor_parallel_nodes_train_like_nodes_of_one_rank(on_four, on_two, name):
     for results in on_four:
         _same(results[name], on_two[0][name])
         assert results[name]["held_by"] == ["node", "rank"]  # the norm is whole on every rank
 
 
-@BY_NIGHT  # eight ranks; a push has nodes of either kind
-@pytest.mark.parametrize("of_both", SCHEMES)
-def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(on_eight, on_four, of_both):
+@pytest.mark.nightly  # eight ranks; a push has nodes of either kind
+def test_nodes_of_both_kinds_train_like_nodes_of_data_parallel_ranks(launch, on_eight):
+    def whole(_):
+        return _fit(TensorParallel("adamw", replicas=4), _whole(SCHEMES["periodic"], ranks_per_node=2), 4)
+
+    expected = launch(whole)[0]
     for results in on_eight:
-        _same(results[of_both], on_four[0]["whole", of_both])
-        assert results[of_both]["held_by"] == ["rank", "tensor_parallel"]
+        _same(results["trained"], expected)
+        assert results["trained"]["held_by"] == ["rank", "tensor_parallel"]
     model = 4 * (2 * 6 + 3 * 6 * 16 - 5 * 16)  # bytes: norm, w1, w3, w2
-    if of_both == "periodic":  # synchronizations of 6 steps, and the first values: no copy of a part travels twice
-        sent = sum(results[of_both]["inter_bytes"] for results in on_eight)
-        preflights, padding = 3 * 24 * 8, 4 * 8  # of two synchronizations, and at the end
-        buffers = 8 * 4 * 2  # bytes: two on each of eight ranks
-        assert sent <= (model + buffers) * (2 * 2 + 1) + preflights + padding
+    # synchronizations of 6 steps, and the first values: no copy of a part travels twice
+    sent = sum(results["trained"]["inter_bytes"] for results in on_eight)
+    preflights, padding = 3 * 24 * 8, 4 * 8  # of two synchronizations, and at the end
+    buffers = 8 * 4 * 2  # bytes: two on each of eight ranks
+    assert sent <= (model + buffers) * (2 * 2 + 1) + preflights + padding
 
 
-@BY_NIGHT
-def test_nodes_of_both_kinds_resume_to_the_bit(resumed_on_eight):
-    for results in resumed_on_eight:
+@pytest.mark.nightly
+def test_nodes_of_both_kinds_resume_to_the_bit(on_eight):
+    for results in on_eight:
         assert results["resumed"]["losses"] == results["saved"]["losses"][SAVED_AT:]
         for parameter, values in results["saved"]["state"].items():
             assert torch.equal(results["resumed"]["state"][parameter], values), parameter
 
 
-@BY_NIGHT
-def test_a_checkpoint_of_nodes_of_both_kinds_goes_to_ranks_that_hold_all(on_eight, on_four):
-    assert len(on_four[0]["whole, from file"]["losses"]) == STEPS - SAVED_AT
-    _same(on_four[0]["whole, from file"], on_eight[0]["from file"])
-
-
-@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=BY_NIGHT)])
-def test_a_module_like_lightnings_example_trains_unchanged(launch, ranks):
-    examples = launch(_example_on(ranks), ranks=ranks)
-    for ours, theirs in zip(examples[: ranks // 2], examples[ranks // 2 :], strict=True):
+def test_a_module_like_lightnings_example_trains_unchanged(on_four):
+    first, second, *others = (results["example"] for results in on_four)
+    for ours, theirs in zip((first, second), others, strict=True):
         for place in ("first", "last"):  # the nodes drew other values each
             assert all(torch.equal(a, b) for a, b in zip(ours[place], theirs[place], strict=True))
         assert ours["losses"] != theirs["losses"]

@@ -82,11 +82,10 @@ class Job:
     fork = partialmethod(popen, how="fork")
     spawn = partialmethod(popen, how="spawn")
 
-    def torchrun(self, *arguments: object, ranks: int = 2, sizes: Sequence[int] = ()) -> None:
-        """Start torchrun on every node; nodes may have unequal ``sizes``."""
-        sizes = sizes or (ranks, ranks)
-        for agent, size in zip(torchrun_agents(sizes), sizes, strict=True):
-            own = ("--out", self.folder, "--num-nodes", len(sizes), "--devices", size, *arguments)
+    def torchrun(self, *arguments: object, ranks: int = 2) -> None:
+        """Start torchrun on every node."""
+        for agent in torchrun_agents([ranks, ranks]):
+            own = ("--out", self.folder, "--num-nodes", 2, "--devices", ranks, *arguments)
             self.python(*agent, *forking_workers(), str(ORACLE), *map(str, own))
 
     def without_agents(self, *arguments: object, ranks: int = 2, address: str = "127.0.0.1") -> None:
