@@ -211,24 +211,24 @@ def end_of(fit, capfd, module, scheme):
     return capfd.readouterr().err
 
 
-@pytest.mark.pairwise
 @pytest.mark.long("its runs hang until the control plane ends them")
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("scheme", SHORT_SCHEMES.values(), ids=SHORT_SCHEMES)
-@pytest.mark.parametrize("moment", ["last batch", "epoch end", "validation end"])
-def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, scheme, moment):
-    said = end_of(fit, capfd, Alone(moment, 1, stop), scheme)
+@pytest.mark.parametrize(
+    ("moment", "scheme"), [("last batch", "all_reduce"), ("epoch end", "periodic"), ("validation end", "steps_delay")]
+)
+def test_a_stop_on_one_rank_after_an_epoch_ends_the_run(fit, capfd, moment, scheme):
+    said = end_of(fit, capfd, Alone(moment, 1, stop), SHORT_SCHEMES[scheme])
     assert "rank 1 (node 1) ended training after 4 batches of the run" in said
     assert "and rank 0 (node 0) trains on with batch " in said
     assert "If trainer.should_stop was set on some ranks only" in said
 
 
-@pytest.mark.pairwise
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("scheme", SHORT_SCHEMES.values(), ids=SHORT_SCHEMES)
-@pytest.mark.parametrize("moment", ["step 2", "validation end", "train end"])
-def test_a_checkpoint_saved_on_one_rank_ends_the_run(fit, capfd, scheme, moment):
-    said = end_of(fit, capfd, Alone(moment, 0, save), scheme)
+@pytest.mark.parametrize(
+    ("moment", "scheme"), [("step 2", "daso"), ("validation end", "all_reduce"), ("train end", "diloco")]
+)
+def test_a_checkpoint_saved_on_one_rank_ends_the_run(fit, capfd, moment, scheme):
+    said = end_of(fit, capfd, Alone(moment, 0, save), SHORT_SCHEMES[scheme])
     assert "test_watch.py" in said
     assert "rank 0" in said
     assert "Call trainer.save_checkpoint on all ranks; only rank 0 writes the file" in said
