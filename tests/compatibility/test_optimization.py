@@ -117,9 +117,7 @@ class Words(Quadratic):
         self.report = self.rows.weight.grad.is_sparse
 
 
-@pytest.mark.feature(
-    "sparse gradients: Embedding(sparse=True)", note="with `steps_delay` they are made dense, after a warning"
-)
+@pytest.mark.feature("sparse gradients: Embedding(sparse=True)", note="with `steps_delay` they are made dense")
 def test_sparse_gradients_train_as_dense_ones_do(fit, scheme, scheme_name):
     sparse, dense = (fit(Words(sparse), {"scheme": scheme}, max_epochs=2) for sparse in (True, False))
     assert [report["report"] for report in sparse] == [scheme_name != "steps_delay"] * 4

@@ -15,7 +15,6 @@ from lightning_hiercomm import (
     HierarchicalStrategy,
     ParameterSync,
     PeriodicAveraging,
-    StepsDelay,
 )
 from lightning_hiercomm.schemes import Schedule
 from lightning_hiercomm.trainer.monitor import _compared
@@ -170,12 +169,12 @@ def test_the_phase_is_text_where_the_logger_takes_text(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorBoardLogger(tmp_path, name="", version="")
-    scheme = StepsDelay(delay=2, warmup_steps=4)
+    scheme = PeriodicAveraging(2, warmup_steps=4)
     trainer(tmp_path, scheme, logger=logger, log_every_n_steps=2).fit(BoringModel())
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     texts = events.Tensors("hiercomm/phase_name/text_summary")
-    assert [(event.step, event.tensor_proto.string_val[0]) for event in texts] == [(1, b"warm-up"), (3, b"delay")]
+    assert [(event.step, event.tensor_proto.string_val[0]) for event in texts] == [(1, b"warm-up"), (3, b"training")]
     assert [event.value for event in events.Scalars("hiercomm/phase")] == [0, 1, 1, 1]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 _DECAY, _STRENGTH = 0.95, 2.0  # of the mean square, and lambda_0
@@ -13,27 +12,27 @@ _DECAY, _STRENGTH = 0.95, 2.0  # of the mean square, and lambda_0
 
 @dataclass
 class LocalUpdate:
-    """The argument of a local rule, which changes :attr:`weights` in place, and of other tensors only its state.
+    """The argument of a local rule, which changes :attr:`weights` in place.
 
-    All tensors are 1-D, of one length, dtype and device, and hold some parameters of one param group. A rule is called
-    for one part of the parameters after another, always the same parts.
+    All tensors are 1-D, of one length, dtype and device, and hold some parameters of one param group.
 
     Attributes:
         weights: w'. The device's weights or, if a pull has arrived since the last iteration, the server's.
         gradient: The node's mean gradient g.
         taken_at: The weights at which g was taken: w' itself, unless a pull has arrived.
         pulled: pre, the server's weights from the last pull but the one that has just arrived, if one has.
+        mean_square: The running mean of g * g, which ``dc_asgd`` updates; empty for other rules.
         learning_rate: The server's, from the param group, as are momentum, dampening (of a momentum only) and weight
             decay; 0 if it has none.
         local_learning_rate: ``local_lr_scale`` times that.
         delay: k; alpha and beta are GLU's, too.
-        state: The rule's own tensors, kept between calls and in checkpoints.
     """
 
     weights: Tensor
     gradient: Tensor
     taken_at: Tensor
     pulled: Tensor
+    mean_square: Tensor
     learning_rate: float
     local_learning_rate: float
     momentum: float
@@ -42,7 +41,6 @@ class LocalUpdate:
     delay: int
     alpha: float
     beta: float
-    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 def glu(update: LocalUpdate) -> None:
@@ -92,8 +90,7 @@ def dc_asgd(update: LocalUpdate) -> None:
     Source: Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, Eq. 10 and 14,
     with its constants for CIFAR-10. There the server compensates; here the node does, as in the SSD-SGD paper.
     """
-    gradient = update.gradient
-    mean_square = update.state.setdefault("mean_square", torch.zeros_like(gradient))
+    gradient, mean_square = update.gradient, update.mean_square
     mean_square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)
     trust = _STRENGTH * (mean_square + 1e-7).rsqrt_()
     direction = (update.weights - update.taken_at).mul_(gradient).mul_(gradient).mul_(trust)

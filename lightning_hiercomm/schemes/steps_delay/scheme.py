@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -16,13 +14,13 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import RunningScheme, Scheme
 from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.optimizer_state import is_placeholder, values_of
+from lightning_hiercomm.schemes.optimizer_state import values_of
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate
 from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket
-from lightning_hiercomm.schemes.steps_delay.served_optimizers import why_not_served
+from lightning_hiercomm.schemes.steps_delay.served_optimizers import check_served
 from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
 
 GroupValues = list[dict[str, Any]]
@@ -103,8 +101,6 @@ class StepsDelay(Scheme):
             raise ValueError(f"local_lr_scale={local_lr_scale} must be positive, or None for what fits the rule")
         if local_lr_scale is None and local_update == "glu" and alpha + beta <= 0:
             raise ValueError(f"alpha={alpha} and beta={beta} must not add up to zero or less, or name a local_lr_scale")
-        if local_update not in LOCAL_RULES:
-            raise ValueError(f"local_update={local_update!r} must be one of {', '.join(LOCAL_RULES)}")
         self.delay = delay
         self.warmup_steps = warmup_steps
         self.alpha = alpha
@@ -112,8 +108,9 @@ class StepsDelay(Scheme):
         self.local_lr_scale = local_lr_scale
         self.local_update = local_update
 
-    def build(self, context: Context) -> RunningStepsDelay:
-        return RunningStepsDelay(self, context) if context.topology.num_nodes == 1 else ServedStepsDelay(self, context)
+    def build(self, context: Context) -> RunningStepsDelay | RunningOnOneNode:
+        check_served(context, self.local_update)
+        return RunningOnOneNode(self, context) if context.topology.num_nodes == 1 else RunningStepsDelay(self, context)
 
     @property
     def requirements(self) -> Requirements:
@@ -149,22 +146,28 @@ class StepsDelayState(SchemeState):
     Attributes:
         delayed_steps: Steps since the end of warm-up, u.
         has_pulled: Whether the next iteration uses weights that were pulled.
-        server: The server, and what this rank pulled from it; None on one node.
+        server: The server, and what this rank pulled from it.
         holds_final_weights: Whether the replica holds the server's weights, from the end of a run until the next step.
     """
 
     delayed_steps: int = field(default=0, metadata=LOCAL)
     has_pulled: bool = field(default=False, metadata=LOCAL)
-    server: ShardedServer | None = field(default=None, metadata=LOCAL)
+    server: ShardedServer = field(init=False, metadata=LOCAL)
     holds_final_weights: bool = field(default=False, metadata=TRANSIENT)
 
     def settle(self) -> None:
-        if self.server is not None:
-            self.server.settle()
+        self.server.settle()
+
+
+class RunningOnOneNode(RunningScheme[StepsDelay]):
+    """The scheme on one node: plain data-parallel training."""
+
+    def after_step(self, last: bool) -> None:
+        self.state.unsynchronized_steps = 0  # there is no other replica
 
 
 class RunningStepsDelay(RunningScheme[StepsDelay]):
-    """The scheme on one node: plain data-parallel training."""
+    """The scheme on several nodes: every rank owns a shard of the server, and has the weights pulled from it."""
 
     state: StepsDelayState
     state_type = StepsDelayState
@@ -172,22 +175,197 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
     def __init__(self, config: StepsDelay, context: Context) -> None:
         super().__init__(config, context)
         self._disagreement = Disagreement()
-        if not self.wire.codec.adds:
+        self._pull_topology = self.topology.duplicate()
+        self._background = self._new_background()
+        self._serve({})
+
+    # ---- one iteration of Algorithm 1, from the gradients on -----------------------------------------------------
+
+    def before_step(self, last: bool) -> Update:
+        return self._run_iteration
+
+    def _run_iteration(self, optimizer_step: Callable[[], object] | None) -> None:
+        """Run an iteration instead of the optimizer's step; ``optimizer_step`` is None if the gradients overflowed."""
+        self.state.holds_final_weights = False
+        if optimizer_step is None:
+            values = self._group_values()
+        else:
+            self._prepare_gradients()
+            values = self._step_without_gradients(optimizer_step)
+            self.guard.check_gradients()
+        run = self._step_synchronously if self.phase == "warm-up" else self._step_delayed
+        with torch.no_grad():
+            run(optimizer_step is not None, values)
+
+    def _step_synchronously(self, has_gradients: bool, values: GroupValues) -> None:
+        """Step in the warm-up: push, and wait for the weights after it."""
+        server = self.state.server
+        self._take_writes()
+        for bucket in server.buckets:
+            server.push(bucket, values[bucket.group], has_gradients, pull=True)
+        server.wait_for_pulls()
+        for bucket, _ in server.pulled():
+            bucket.bucket.unpack(bucket.pulled)
+        self.state.has_pulled = False
+        self.state.synchronizations += 1
+
+    def _step_delayed(self, has_gradients: bool, values: GroupValues) -> None:
+        """Step after the warm-up: push, take the weights that were pulled before, update locally, and pull."""
+        state, server, delay = self.state, self.state.server, self.config.delay
+        has_arrived, pulls = state.has_pulled, state.delayed_steps % delay == delay - 1
+        self._take_writes()
+        if state.delayed_steps == 0:
+            for bucket in server.buckets:
+                bucket.bucket.pack(bucket.pulled)  # pre := w' at first use
+        arrivals = server.pulled() if has_arrived else ((bucket, bucket.pulled) for bucket in server.buckets)
+        for index, (bucket, before) in enumerate(arrivals):
+            server.push(bucket, values[bucket.group], has_gradients, pulls)
+            if has_gradients:
+                self._update_locally(index, bucket, before)
+            elif has_arrived:
+                bucket.bucket.unpack(bucket.pulled)
+        if pulls:
+            server.wait_for_pulls()
+        state.has_pulled = pulls
+        state.delayed_steps += 1
+        if has_arrived:
+            state.unsynchronized_steps = 0
+            state.synchronizations += 1
+
+    def _update_locally(self, index: int, bucket: ServedBucket, before: Tensor) -> None:
+        """Apply the local rule to a bucket's weights, or to the pulled ones if a pull has arrived after ``before``."""
+        config, group, spares = self.config, self.optimizer.param_groups[bucket.group], self.state.server.spares
+        has_arrived = before is not bucket.pulled
+        learning_rate = float(group["lr"])
+        samples: list[Tensor] = []
+        offset = 0
+        for part in bucket.parts:  # they fit into the cache
+            here = slice(offset, offset + part.numel)
+            with spares.lend(part.numel, part.dtype, part.device) as new:
+                in_place, gradient = part.view(), part.view(gradients=True)
+                held = part.pack(new()) if in_place is None else in_place
+                weights = new().copy_(bucket.pulled[here]) if has_arrived else held
+                if has_arrived:
+                    samples.append(sample(held, offset, bucket.bucket.numel))
+                if gradient is None:
+                    gradient = part.pack_gradients(new())
+                update = LocalUpdate(
+                    weights=weights,
+                    gradient=-gradient if group.get("maximize") else gradient,
+                    taken_at=held,
+                    pulled=before[here],
+                    mean_square=bucket.mean_square[here],
+                    learning_rate=learning_rate,
+                    local_learning_rate=config.local_scale(group) * learning_rate,
+                    momentum=float(group.get("momentum", 0.0)),
+                    dampening=_dampening_of(group),
+                    weight_decay=float(group.get("weight_decay", 0.0)),
+                    delay=config.delay,
+                    alpha=config.alpha,
+                    beta=config.beta,
+                )
+                LOCAL_RULES[config.local_update](update)
+                if weights is not in_place:
+                    part.unpack(weights)
+            offset += part.numel
+        if has_arrived:
+            self._disagreement.compare(index, torch.cat(samples), sample(bucket.pulled[:offset]), offset)
+
+    def _take_writes(self) -> None:
+        """Let the server take what a program wrote to the weights in the warm-up; later these are not the server's."""
+        if not self.state.delayed_steps and not self.state.has_pulled:
+            for bucket in self.state.server.buckets:
+                bucket.take_writes()
+
+    # ---- the user's optimizer ------------------------------------------------------------------------------------
+
+    def _prepare_gradients(self) -> None:
+        if hasattr(self.optimizer, "found_inf"):
             raise ValueError(
-                "StepsDelay sends gradients and weights as they are or cast: leave wire_dtype out, or use 'bfloat16'"
+                "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
+                " scaled ones: use fused=False together with a gradient scaler"
             )
-        for reason in why_not_served(self.optimizer, self.replica.parameters, config.local_update):
-            raise ValueError(reason)
+        for parameter in self.replica.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()  # rows do not divide into the server's shards
+
+    def _step_without_gradients(self, optimizer_step: Callable[[], object]) -> GroupValues:
+        """Call the user's step, which moves nothing, for hooks, and for schedulers, which check that it is called.
+
+        Returns:
+            The values with which the server steps: those of the param groups between hooks before and after the step.
+        """
+        seen: list[GroupValues] = []
+        gradients = [parameter.grad for parameter in self.replica.parameters]
+        for parameter in self.replica.parameters:
+            parameter.grad = None
+        with ExitStack() as hooks:
+            with suppress(AttributeError):  # an optimizer that has not called the constructor of torch's has no hooks
+                hook = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._group_values()))
+                hooks.enter_context(hook)
+            optimizer_step()
+        for parameter, gradient in zip(self.replica.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return seen[0] if seen else self._group_values()  # later ones are steps of base classes
+
+    def _group_values(self) -> GroupValues:
+        return list(map(values_of, self.optimizer.param_groups))
+
+    # ---- a run ---------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:  # type: ignore[override]
         return "warm-up" if self.state.steps < self.config.warmup_steps else "delay"
 
+    def follow(self, replica: Replica) -> None:
+        state = self.state.server.optimizer_state()
+        super().follow(replica)
+        self._serve(state)
+
+    def _serve(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Make a server of the replica's parameters, with the state of the last one's optimizers."""
+        server = self.state.server = ShardedServer(
+            self.replica, self.optimizer, self.topology, self._pull_topology.inter, self._background, self.wire
+        )
+        server.take_optimizer_state(state)
+        if self.config.local_update == "dc_asgd":
+            for bucket in server.buckets:
+                bucket.mean_square = torch.zeros_like(bucket.pulled)
+        self.state.delayed_steps, self.state.has_pulled = 0, False
+
+    def begin_run(self, epochs: int | None, steps: int | None) -> None:
+        # what a checkpoint put into the user's optimizer belongs to the server
+        if self.optimizer.state:
+            self.state.server.take_optimizer_state(self.optimizer.state)
+            self.optimizer.state.clear()
+
     def after_step(self, last: bool) -> None:
-        self.state.unsynchronized_steps = 0  # there is no other replica
+        was_warming_up = self.state.steps <= self.config.warmup_steps
+        if was_warming_up and not self.replica.buffers and not self.wire.is_lossy:
+            self.state.unsynchronized_steps = 0
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
+        self.state.settle()
+        if self.state.holds_final_weights:
+            return
+        self._take_writes()
+        for bucket in self.state.server.buckets:
+            bucket.bucket.unpack(self.state.server.gather(bucket, bucket.values))
+        self.guard.average(self.replica.buckets_of_buffers)
+
+    def finish(self) -> None:
+        # a checkpoint that is saved after the run finds it where that of any other optimizer is
+        state = self.state.server.optimizer_state(only_on=0)
+        super().finish()
+        self.optimizer.state.update(state)
+        self.state.holds_final_weights = True
+
+    # ---- state and scalars ---------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``.
+        """``phase`` (0 warm-up, 1 delay), ``sync_every``, ``staleness`` and ``disagreement``; none on one node.
 
         The staleness is the number of the server's steps that the node's weights lack. The disagreement is their
         relative distance from the server's weights at the last pull, estimated on a few elements.
@@ -199,232 +377,16 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             "staleness": float((delayed_steps - 1) % self.config.delay + 1 if delayed_steps else 0),
         } | ({} if relative is None else {"disagreement": relative})
 
-
-class ServedStepsDelay(RunningStepsDelay):
-    """The scheme on several nodes: the server, whose shard this rank owns, and the weights pulled from it."""
-
-    def __init__(self, config: StepsDelay, context: Context) -> None:
-        super().__init__(config, context)
-        self._pull_topology = self.topology.duplicate()
-        self._background = self._new_background()
-        self._has_warned_of_sparse = False
-        self._serve({})
-
-    @property
-    def server(self) -> ShardedServer:
-        assert self.state.server is not None
-        return self.state.server
-
-    # ---- a run ---------------------------------------------------------------------------------------------------
-
-    def follow(self, replica: Replica) -> None:
-        state = self.server.optimizer_state()
-        super().follow(replica)
-        self._serve(state)
-
-    def _serve(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Make a server of the replica's parameters, with the state of the last one's optimizers."""
-        self.state.server = ShardedServer(
-            self.replica, self.optimizer, self.topology, self._pull_topology.inter, self._background, self.wire
-        )
-        self.server.take_optimizer_state(state)
-        self.state.delayed_steps, self.state.has_pulled = 0, False
-
-    def begin_run(self, epochs: int | None, steps: int | None) -> None:
-        # what a checkpoint put into the user's optimizer belongs to the server
-        if self.optimizer.state:
-            self.server.take_optimizer_state(self.optimizer.state)
-            self.optimizer.state.clear()
-
-    def before_step(self, last: bool) -> Update:
-        return self._run_iteration
-
-    def _run_iteration(self, optimizer_step: Callable[[], object] | None) -> None:
-        self.state.holds_final_weights = False
-        if optimizer_step is None:
-            values = self._group_values()
-        else:
-            if hasattr(self.optimizer, "found_inf"):
-                raise ValueError(
-                    "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
-                    " scaled ones: use fused=False together with a gradient scaler"
-                )
-            self._make_dense()
-            values = self._step_without_gradients(optimizer_step)
-            self.guard.check_gradients()
-        run = self._step_synchronously if self.phase == "warm-up" else self._step_delayed
-        with torch.no_grad():
-            run(optimizer_step is not None, values)
-
-    def _group_values(self) -> GroupValues:
-        return list(map(values_of, self.optimizer.param_groups))
-
-    def _step_without_gradients(self, optimizer_step: Callable[[], object]) -> GroupValues:
-        """Call the user's step, which moves nothing, for hooks, and for schedulers, which check that it is called.
-
-        Returns:
-            The values with which the server steps: those of the param groups between hooks before and after the step.
-        """
-        seen: GroupValues = []
-
-        def before(*_: object) -> None:
-            if not seen:  # later ones are steps of base classes
-                seen.extend(self._group_values())
-
-        try:
-            hook: Any = self.optimizer.register_step_pre_hook(before)
-        except AttributeError:  # of an optimizer that has not called the constructor of torch's
-            hook = nullcontext()
-        gradients = [parameter.grad for parameter in self.replica.parameters]
-        for parameter in self.replica.parameters:
-            parameter.grad = None
-        try:
-            with hook:
-                optimizer_step()
-        finally:
-            for parameter, gradient in zip(self.replica.parameters, gradients, strict=True):
-                parameter.grad = gradient
-        return seen or self._group_values()
-
-    def _make_dense(self) -> None:
-        """Make sparse gradients dense: their rows do not divide into the server's shards."""
-        sparse = [p for p in self.replica.parameters if p.grad is not None and p.grad.is_sparse]
-        for parameter in sparse:
-            parameter.grad = parameter.grad.to_dense()  # type: ignore[union-attr]
-        if sparse and self.topology.rank == 0 and not self._has_warned_of_sparse:
-            self._has_warned_of_sparse = True
-            names = ", ".join(self.replica.names.get(id(parameter), "a parameter") for parameter in sparse)
-            warnings.warn(
-                f"StepsDelay makes the sparse gradients of {names} dense, and sends them whole: another scheme"
-                " keeps them sparse inside the node, and Embedding(..., sparse=False) saves their conversion",
-                stacklevel=2,
-            )
-
-    def after_step(self, last: bool) -> None:
-        was_warming_up = self.state.steps <= self.config.warmup_steps
-        if was_warming_up and not self.replica.buffers and not self.wire.is_lossy:
-            self.state.unsynchronized_steps = 0
-
-    def finish(self) -> None:
-        # a checkpoint that is saved after the run finds it where that of any other optimizer is
-        state = self.server.optimizer_state(only_on=0)
-        super().finish()
-        self.optimizer.state.update(state)
-        self.state.holds_final_weights = True
-
-    # ---- the method: one iteration of Algorithm 1, from the gradient on ------------------------------------------
-
-    def _step_synchronously(self, has_gradient: bool, values: GroupValues) -> None:
-        """Step in the warm-up; without a gradient if it overflowed."""
-        server = self.server
-        self._take_writes()
-        for bucket in server.buckets:
-            server.push(bucket, values[bucket.group], has_gradient, pull=True)
-        server.wait_for_pulls()
-        for bucket, weights in zip(server.buckets, server.pulled(), strict=True):
-            bucket.bucket.unpack(weights)
-            server.spares.give_back(bucket.pulled)
-            bucket.pulled = weights
-        self.state.has_pulled = False
-        self.state.synchronizations += 1
-
-    def _step_delayed(self, has_gradient: bool, values: GroupValues) -> None:
-        state, server = self.state, self.server
-        pulls = state.delayed_steps % self.config.delay == self.config.delay - 1
-        self._take_writes()
-        has_arrived = state.has_pulled
-        arrivals: Iterator[Tensor | None] = server.pulled() if has_arrived else repeat(None)
-        for index, bucket in enumerate(server.buckets):
-            before, arrived = bucket.pulled, next(arrivals)
-            if arrived is not None:
-                bucket.pulled = arrived
-            server.push(bucket, values[bucket.group], has_gradient, pulls)
-            self._update_locally(index, bucket, has_gradient, before, arrived)
-            if arrived is not None:
-                server.spares.give_back(before)
-        if pulls:
-            server.wait_for_pulls()
-        state.has_pulled = pulls
-        state.delayed_steps += 1
-        if has_arrived:
-            state.unsynchronized_steps = 0
-            state.synchronizations += 1
-
-    def _take_writes(self) -> None:
-        """Let the server take what a program wrote to the weights in the warm-up; later these are not the server's."""
-        if not self.state.delayed_steps and not self.state.has_pulled:
-            for bucket in self.server.buckets:
-                bucket.take_writes()
-
-    def _update_locally(
-        self, index: int, bucket: ServedBucket, has_gradient: bool, before: Tensor, arrived: Tensor | None
-    ) -> None:
-        """Move a bucket's weights by the local rule, from the pulled ones if a pull has arrived after ``before``."""
-        if not has_gradient and arrived is None:
-            return
-        config, group = self.config, self.optimizer.param_groups[bucket.group]
-        learning_rate = float(group["lr"])
-        samples: list[Tensor] = []
-        offset = 0
-        for part, state in zip(bucket.parts, bucket.rule_state, strict=True):
-            here = slice(offset, offset + part.numel)
-            with self.server.spares.lend(part.numel, part.dtype, part.device) as new:
-                in_place = part.view()
-                held = part.pack(new()) if in_place is None else in_place
-                weights = held if arrived is None else new().copy_(arrived[here])
-                if arrived is not None:
-                    samples.append(sample(held, offset, bucket.bucket.numel))
-                gradient = part.view(gradients=True) if has_gradient else weights[:0]
-                if gradient is None:
-                    gradient = part.pack_gradients(new())
-                update = LocalUpdate(
-                    weights=weights,
-                    gradient=-gradient if group.get("maximize") else gradient,
-                    taken_at=held,
-                    pulled=before[here],
-                    learning_rate=learning_rate,
-                    local_learning_rate=config.local_scale(group) * learning_rate,
-                    momentum=float(group.get("momentum", 0.0)),
-                    dampening=_dampening_of(group),
-                    weight_decay=float(group.get("weight_decay", 0.0)),
-                    delay=config.delay,
-                    alpha=config.alpha,
-                    beta=config.beta,
-                    state=state,
-                )
-                if has_gradient:
-                    LOCAL_RULES[config.local_update](update)
-                if weights is not in_place:
-                    part.unpack(weights)
-            offset += part.numel
-        if arrived is not None:
-            self._disagreement.compare(index, torch.cat(samples), sample(arrived[:offset]), offset)
-
-    # ---- the averaged model ---------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Write the server's weights to the replica, and the mean of the float buffers over all ranks."""
-        self.state.settle()
-        if self.state.holds_final_weights:
-            return
-        self._take_writes()
-        for bucket, weights in zip(self.server.buckets, self.server.weights(), strict=True):
-            bucket.bucket.unpack(weights)
-        self.guard.average(self.replica.buckets_of_buffers)
-
-    # ---- state and scalars ---------------------------------------------------------------------------------------
-
     def optimizer_state(self, only_on: int | None = None) -> dict[str, Any]:
         state = super().optimizer_state(only_on)
-        if self.state.holds_final_weights or is_placeholder(self.optimizer):
+        if self.state.holds_final_weights:
             return state
-        whole = self.server.optimizer_state(only_on)
+        whole = self.state.server.optimizer_state(only_on)
         parameters = dict.fromkeys(p for group in self.optimizer.param_groups for p in group["params"])
         return {**state, "state": {index: whole[p] for index, p in enumerate(parameters) if p in whole}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for bucket in self.server.buckets:
+        for bucket in self.state.server.buckets:
             bucket.restart()
         super().load_state_dict(state)
 

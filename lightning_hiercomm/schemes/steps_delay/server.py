@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, starmap
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Communicator, Handle, finished
+from lightning_hiercomm.comm.base import Communicator, Handle
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.fragments import whole_tensors
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.optimizer_state import copied
+from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
 from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket
 
 T = TypeVar("T")
@@ -75,17 +76,12 @@ class ShardedServer:
         self.buckets: list[ServedBucket] = []
         trained = set(map(id, replica.parameters))
         for group, values in enumerate(optimizer.param_groups):
-            kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-            for parameter in values["params"]:
-                if id(parameter) in trained:
-                    kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-            for tensors in kinds.values():
-                whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-                fine = max(MIN_BUCKET_BYTES, -(-whole // MIN_BUCKETS))
-                cut = Replica(tensors, bucket_bytes=min(replica.bucket_bytes, fine)).buckets
-                self.buckets += [ServedBucket(bucket, group, optimizer, topology, wire) for bucket in cut]
-        for bucket in self.buckets:
-            for tensor in (bucket.values, bucket.mean, bucket.payload, bucket.pulled):
+            tensors = [tensor for tensor in dict.fromkeys(values["params"]) if id(tensor) in trained]
+            fine = max(MIN_BUCKET_BYTES, -(-sum(tensor.nbytes for tensor in tensors) // MIN_BUCKETS))
+            for bucket in whole_tensors(tensors, min(replica.bucket_bytes, fine)):
+                self.buckets.append(ServedBucket(bucket, group, optimizer, topology, wire))
+        for served in self.buckets:
+            for tensor in (served.values, served.mean, served.payload, served.pulled):
                 background.uses(tensor)
 
     # ---- push, step and pull -------------------------------------------------------------------------------------
@@ -97,33 +93,54 @@ class ShardedServer:
         The gradients are copied before this returns.
 
         Args:
-            bucket: All buckets are pushed in each iteration, in their order. One that was pulled is pushed after its
-                weights were taken from :meth:`pulled`.
+            bucket: All buckets are pushed in each iteration, in their order. One that was pulled is pushed after
+                :meth:`pulled` has yielded it.
             values: The present values of the user's param group.
             has_gradients: Whether the parameters hold the node's mean gradients; otherwise these overflowed.
-            pull: Whether :meth:`pulled` will return the weights after this step.
+            pull: Whether the weights after this step are pulled.
         """
         inter, pull_group = self._topology.inter, self._pull_group
         if inter is None or pull_group is None:
             return
         bucket.stepped.wait()  # the previous push used the same memory
         if has_gradients:
-            bucket.pack_gradients(self._topology.node_weight)
+            bucket.sent_slices.pack_gradients(bucket.payload, self._topology.node_weight)
+            bucket.payload[bucket.sent_slices.numel :].zero_()
         else:
             bucket.payload.zero_()
         summed = inter.reduce_scatter(bucket.mean, bucket.payload)
 
         @torch.no_grad()
-        def step() -> None:
+        def step_and_pull() -> None:
             summed.wait()
-            bucket.step(values)
+            self._step(bucket, values)
             if pull:
-                bucket.start_pull(pull_group)
+                self._start_pull(bucket, pull_group)
 
         for value in values.values():
             if isinstance(value, Tensor):  # a tensor learning rate was cloned on the stream of training
                 self._background.uses(value)
-        bucket.stepped = self._background.submit(step)
+        bucket.stepped = self._background.submit(step_and_pull)
+
+    def _step(self, bucket: ServedBucket, values: Mapping[str, Any]) -> None:
+        """Step this rank's shard with the mean gradient and the present values of the user's param group."""
+        optimizer = bucket.optimizer
+        optimizer.param_groups[0].update(values)
+        # an optimizer of another package may keep the gradient itself, while the next push overwrites `mean`
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        mean = bucket.mean.to(bucket.values.dtype, copy=not is_of_torch)
+        for parameter, (_, gradient) in zip(bucket.parameters, bucket.own_slices.split(mean), strict=True):
+            parameter.grad = gradient
+            keep_state_here(optimizer, parameter)
+        if bucket.parameters:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def _start_pull(self, bucket: ServedBucket, group: Communicator) -> None:
+        """Start the all-gather of the weights, or of their differences from the last pulled ones."""
+        own = bucket.payload[group.rank * bucket.values.numel() :][: bucket.values.numel()]
+        own.copy_(bucket.values - bucket.pulled[bucket.own] if bucket.sends_differences else bucket.values)
+        bucket.pull = group.all_gather(bucket.payload, own)
 
     def wait_for_pulls(self) -> None:
         """Let the background wait for the pulls, after all pushes, which an earlier wait would delay."""
@@ -138,11 +155,11 @@ class ShardedServer:
             bucket.pull_ended = self._background.submit(end_pull)
 
     @torch.no_grad()
-    def pulled(self) -> Iterator[Tensor]:
-        """Wait for the weights that were pulled, and gather them inside the node.
+    def pulled(self) -> Iterator[tuple[ServedBucket, Tensor]]:
+        """Wait for the weights that were pulled, gather them inside the node, and store them in their buckets.
 
         Yields:
-            One flat tensor per bucket, in their order, to be returned to :attr:`spares` after its use.
+            Each bucket, in order, with the weights pulled before, which are valid until the next one.
         """
 
         def gather(bucket: ServedBucket) -> tuple[ServedBucket, Tensor, Handle]:
@@ -155,16 +172,17 @@ class ShardedServer:
             handle.wait()
             before = bucket.pulled
             if payload.dtype == before.dtype:
-                yield payload
-                continue
-            weights = self.spares.take(before.numel(), before.dtype, before.device)
-            if bucket.sends_differences:
-                torch.add(before, payload, out=weights)
-                self._background.uses(weights)  # the next pull sends the difference from them
+                bucket.pulled = payload
             else:
-                weights.copy_(payload)
-            self.spares.give_back(payload)
-            yield weights
+                bucket.pulled = self.spares.take(before.numel(), before.dtype, before.device)
+                if bucket.sends_differences:
+                    torch.add(before, payload, out=bucket.pulled)
+                    self._background.uses(bucket.pulled)  # the next pull sends the difference from them
+                else:
+                    bucket.pulled.copy_(payload)
+                self.spares.give_back(payload)
+            yield bucket, before
+            self.spares.give_back(before)
 
     # ---- while nothing is in flight ------------------------------------------------------------------------------
 
@@ -174,12 +192,18 @@ class ShardedServer:
             bucket.stepped.wait()
             bucket.pull_ended.wait()
 
-    def weights(self) -> Iterator[Tensor]:
-        """Yield the present weights, exact: one new flat tensor per bucket. Collective."""
-        return self._gathered((bucket, bucket.values) for bucket in self.buckets)
+    @torch.no_grad()
+    def gather(self, bucket: ServedBucket, own: Tensor) -> Tensor:
+        """Return all ranks' shards of a bucket as one new flat tensor, given this rank's. Collective."""
+        flat, inter = own.new_empty(bucket.pulled.numel()), self._topology.inter
+        part = flat[bucket.own].copy_(own)
+        if inter is not None:
+            inter.all_gather(flat[bucket.sent], part).wait()
+        self._topology.gather_shards(flat).wait()
+        return flat
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return this rank's shards of weights and optimizer state, what it pulled, and its rule's state."""
+        """Return this rank's shards of weights and optimizer state, what it pulled, and its local rule's state."""
         return [bucket.state_dict() for bucket in self.buckets]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
@@ -201,15 +225,8 @@ class ShardedServer:
             receive it.
         """
         self.settle()
-        known = self._known_state()
-        entries = []
-        for bucket in self.buckets:
-            items = (item for part in bucket.bucket.slices for item in known[part.tensor].items())
-            kinds = {name: dtype for name, dtype in items if isinstance(dtype, torch.dtype)}
-            entries += [(bucket, name, dtype) for name, dtype in sorted(kinds.items())]
-        flats = self._gathered((bucket, bucket.state_by_element(name, dtype)) for bucket, name, dtype in entries)
+        known, state = self._known_state(), dict[Tensor, dict[str, Any]]()
         receives = only_on is None or only_on == self._topology.rank
-        state: dict[Tensor, dict[str, Any]] = {}
         for tensor, values in known.items() if receives else ():
             state[tensor] = {
                 name: torch.empty(tensor.shape, dtype=value, device=tensor.device)
@@ -217,11 +234,15 @@ class ShardedServer:
                 else copied(value)
                 for name, value in values.items()
             }
-        for (bucket, name, _), flat in zip(entries, flats, strict=True):
-            for part, elements in bucket.bucket.split(flat) if receives else ():
-                if isinstance(known[part.tensor].get(name), torch.dtype):
-                    state[part.tensor][name].view(-1)[part.start :][: part.length] = elements
-        return {tensor: values for tensor, values in state.items() if values}
+        for bucket in self.buckets:
+            items = (item for part in bucket.bucket.slices for item in known.get(part.tensor, {}).items())
+            dtypes = {name: dtype for name, dtype in items if isinstance(dtype, torch.dtype)}
+            for name, dtype in sorted(dtypes.items()):
+                flat = self.gather(bucket, bucket.state_by_element(name, dtype))
+                for part, elements in bucket.bucket.split(flat) if receives else ():
+                    if isinstance(known.get(part.tensor, {}).get(name), torch.dtype):
+                        state[part.tensor][name].view(-1)[part.start :][: part.length] = elements
+        return state
 
     def take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Take an optimizer's state for whole parameters."""
@@ -229,9 +250,18 @@ class ShardedServer:
             bucket.take_state(state)
 
     def _known_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return all ranks' :meth:`ServedBucket.state`, by tensor. Collective."""
+        """Return all ranks' optimizer state; of what has one number per element, the dtype only. Collective."""
+
+        def on_cpu(value: Any) -> Any:
+            return copied(value.detach()).cpu() if isinstance(value, Tensor) else value
+
         places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
-        own = [(places[id(tensor)], *rest) for bucket in self.buckets for tensor, *rest in bucket.state()]
+        own = [
+            (places[id(part.tensor)], name, value.dtype if is_elementwise(value, name, parameter) else on_cpu(value))
+            for bucket in self.buckets
+            for parameter, part in bucket.parameters.items()
+            for name, value in bucket.optimizer.state.get(parameter, {}).items()
+        ]
         known: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for theirs in self._topology.world.all_gather_object(own):
             for place, name, value in theirs:
@@ -240,20 +270,6 @@ class ShardedServer:
                 if name not in values or not isinstance(value, torch.dtype):
                     values[name] = value
         return known
-
-    @torch.no_grad()
-    def _gathered(self, shards: Iterable[tuple[ServedBucket, Tensor]]) -> Iterator[Tensor]:
-        """Yield the shards of all ranks as one flat tensor, for pairs of a bucket and this rank's shard."""
-
-        def gather(bucket: ServedBucket, own: Tensor) -> tuple[Tensor, Handle]:
-            flat, inter = own.new_empty(bucket.pulled.numel()), self._topology.inter
-            part = flat[bucket.own].copy_(own)
-            return flat, finished if inter is None else inter.all_gather(flat[bucket.sent], part)
-
-        for flat, handle in _ahead(starmap(gather, shards)):
-            handle.wait()
-            self._topology.gather_shards(flat).wait()
-            yield flat
 
 
 def _ahead(started: Iterator[T], ahead: int = 2) -> Iterator[T]:

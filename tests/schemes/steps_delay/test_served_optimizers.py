@@ -170,7 +170,18 @@ def test_fused_scaling_is_refused():
         train(scaled, StepsDelay(1, 0))
 
 
-def test_sparse_gradients_train_as_dense_ones_do_after_one_warning():
+def test_weights_written_before_the_first_step_train_as_initial_ones_do():
+    def work(run: Rank) -> list[list[float]]:
+        with torch.no_grad():
+            run.parameters[0].fill_(5.0)
+        for _ in range(5):
+            run.train()
+        return run.trace
+
+    assert train(work, StepsDelay(2, 0), start=0.0) == train(work, StepsDelay(2, 0), start=5.0)
+
+
+def test_sparse_gradients_train_as_dense_ones_do():
     def work(run: Rank, is_sparse: bool) -> Rank:
         for step in range(6):
             gradient = torch.zeros(6, 2, dtype=torch.float64)
@@ -181,9 +192,7 @@ def test_sparse_gradients_train_as_dense_ones_do_after_one_warning():
         return run
 
     dense = train(lambda run: work(run, False), StepsDelay(2, 2), shapes={"table": (6, 2)})
-    with pytest.warns(UserWarning, match="makes the sparse gradients of table dense") as caught:
-        sparse = train(lambda run: work(run, True), StepsDelay(2, 2), shapes={"table": (6, 2)})
-    assert len(caught) == 1
+    sparse = train(lambda run: work(run, True), StepsDelay(2, 2), shapes={"table": (6, 2)})
     assert torch.equal(sparse[0].values, dense[0].values)
 
 

@@ -93,7 +93,7 @@ def test_with_a_constant_gradient_the_guessed_global_gradient_tends_to_it(monkey
 def test_delay_compensation_acts_on_the_jump_to_the_pulled_weights_only():
     def direction(weights: float, taken_at: float) -> float:
         w, g = torch.tensor([weights]), torch.tensor([0.5])
-        update = LocalUpdate(w, g, torch.tensor([taken_at]), w, 1.0, 1.0, 0.0, 0.0, 0.0, 2, 2.0, 0.5)
+        update = LocalUpdate(w, g, torch.tensor([taken_at]), w, torch.zeros(1), 1.0, 1.0, 0.0, 0.0, 0.0, 2, 2.0, 0.5)
         dc_asgd(update)
         return weights - w.item()
 
