@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.base import RunningScheme, Scheme
 from lightning_hiercomm.schemes.context import Context
@@ -166,50 +165,17 @@ class RunningGossip(RunningScheme[Gossip]):
         # training that waits for every exchange uses no communicator concurrently
         self._duplicate = self.topology.duplicate() if config.overlap and not self.is_alone else self.topology
         self._background = self._new_background()
-        self._fragments, self._peers = self._cut(context.replica)
-        self.state.weights = self._equal_weights()
+        self._cut()
 
-    # ---- a run -------------------------------------------------------------------------------------------
-
-    def follow(self, replica: Replica) -> None:
-        super().follow(replica)
-        self._fragments, self._peers = self._cut(replica)
-        self._restart()
+    # ---- the algorithm: a step of x at z, and an exchange of its fragments ---------------------------------------
 
     def before_step(self, last: bool) -> Update | None:
         has_plain_weights = all(weight == 1.0 for weight in self.own_weights)
         if self.is_alone or not (self.state.pending or self._share_of_updates != 1.0 or not has_plain_weights):
             return None
-        return self._mix_and_step
+        return self._merge_and_step
 
-    def after_step(self, last: bool) -> None:
-        if self.is_alone:
-            return
-        self._send()
-        if not self.config.overlap:
-            self._merge()
-
-    def _write_mean(self) -> None:
-        """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
-
-        A pending exchange (``overlap``) does not change the sum, and is merged when training continues.
-        """
-        weighted = [
-            (bucket, tuple(self._rank_weights(of_nodes)))
-            for fragment, of_nodes in zip(self._fragments, self.state.weights, strict=True)
-            for bucket in fragment.cut(self.replica.bucket_bytes)
-        ]
-        weighted += [(bucket, tuple(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
-        self.guard.average([bucket for bucket, _ in weighted], weights=[weights for _, weights in weighted])
-
-    def finish(self) -> None:
-        super().finish()
-        if not self.is_alone:
-            self._restart()
-
-    # ---- the algorithm -------------------------------------------------------------------------------------------
-
-    def _mix_and_step(self, optimizer_step: Callable[..., object] | None) -> None:
+    def _merge_and_step(self, optimizer_step: Callable[..., object] | None) -> None:
         """Merge the pending exchange, then step x with the gradients computed at z."""
         self._merge()
         if optimizer_step is None:
@@ -224,20 +190,12 @@ class RunningGossip(RunningScheme[Gossip]):
                 parameter.lerp_(value, 1.0 - share)
         self._scale([1.0 / weight for weight in weights])
 
-    @contextmanager
-    def _offset_from_z(self, z: Mapping[int, Tensor], weights: Sequence[float]) -> Iterator[None]:
-        """Offset the parameters from z as an optimizer such as SAM has offset them from x, to evaluate the loss.
-
-        Args:
-            z: By fragment, where it differs from x.
-            weights: Push-sum weights, by fragment.
-        """
-        held = {index: self._fragments[index].pack() for index in z}
-        for index, values in z.items():
-            self._fragments[index].unpack(held[index] + values * (1.0 - weights[index]))
-        yield
-        for index, values in held.items():
-            self._fragments[index].unpack(values)
+    def after_step(self, last: bool) -> None:
+        if self.is_alone:
+            return
+        self._send()
+        if not self.config.overlap:
+            self._merge()
 
     def _send(self) -> None:
         """Start to exchange all fragments, one by one, so that packing, sending and broadcasting overlap."""
@@ -267,6 +225,105 @@ class RunningGossip(RunningScheme[Gossip]):
             self.state.weights[pending.index] = after
         self.state.synchronizations += 1
 
+    @contextmanager
+    def _offset_from_z(self, z: Mapping[int, Tensor], weights: Sequence[float]) -> Iterator[None]:
+        """Offset the parameters from z as an optimizer such as SAM has offset them from x, to evaluate the loss.
+
+        Args:
+            z: By fragment, where it differs from x.
+            weights: Push-sum weights, by fragment.
+        """
+        held = {index: self._fragments[index].pack() for index in z}
+        for index, values in z.items():
+            self._fragments[index].unpack(held[index] + values * (1.0 - weights[index]))
+        yield
+        for index, values in held.items():
+            self._fragments[index].unpack(values)
+
+    @torch.no_grad()
+    def _scale(self, factors: Sequence[float]) -> None:
+        for bucket, factor in zip(self._fragments, factors, strict=True):
+            if factor != 1.0:
+                bucket.unpack(bucket.pack(weight=factor))
+
+    @property
+    def own_weights(self) -> list[float]:
+        """Return this node's push-sum weight of every fragment."""
+        return [weights[self.topology.node] for weights in self.state.weights]
+
+    @property
+    def _share_of_updates(self) -> float:
+        """Return the weight of this node's updates; the average over the nodes is 1."""
+        share = self.topology.node_weight * self.topology.num_nodes
+        return 1.0 if abs(share - 1.0) < 1e-9 else share
+
+    # ---- a run ---------------------------------------------------------------------------------------------------
+
+    def follow(self, replica: Replica) -> None:
+        super().follow(replica)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Cut the parameters into flat fragments, in the same order on every rank."""
+        config = self.config
+        cut = [] if self.is_alone else self.replica.cut(config.fragments)
+        self._fragments = [bucket for buckets in cut for bucket in buckets]
+        self._peers = Peers(self._fragments, config.graph, self.topology, self._duplicate, self.wire, config.push_sum)
+        self._compare_with_other_ranks()
+        self._restart()
+
+    def _restart(self) -> None:
+        """Reset to equal weights with no pending exchange, because the replicas are equal."""
+        self.state.weights = [[1.0] * self.topology.num_nodes for _ in self._fragments]
+        self.state.pending.drop()
+        self._peers.disagreement.forget()
+
+    def _compare_with_other_ranks(self) -> None:
+        """Raise an error if the graph differs between ranks, because a rank would wait forever."""
+        if self.topology.inter is None or self.is_alone:
+            return
+        graph, size = self.config.graph, self.topology.num_nodes
+        rounds = [
+            partners_of(graph, size, step, index).send_to
+            for step in range(_STEPS_COMPARED)
+            for index in range(len(self._fragments))
+        ]
+        description = repr(([bucket.numel for bucket in self._fragments], rounds)).encode()
+        digests = self.topology.inter.all_gather_object(hashlib.blake2b(description, digest_size=16).hexdigest())
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise ValueError(
+                    f"{graph!r} gives rank {rank} other fragments or peers than rank 0, so ranks would wait for"
+                    " messages that are never sent. Use the same arguments and seed on every rank, and let send_to"
+                    " depend on its arguments only."
+                )
+
+    def _write_mean(self) -> None:
+        """Write the mean ``sum x / sum w`` over all nodes to the replica, exactly.
+
+        A pending exchange (``overlap``) does not change the sum, and is merged when training continues.
+        """
+        weighted = [
+            (bucket, tuple(self._rank_weights(of_nodes)))
+            for fragment, of_nodes in zip(self._fragments, self.state.weights, strict=True)
+            for bucket in fragment.cut(self.replica.bucket_bytes)
+        ]
+        weighted += [(bucket, tuple(self.topology.weights)) for bucket in self.replica.buckets_of_buffers]
+        self.guard.average([bucket for bucket, _ in weighted], weights=[weights for _, weights in weighted])
+
+    def _rank_weights(self, of_nodes: Sequence[float]) -> list[float]:
+        """Return each rank's weight in the mean, given the nodes' push-sum weights."""
+        topology, total = self.topology, sum(of_nodes)
+        return [
+            of_nodes[node] / total * topology.weights[rank] / topology.node_weights[node]
+            for rank, node in sorted((rank, node) for node, ranks in enumerate(topology.nodes) for rank in ranks)
+        ]
+
+    def finish(self) -> None:
+        super().finish()
+        if not self.is_alone:
+            self._restart()
+
     # ---- state and logged values ---------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
@@ -291,67 +348,3 @@ class RunningGossip(RunningScheme[Gossip]):
         super().load_state_dict(state)
         if saved is None:
             self.state.weights = expected
-
-    def _restart(self) -> None:
-        """Reset to equal weights with no pending exchange, because the replicas are equal."""
-        self.state.weights = self._equal_weights()
-        self.state.pending.drop()
-        self._peers.disagreement.forget()
-
-    def _equal_weights(self) -> list[list[float]]:
-        return [[1.0] * self.topology.num_nodes for _ in self._fragments]
-
-    # ---- details -------------------------------------------------------------------------------------------------
-
-    def _rank_weights(self, of_nodes: Sequence[float]) -> list[float]:
-        """Return each rank's weight in the mean, given the nodes' push-sum weights."""
-        topology, total = self.topology, sum(of_nodes)
-        return [
-            of_nodes[node] / total * topology.weights[rank] / topology.node_weights[node]
-            for rank, node in sorted((rank, node) for node, ranks in enumerate(topology.nodes) for rank in ranks)
-        ]
-
-    @property
-    def own_weights(self) -> list[float]:
-        """Return this node's push-sum weight of every fragment."""
-        return [weights[self.topology.node] for weights in self.state.weights]
-
-    @property
-    def _share_of_updates(self) -> float:
-        """Return the weight of this node's updates; the average over the nodes is 1."""
-        share = self.topology.node_weight * self.topology.num_nodes
-        return 1.0 if abs(share - 1.0) < 1e-9 else share
-
-    @torch.no_grad()
-    def _scale(self, factors: Sequence[float]) -> None:
-        for bucket, factor in zip(self._fragments, factors, strict=True):
-            if factor != 1.0:
-                bucket.unpack(bucket.pack(weight=factor))
-
-    def _cut(self, replica: Replica) -> tuple[list[Bucket], Peers]:
-        """Return the parameters as flat fragments, in the same order on every rank, and what exchanges them."""
-        config = self.config
-        fragments = [] if self.is_alone else [bucket for part in replica.cut(config.fragments) for bucket in part]
-        peers = Peers(fragments, config.graph, self.topology, self._duplicate, self.wire, config.push_sum)
-        self._compare_with_other_ranks(fragments)
-        return fragments, peers
-
-    def _compare_with_other_ranks(self, fragments: Sequence[Bucket]) -> None:
-        """Raise an error if the graph differs between ranks, because a rank would wait forever."""
-        if self.topology.inter is None or self.is_alone:
-            return
-        graph, size = self.config.graph, self.topology.num_nodes
-        rounds = [
-            partners_of(graph, size, step, index).send_to
-            for step in range(_STEPS_COMPARED)
-            for index in range(len(fragments))
-        ]
-        description = repr(([bucket.numel for bucket in fragments], rounds)).encode()
-        digests = self.topology.inter.all_gather_object(hashlib.blake2b(description, digest_size=16).hexdigest())
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise ValueError(
-                    f"{graph!r} gives rank {rank} other fragments or peers than rank 0, so ranks would wait for"
-                    " messages that are never sent. Use the same arguments and seed on every rank, and let send_to"
-                    " depend on its arguments only."
-                )
