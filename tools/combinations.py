@@ -494,7 +494,7 @@ def _one_step(
     epoch, in_epoch = divmod(step, c.steps)
     if in_epoch == 0 and epoch:
         for half in halves:
-            half.scheme.begin_epoch(epoch, dict)
+            half.scheme.begin_epoch(epoch)
     for group in (group for half in halves for group in half.optimizer.param_groups):
         group["lr"] = _OPTIMIZERS[c.optimizer].keywords["lr"] * c.rate_at(step)  # type: ignore[attr-defined]
     if step and c.clamp is not None:

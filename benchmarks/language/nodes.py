@@ -237,7 +237,7 @@ class Node(Replica):
         with self.started(restore) as run:
             for step in range(first, experiment.steps):
                 if step % epoch == 0:
-                    run.begin_epoch(step // epoch, dict)
+                    run.begin_epoch(step // epoch)
                 is_last = (step + 1) % epoch == 0 or step + 1 == experiment.steps
                 self.take_step(run, step, last=is_last)
                 if is_last:

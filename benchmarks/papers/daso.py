@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
-
-from torch import Tensor
 
 from benchmarks.palette import styles_of
 from benchmarks.papers.perceptron import EXAMPLES, PERCEPTRON
@@ -85,8 +83,8 @@ class Recorded(DASO):
 
 
 class _Recording(RunningDASO):
-    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().begin_epoch(epoch, logged)
+    def begin_epoch(self, epoch: int) -> None:
+        super().begin_epoch(epoch)
         if self.topology.rank == 0:
             Recorded.history.append([epoch, self.phase, self.period or 1, self.staleness])
 

@@ -255,7 +255,7 @@ class Replica:
         experiment, per_epoch = self.experiment, self.experiment.steps_per_epoch
         for step in range(experiment.steps):
             if step % per_epoch == 0:
-                run.begin_epoch(step // per_epoch, dict)
+                run.begin_epoch(step // per_epoch)
             is_last = (step + 1) % per_epoch == 0 or step + 1 == experiment.steps
             if self.topology.rank == 0:  # which is the one that evaluates
                 self._seconds += clock.seconds_of_step(run.schemes[0])

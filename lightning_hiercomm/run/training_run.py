@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm.autocast import Autocast, outside_autocast
@@ -187,11 +186,11 @@ class TrainingRun:
             scheme.begin_run(epochs, steps)
         self.misuse.begin()
 
-    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Start an epoch; see :meth:`RunningScheme.begin_epoch`."""
         self.loss.take_mean()
         for scheme in self.schemes:
-            scheme.begin_epoch(epoch, logged)
+            scheme.begin_epoch(epoch)
 
     def note_loss_scale(self, precision: object) -> None:
         """Store the loss scale of the precision's gradient scaler, if it has one, before a backward pass."""

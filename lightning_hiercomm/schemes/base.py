@@ -165,12 +165,11 @@ class RunningScheme(Generic[S]):
             steps: The number of optimizer steps after which the run ends, or None if that is not known.
         """
 
-    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Start an epoch.
 
         Args:
             epoch: Its number, from 0.
-            logged: Returns the metrics that the user has logged, also later in the epoch.
         """
         self.state.epoch = epoch
         self.state.step_in_epoch = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from lightning_hiercomm.schemes.phases import (
 )
 from lightning_hiercomm.schemes.plateau import Plateau, PlateauDetector
 from lightning_hiercomm.schemes.requirements import Requirements
-from lightning_hiercomm.schemes.scheme_state import TRANSIENT
 
 log = logging.getLogger(__name__)
 
@@ -119,12 +118,7 @@ class DASO(ParameterSync):
         self.plateau = plateau
         self.compressed_phases: Literal["all", "blocking"] = compressed_phases
         self.is_exact_overlapped = compressed_phases == "blocking" and staleness > 0
-        self.watches_loss = plateau is not None and plateau.monitor is None
-
-    @property
-    def monitor(self) -> str | None:
-        """The name of the metric that changes B and S; None if that is the training loss, or they are constant."""
-        return None if self.plateau is None else self.plateau.monitor
+        self.watches_loss = plateau is not None
 
     def build(self, context: Context) -> RunningDASO:
         return RunningDASO(self, context)
@@ -133,15 +127,8 @@ class DASO(ParameterSync):
 
     @property
     def requirements(self) -> Requirements:
-        fixed = super().requirements.needs_fixed_nodes
-        if self.monitor is not None:
-            fixed = (
-                f"monitor={self.monitor!r} is evaluated between a synchronization and the next epoch, when no node can"
-                " join: leave it out to watch the training loss, or set plateau=None"
-            )
         return replace(
             super().requirements,
-            needs_fixed_nodes=fixed,
             needs_equal_data="DASO changes its period by steps that a node without batches does not take: use"
             " PeriodicAveraging or DiLoCo",
             can_average_optimizer_state=True,  # in the blocking phases
@@ -159,20 +146,11 @@ class DASOState(SyncState):
         given: ``sync_every`` and ``staleness`` as passed by the user.
         cycle: The current B and S; None: as given.
         plateau: Detects that the loss has stopped falling.
-        awaits_metric: Whether the last epoch still waits for its metric to be logged.
-        recorded_metric: The weighted sum of that metric and the sum of the weights, if it was logged before a
-            checkpoint was saved.
-        last_metric: The metric as it was logged when the epoch began.
-        has_resumed: Whether the run has resumed in this epoch.
     """
 
     given: list[Any] = field(default_factory=list)
     cycle: list[int] | None = None
     plateau: PlateauDetector = field(default_factory=PlateauDetector)
-    awaits_metric: bool = False
-    recorded_metric: tuple[float, float] | None = None
-    last_metric: Tensor | None = field(default=None, metadata=TRANSIENT)
-    has_resumed: bool = field(default=False, metadata=TRANSIENT)
 
 
 class RunningDASO(RunningParameterSync[DASO]):
@@ -190,7 +168,6 @@ class RunningDASO(RunningParameterSync[DASO]):
         self._warmup_ends: int | Epochs = 0
         self._cooldown_begins: int | Epochs | None = None
         self._has_missed_a_loss = False
-        self._logged: Callable[[], Mapping[str, Tensor]] = lambda: {}
 
     def _new_state(self) -> DASOState:
         given = [self.config.sync_every, self.config.staleness]
@@ -230,20 +207,17 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     def end_epoch(self, loss: Tensor | None) -> None:
         adapts, sums = self.phase == "cycling" and self.config.plateau is not None, list[tuple[float, float]]()
-        watches_loss = adapts and self.config.watches_loss
 
         def synchronize() -> None:
             if self.state.unsynchronized_steps:
                 self.average()
-            if watches_loss:
+            if adapts:
                 sums.append(self._summed(loss))
 
-        if self.state.unsynchronized_steps or watches_loss:
+        if self.state.unsynchronized_steps or adapts:
             self.topology.synchronize(synchronize, admits=True)
-        if watches_loss:
+        if adapts:
             self._adapt(*sums[-1])  # the last attempt, where nodes have left
-        elif adapts:
-            self.state.awaits_metric = True  # the validation that follows logs it
 
     def _adapt(self, weighted: float, total: float) -> None:
         """Halve B and S if the loss has stopped falling; from 1 they return to their first values."""
@@ -254,7 +228,7 @@ class RunningDASO(RunningParameterSync[DASO]):
                 self._log(
                     logging.WARNING,
                     f"epoch {state.epoch} had no training loss, so sync_every and staleness do not change. Return the"
-                    " loss from training_step, or set monitor to a metric that is logged in every epoch.",
+                    " loss from training_step, or set plateau=None.",
                 )
             return
         if not state.plateau.reached(weighted / total):
@@ -263,8 +237,7 @@ class RunningDASO(RunningParameterSync[DASO]):
         least = min(1, self.config.staleness)  # a blocking scheme stays blocking
         state.cycle = None if before == (1, least) else [max(1, before[0] // 2), max(least, before[1] // 2)]
         if (self._period, self.staleness) != before:
-            watched = self.config.monitor or "the training loss"
-            self._log(logging.INFO, f"{watched} stopped falling: {self._cycle}")
+            self._log(logging.INFO, f"the training loss stopped falling: {self._cycle}")
 
     def _summed(self, loss: Tensor | None) -> tuple[float, float]:
         """Return the weighted sum of all ranks' losses and the sum of the weights of ranks with a loss. Collective."""
@@ -306,31 +279,9 @@ class RunningDASO(RunningParameterSync[DASO]):
             " wait. Shorten them, or leave them out.",
         )
 
-    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().begin_epoch(epoch, logged)
+    def begin_epoch(self, epoch: int) -> None:
+        super().begin_epoch(epoch)
         self._enter_phase()
-        state, monitor, metrics = self.state, self.config.monitor, logged()
-        if state.awaits_metric and monitor is not None:
-            state.awaits_metric = False
-            if (metric := self._new_metric(metrics)) is not None:
-                self._adapt(*self._summed(metric))
-            elif state.recorded_metric is not None:  # Lightning forgets its metrics between runs
-                self._adapt(*state.recorded_metric)
-            elif monitor not in metrics and not state.has_resumed:
-                names = ", ".join(metrics) or "nothing"
-                raise ValueError(
-                    f"monitor={monitor!r} was not logged in epoch {epoch - 1}; logged: {names}."
-                    " Log it in every epoch with self.log, or leave monitor out to watch the training loss."
-                )
-        self._logged = logged
-        state.last_metric = metrics.get(monitor or "")
-        state.recorded_metric = None
-        state.has_resumed = False
-
-    def _new_metric(self, metrics: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the monitored metric if it was logged in this epoch; Lightning also keeps older values."""
-        metric = metrics.get(self.config.monitor or "")
-        return None if metric is self.state.last_metric else metric
 
     def _enter_phase(self) -> None:
         epoch, step = self.state.epoch, self.state.steps
@@ -367,19 +318,11 @@ class RunningDASO(RunningParameterSync[DASO]):
             "staleness": float(self.staleness) if cycles else 0.0,
         }
 
-    def state_dict(self, shared: bool = False, can_communicate: bool = True) -> dict[str, Any]:
-        if self.state.awaits_metric and can_communicate:
-            weighted, total = self._summed(self._new_metric(self._logged()))
-            self.state.recorded_metric = (weighted, total) if total else None
-        return super().state_dict(shared, can_communicate)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         given = self.state.given
         super().load_state_dict(state)
         if self.state.given != given:
             self.state.given, self.state.cycle = given, None
-        self.state.awaits_metric &= self.config.monitor is not None
-        self.state.has_resumed = True
 
 
 def _length_of_phase(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -115,8 +115,8 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
     state: PeriodicState
     state_type = PeriodicState
 
-    def begin_epoch(self, epoch: int, logged: Callable[[], Mapping[str, Tensor]]) -> None:
-        super().begin_epoch(epoch, logged)
+    def begin_epoch(self, epoch: int) -> None:
+        super().begin_epoch(epoch)
         self.state.averaged_before_last = False
 
     def before_step(self, last: bool) -> Update | None:

@@ -15,9 +15,11 @@ from lightning_hiercomm.arguments import as_call, checked_fields, note_owner
 class Plateau:
     """When a loss counts as no longer falling: after more than ``patience`` epochs in a row without an improvement.
 
-    Example, which watches the validation loss instead of the training loss::
+    The loss is what ``training_step`` returns, averaged over the epoch and all ranks.
 
-        DASO(plateau=Plateau(monitor="val_loss"))
+    Example::
+
+        DASO(plateau=Plateau(patience=4, threshold=0.01))
 
     Source: DASO, Section 3, changes B and S "when the training loss plateaus"; Section 4.2 defines a plateau of its
     learning-rate scheduler as a loss "not decreasing by more than a set percentage threshold". The default numbers are
@@ -27,9 +29,6 @@ class Plateau:
     Args:
         patience: Consecutive epochs without improvement that are accepted.
         threshold: Smallest decrease of an epoch's loss that counts as an improvement, relative to the best loss so far.
-        monitor: Name of the metric to watch instead of the training loss, such as ``"val_loss"``; lower is better. It
-            must be logged by the end of the first epoch that counts; epochs that do not log it are skipped. Default:
-            the loss that ``training_step`` returns. Either is averaged over all ranks.
 
     Raises:
         ValueError: If a number is out of range.
@@ -38,7 +37,6 @@ class Plateau:
 
     patience: int = 2
     threshold: float = 0.05
-    monitor: str | None = None
 
     __repr__ = as_call
 

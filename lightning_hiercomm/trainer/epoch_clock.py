@@ -88,7 +88,7 @@ class EpochClock(pl.Callback):
         self._epoch_has_ended = False
         if self._batches is not None:
             self._batches.begin_epoch(trainer.current_epoch)
-        self._run.begin_epoch(trainer.current_epoch, lambda: trainer.callback_metrics)
+        self._run.begin_epoch(trainer.current_epoch)
 
     def _end_epoch(self) -> None:
         if not self._epoch_has_ended:

@@ -20,7 +20,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import DASO, SCHEMES, RunningScheme, Scheme, SchemeName
+from lightning_hiercomm.schemes import SCHEMES, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop
@@ -109,11 +109,6 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         self._settings = settings = Settings.of(SCHEMES, locals())
         super().__init__(**kwargs)
         scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
-        if isinstance(scheme, DASO) and scheme.monitor is not None:
-            raise ValueError(
-                f"monitor={scheme.monitor!r} is a metric that LightningModules log, and Fabric has none: leave it out"
-                " to use the loss of fabric.backward, or use plateau=None"
-            )
         if first_phase:
             raise ValueError(
                 f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks over which DDP averages"

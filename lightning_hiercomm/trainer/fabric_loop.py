@@ -80,7 +80,7 @@ class FabricLoop:
         self.modules.append(module)
         if self._has_begun:
             run.begin(self.epochs, self.steps)
-            run.begin_epoch(self._epoch, dict)
+            run.begin_epoch(self._epoch)
 
     # ---- losses --------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class FabricLoop:
     def _begin_epoch(self, epoch: int) -> None:
         self._epoch, self._epoch_is_open = epoch, True
         for run in self.runs:
-            run.begin_epoch(epoch, dict)
+            run.begin_epoch(epoch)
 
     def _end_epoch(self) -> None:
         self._epoch_is_open = False

@@ -81,7 +81,7 @@ def test_periodic_averaging_of_unequal_nodes_weighs_every_sample_alike(counts, s
         weight = torch.nn.Parameter(initial.to(harness.place.device, copy=True))
         context = Context(Replica([weight]), topology, torch.optim.SGD([weight], lr))
         scheme = PeriodicAveraging(sync_every).build(context)
-        scheme.begin_epoch(0, dict)
+        scheme.begin_epoch(0)
         for step in range(steps):
 
             def user_step(step=step):

@@ -55,7 +55,7 @@ def restored(run: TrainingRun, checkpoint: dict) -> Checkpoints:
 
 def train(run: TrainingRun, epoch: int, steps: int) -> None:
     run.begin(epochs=4, steps=None)
-    run.begin_epoch(epoch, dict)
+    run.begin_epoch(epoch)
     shared_by = {"world": 0, "node": run.topology.node}[run.schemes[0].config.gradients]
     for step in range(steps):
         for parameter in run.module.parameters():

@@ -158,7 +158,7 @@ AT_PLATEAU = [(0, 4), (3, 3), (1.5, 5.5), (3.75, 3.75)]
 def epochs(rank: Rank, first: int, last: int) -> list[float]:
     seen = []
     for epoch in range(first, last):
-        rank.scheme.begin_epoch(epoch, dict)
+        rank.scheme.begin_epoch(epoch)
         rank.train(last=True)
         rank.scheme.end_epoch(torch.tensor(LOSSES[epoch][rank.node]))
         seen.append(rank.values.item())

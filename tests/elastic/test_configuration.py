@@ -15,7 +15,6 @@ from lightning_hiercomm import (
     HeterogeneousBatches,
     HierarchicalStrategy,
     PeriodicAveraging,
-    Plateau,
     StepsDelay,
 )
 from lightning_hiercomm.elastic import configuration
@@ -77,7 +76,6 @@ def test_elastic_accepts_schemes_with_periodic_synchronization(scheme, wire):
         (StepsDelay, "StepsDelay does not support nodes that leave and join"),
         (Gossip, "Gossip does not support nodes that leave and join"),
         (DASO, "DASO with reducer='leader' sends from the ranks of a node in turn: use reducer='sharded'"),
-        (partial(DASO, plateau=Plateau(monitor="val_loss"), reducer="sharded"), "monitor='val_loss'.*leave it out"),
         (partial(ParameterSync, schedule=4, staleness=4), "staleness=4.*use less than the period"),
         (partial(ParameterSync, reducer="leader"), "use reducer='sharded'"),
         (partial(PeriodicAveraging, order="before_step"), "use order='after_step'"),

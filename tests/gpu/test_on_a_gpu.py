@@ -66,7 +66,7 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int 
     replica = Replica(model.parameters(), named=model.named_parameters())
     running = scheme.build(Context(replica, topology, optimizer, Wire(), on_nonfinite="raise"))
     running.begin_run(1, None)
-    running.begin_epoch(0, dict)
+    running.begin_epoch(0)
     width = next(model.parameters()).shape[-1]
     batch = torch.randn(samples, width, generator=torch.Generator().manual_seed(topology.rank)).to(device)
 

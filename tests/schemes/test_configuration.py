@@ -42,8 +42,8 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "AllReduce()": AllReduce,
     "DASO(sync_every=4)": DASO,
     "DASO(sync_every=8, merge='delta', plateau=None)": lambda: DASO(8, merge="delta", plateau=None),
-    "DASO(sync_every=4, warmup=Epochs(epochs=2), plateau=Plateau(patience=2, monitor='loss'))": lambda: DASO(
-        warmup=Epochs(2), plateau=Plateau(monitor="loss")
+    "DASO(sync_every=4, warmup=Epochs(epochs=2), plateau=Plateau(patience=2, threshold=0.1))": lambda: DASO(
+        warmup=Epochs(2), plateau=Plateau(threshold=0.1)
     ),
     "DiLoCo(sync_every=100)": DiLoCo,
     "DiLoCo(sync_every=9, fragments=['a', 'b'], staleness=2)": lambda: DiLoCo(9, partial(AdamW, lr=1.0), ["a", "b"], 2),

@@ -113,10 +113,10 @@ def test_plain_checkpoint_resumes_from_averaged_parameters():
     def work(rank):
         scheme = rank.scheme
         for epoch in range(2):
-            scheme.begin_epoch(epoch, dict)
+            scheme.begin_epoch(epoch)
             steps(3)(rank)
             scheme.end_epoch(torch.tensor(1.0))
-        scheme.begin_epoch(2, dict)
+        scheme.begin_epoch(2)
         rank.train()
         state = scheme.state_dict(shared=True)
         scheme.synchronize()
@@ -178,7 +178,7 @@ def test_how_far_nodes_are_apart_is_seen_in_every_phase(compressed_phases):
     def work(rank):
         seen = []
         for epoch in range(3):
-            rank.scheme.begin_epoch(epoch, dict)
+            rank.scheme.begin_epoch(epoch)
             for step in range(6):
                 rank.train(float(rank.rank + 1) * (epoch + 1), last=step == 5)
             rank.scheme.state.settle()

@@ -12,11 +12,9 @@ from harness import (
     attached,
     on_nodes,
     on_ranks,
-    reloaded,
 )
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from problems import Oracle
-from torch.utils.data import DataLoader
 
 from lightning_hiercomm.schemes import DASO, Epochs, Plateau
 from lightning_hiercomm.schemes.daso import RunningDASO
@@ -28,9 +26,6 @@ on_four_ranks = partial(on_nodes, nodes=TWO_BY_TWO, epochs=10)
 def cycling(sync_every=4, staleness=1, **arguments):
     """A DASO that cycles from the first step to the last."""
     return lambda: DASO(sync_every, staleness, warmup=0, cooldown=0, **arguments)
-
-
-ON_VAL_LOSS = Plateau(patience=0, monitor="val_loss")
 
 
 def schedule(run_oracle, scheme, losses, epochs):
@@ -72,12 +67,11 @@ def test_b_and_s_return_to_their_first_values_from_one(run_oracle):
     assert [pair[1:] for pair in schedule(run_oracle, scheme, [1.0] * 9, 9)] == periods
 
 
-def periods(rank, epochs, metrics=lambda epoch: {}, loss=lambda epoch: None):
+def periods(rank, epochs, loss=lambda epoch: None):
     """Train epochs of one step; the period of each, and the one after the last."""
     seen = []
     for epoch in range(epochs):
-        logged = metrics(epoch)
-        rank.scheme.begin_epoch(epoch, lambda logged=logged: logged)
+        rank.scheme.begin_epoch(epoch)
         seen.append(rank.scheme.period)
         rank.train(last=True)
         rank.scheme.end_epoch(loss(epoch))
@@ -94,53 +88,9 @@ def test_the_loss_is_judged_by_its_mean_over_all_ranks():
     assert on_four_ranks(work, cycling(plateau=Plateau(patience=0))()) == [[4, 4, 4, 4, 2, 2]] * 4
 
 
-def test_a_monitored_metric_is_judged_when_the_next_epoch_begins():
-    def work(rank):
-        assert not rank.scheme.config.watches_loss
-        seen = periods(rank, 4, lambda epoch: {"val_loss": torch.tensor(1.0 + rank.rank)} if epoch else {})
-        with pytest.raises(ValueError, match=r"monitor='val_loss' was not logged in epoch 3; logged: train_loss"):
-            rank.scheme.begin_epoch(4, lambda: {"train_loss": torch.tensor(1.0)})
-        return seen[:4]
-
-    assert on_four_ranks(work, cycling(plateau=ON_VAL_LOSS)()) == [[4, 4, 2, 1]] * 4
-
-
-def test_a_monitored_metric_is_judged_once_where_not_every_epoch_logs_it():
-    logged = {epoch: torch.tensor(2.0 ** -min(epoch, 4)) for epoch in (0, 2, 4)}
-
-    def metrics(epoch):  # Lightning keeps it until the next one
-        return {"val_loss": logged[(epoch - 1) // 2 * 2]} if epoch else {}
-
-    assert on_four_ranks(partial(periods, epochs=7, metrics=metrics), cycling(plateau=ON_VAL_LOSS)()) == [[4] * 8] * 4
-
-
 def test_epochs_without_a_loss_change_nothing_and_warn_once(caplog):
     assert on_four_ranks(partial(periods, epochs=3), cycling(plateau=Plateau(patience=0))()) == [[4] * 4] * 4
     assert [r.message.count("had no training loss") for r in caplog.records if r.levelno == logging.WARNING] == [1]
-
-
-def test_resumed_epoch_is_judged_by_the_saved_metric():
-    scheme = cycling(4, 1, plateau=ON_VAL_LOSS)()
-
-    def work(rank):
-        logged = {}
-        for epoch in range(2):
-            rank.scheme.begin_epoch(epoch, lambda: logged)
-            rank.train(last=True)
-            rank.scheme.end_epoch(None)
-            logged.setdefault("val_loss", torch.tensor(1.0))
-        before_validation = reloaded(rank.scheme.state_dict(shared=True))
-        logged["val_loss"] = torch.tensor(1.0)
-        after_validation = reloaded(rank.scheme.state_dict(shared=True))
-        periods = []
-        for state in (before_validation, after_validation):
-            with attached(rank.topology, scheme, epochs=10, begins_epoch=False) as again:
-                again.scheme.load_state_dict(state)
-                again.scheme.begin_epoch(2, dict)
-                periods.append(again.scheme.period)
-        return periods
-
-    assert on_four_ranks(work, scheme) == [[4, 2]] * 4
 
 
 def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
@@ -154,7 +104,7 @@ def test_phases_in_steps_begin_and_end_inside_epochs(scheme):
         scheme = rank.scheme
         phases = []
         for epoch in range(2):
-            scheme.begin_epoch(epoch, dict)
+            scheme.begin_epoch(epoch)
             for _ in range(5):
                 rank.train()
                 phases.append(scheme.phase)
@@ -234,7 +184,7 @@ def test_warm_up_and_cool_down_default_to_four_epochs_or_a_quarter(epochs, waiti
     def work(rank):
         phases = []
         for epoch in range(begun):
-            rank.scheme.begin_epoch(epoch, dict)
+            rank.scheme.begin_epoch(epoch)
             phases.append(rank.scheme.phase)
         return phases
 
@@ -263,50 +213,29 @@ def test_quarter_of_four_epochs_is_one_epoch(epochs):
         for _ in range(12):
             rank.train()
         before = rank.scheme.phase
-        rank.scheme.begin_epoch(1, dict)
+        rank.scheme.begin_epoch(1)
         return before, rank.scheme.phase
 
     assert on_four_ranks(work, DASO(), epochs=epochs, steps=13) == [("warm-up", "cycling")] * 4
 
 
 class Watched(Oracle):
-    """``report`` is B as it acts after each of 8 batches; validation logs a loss that does not fall."""
+    """``report`` is B as it acts after each of 8 batches."""
 
     def __init__(self, learning_rate: float = 0.5) -> None:
         super().__init__(8, learning_rate=learning_rate)
 
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", 1.0 + self.global_rank)
-
     def on_train_batch_end(self, *_):
         self.report.append(self.trainer.strategy.schemes[0].period)
 
-    def val_dataloader(self):
-        return DataLoader(torch.ones(4, 1))
 
-
-@pytest.mark.parametrize("monitor", [None, "val_loss"])
 @pytest.mark.pooled
-def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit, monitor):
+def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit):
     # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
-    scheme = DASO(4, 1, warmup=Epochs(1), cooldown=Epochs(1), plateau=Plateau(0, monitor=monitor))
+    scheme = DASO(4, 1, warmup=Epochs(1), cooldown=Epochs(1), plateau=Plateau(patience=0))
     reports = fit(Watched(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
     for report in reports:
         assert report["report"][::2] == [4, 4, 4, 2, 1, 4, 2]
-
-
-@pytest.mark.parametrize("replicas", [False, True])
-@pytest.mark.pooled
-def test_a_run_that_goes_on_from_a_file_of_a_validation_judges_its_epoch(fit, tmp_path, replicas):
-    save = ModelCheckpoint(tmp_path / "files", "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)
-    scheme = cycling(plateau=ON_VAL_LOSS)()
-    strategy = {"scheme": scheme, "checkpoint_replicas": replicas, "ranks_per_node": 1}
-    arguments = {"limit_train_batches": 1, "max_epochs": 4, "devices": 2}
-    arguments |= {"callbacks": [save], "enable_checkpointing": True}
-    assert fit(Watched(learning_rate=0.0), strategy, **arguments)[0]["report"] == [4, 4, 2, 1]
-    path = {"ckpt_path": tmp_path / "files" / "epoch=1.ckpt"}
-    resumed = fit(Watched(learning_rate=0.0), strategy, fit_arguments=path, **arguments)
-    assert resumed[0]["report"] == [2, 1]
 
 
 class Phases(Watched):

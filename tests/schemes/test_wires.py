@@ -38,7 +38,7 @@ def training(rank, epochs=1, steps=8):
     target = target_of(rank.rank)
     seen = []
     for _ in range(epochs):
-        rank.scheme.begin_epoch(rank.scheme.state.epoch + 1, dict)
+        rank.scheme.begin_epoch(rank.scheme.state.epoch + 1)
         for step in range(steps):
             rank.train(lambda x: x - target, last=step == steps - 1)
             seen.append(rank.values)

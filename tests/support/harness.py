@@ -298,7 +298,7 @@ def attached(
             gradients.is_first = lambda: own.gradients != own.config.gradients
         own.begin_run(epochs, steps)
         if begins_epoch:
-            own.begin_epoch(0, dict)
+            own.begin_epoch(0)
         yield Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
 
 
@@ -358,7 +358,7 @@ def run_oracle(
         scheme, trace = rank.scheme, Trace(scheme=rank.scheme)
         for epoch in range(epochs):
             if epoch:
-                scheme.begin_epoch(epoch, dict)
+                scheme.begin_epoch(epoch)
             for i in range(steps_per_epoch):
                 rank.train(last=i == steps_per_epoch - 1)
                 trace.after_step.append(rank.values.item())

@@ -46,7 +46,7 @@ def begun(run: TrainingRun, epochs: int = 1, steps: int | None = None) -> Iterat
     """The run in its first epoch."""
     try:
         run.begin(epochs=epochs, steps=steps)
-        run.begin_epoch(0, dict)
+        run.begin_epoch(0)
         yield run
     finally:
         run.close(timeout=5.0)

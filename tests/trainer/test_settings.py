@@ -22,7 +22,6 @@ from lightning_hiercomm import (
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
     PeriodicAveraging,
-    Plateau,
     Transport,
 )
 from lightning_hiercomm.schemes import SCHEMES, Scheme
@@ -62,11 +61,6 @@ Ours, OnFabric, RAW = HierarchicalStrategy, HierarchicalFabricStrategy, Transpor
         (Transport, {"inter_node": "pigeon"}, "inter_node='pigeon' must be 'torch', 'gloo' or 'mpi'"),
         (OnFabric, {"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
         (OnFabric, {"timeout": 30}, "timeout=30 must be timedelta"),
-        (
-            OnFabric,
-            {"scheme": DASO(plateau=Plateau(monitor="val_loss"))},
-            "monitor='val_loss' is a metric that LightningModules log",
-        ),
         (
             OnFabric,
             {"elastic": "10.0.0.1:29510"},
