@@ -28,27 +28,24 @@ Train = Callable[..., list[ForkedPython]]
 
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Train]:
-    """``train(folder, *arguments, nodes="2", ranks=2)``: the digits on two nodes; ends what is left of it."""
+    """``train(folder, *arguments)``: the digits on two nodes of one rank; ends what is left of it."""
     started: list[ForkedPython] = []
 
-    def start(folder: str, *arguments: str, nodes: str = "2", ranks: int = 2) -> list[ForkedPython]:
+    def start(folder: str, *arguments: str) -> list[ForkedPython]:
         where, port = tmp_path / folder, free_port()
         where.mkdir()
-        # a lost node is missed after ten seconds, because a busy machine would lose healthy ones after less
-        impatient = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=10"
         mine = []
         for agent in range(2):
             mine.append(
                 ForkedPython(
                     [
-                        *("-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(ranks)),
+                        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
                         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-                        *(("--rdzv-conf", impatient) if nodes == "1:2" else ()),
                         *("--local-addr", "127.0.0.1", "--max-restarts", "9", "--monitor-interval", "0.1"),
                         *forking_workers(),
                         *(ROOT / "tests/jobs/digits.py", "fit", "--config", DIGITS / "config.yaml"),
                         *("--config", DIGITS / "restarts.yaml", "--ckpt_path=last"),
-                        *(f"--trainer.devices={ranks}", "--trainer.num_nodes=2", "--trainer.logger=false"),
+                        *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.logger=false"),
                         *("--trainer.strategy.init_args.ranks_per_node=null", "--trainer.enable_progress_bar=false"),
                         *("--trainer.callbacks+=kills.Kills", f"--trainer.callbacks.folder={where}", *arguments),
                     ],
@@ -94,13 +91,12 @@ def written(folder: Path, name: str) -> list[dict[str, int]]:
 
 
 @pytest.mark.long("two runs of several epochs; one restarts after every kill")
-# the next test restarts nodes of two ranks, too
-@pytest.mark.parametrize(("times", "epochs", "ranks"), [(2, 3, 1), pytest.param(5, 5, 2, marks=pytest.mark.nightly)])
-def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
+def test_kills_in_one_run_change_no_bit(train, tmp_path):
+    times, epochs = 2, 3
     short = f"--trainer.max_epochs={epochs}", f"--trainer.limit_train_batches={STEPS_AN_EPOCH}"
     began = time.monotonic()
     both = [
-        train(folder, *short, f"--trainer.callbacks.times={kills}", ranks=ranks)
+        train(folder, *short, f"--trainer.callbacks.times={kills}")
         for folder, kills in (("undisturbed", 0), ("disturbed", times))
     ]
     undisturbed, disturbed = (accuracy(*agents) for agents in both)
@@ -111,35 +107,9 @@ def test_kills_in_one_run_change_no_bit(train, tmp_path, times, epochs, ranks):
     # the newest complete checkpoint: that of the last epoch's end, except one that was being written
     complete = [kill["step"] // STEPS_AN_EPOCH - kill["saving"] for kill in kills]
     assert [start["step"] for start in starts] == [0, *(epochs * STEPS_AN_EPOCH for epochs in complete)]
-    assert undisturbed == disturbed > (90 if epochs == 5 else 60)
+    assert undisturbed == disturbed > 60
     one, other = (
         torch.load(tmp_path / run / "end.ckpt", weights_only=True)["state_dict"] for run in ("undisturbed", "disturbed")
     )
     for name, expected in one.items():
         assert torch.equal(other[name], expected), name
-
-
-@pytest.mark.nightly
-@pytest.mark.long("torchrun misses a lost node after ten seconds, and restarts the ranks of the other one")
-def test_a_run_that_loses_a_node_goes_on_with_the_other(train, tmp_path):
-    short = "--trainer.max_epochs=-1", "--trainer.max_steps=96", "--trainer.callbacks.times=0"
-    plain = "--trainer.strategy.init_args.checkpoint_replicas=false"
-    for attempt in range(3):
-        folder = tmp_path / f"shrinking-{attempt}"
-        agents = survivor, lost = train(folder.name, *short, plain, nodes="1:2")
-        first = folder / "start-0"
-        _wait_for(lambda first=first: first.exists() and first.read_text())
-        if written(folder, "start")[0]["ranks"] == 4:
-            break
-        for agent in agents:  # so busy is the machine that the second came too late, and the first began alone
-            os.killpg(agent.pid, signal.SIGKILL)
-            agent.wait()
-    _wait_for((folder / "runs/digits/restarts/last.ckpt").exists)
-    os.killpg(lost.pid, signal.SIGKILL)
-    lost.wait()
-    reached = accuracy(survivor)
-    starts = written(folder, "start")
-    print(f"starts {starts}; accuracy {reached}")
-    assert [start["ranks"] for start in starts] == [4, 2]
-    assert starts[1]["step"] in range(STEPS_AN_EPOCH, 96, STEPS_AN_EPOCH)
-    assert reached > 90
