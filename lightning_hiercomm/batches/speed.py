@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from statistics import median, quantiles
 
 import torch
@@ -38,25 +37,6 @@ def fit_cost(seconds: Mapping[int, float]) -> StepCost:
     return StepCost(fixed, 1 / slope)
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """The time of a training step.
-
-    Attributes:
-        seconds: The median over blocks of steps.
-        spread: Half the interquartile range, relative to the median.
-    """
-
-    seconds: float
-    spread: float
-
-    @classmethod
-    def of(cls, blocks: Sequence[float]) -> StepTime:
-        """Summarize the seconds per step of at least two blocks."""
-        low, middle, high = quantiles(blocks, n=4, method="inclusive")
-        return cls(middle, (high - low) / 2 / middle)
-
-
 class StepClock:
     """Measures the seconds per step in which this rank computes, without waiting for other ranks.
 
@@ -70,7 +50,7 @@ class StepClock:
         self._loading_since: float | None = None
         self._load_seconds = 0.0  # of the step that comes next
         self._started: Mark | None = None
-        self._forget_block()
+        self.drop_block()
 
     def load(self) -> None:
         """Begin to load a batch in this process; loading by workers does not count."""
@@ -106,32 +86,36 @@ class StepClock:
             streams.synchronize(self._device)
             busy = self._loaded + sum(_seconds(start, end) for start, end in self._spans)
             self._blocks.append(max(busy - (self._waited() - self._waited_before), 1e-9) / self._steps)
-        self._forget_block()
+        self.drop_block()
 
     def reset(self) -> None:
         """Drop all blocks, because steps will have another size."""
         self._blocks.clear()
-        self._forget_block()
+        self.drop_block()
 
     def drop_block(self) -> None:
         """Drop the steps since the last block."""
-        self._forget_block()
-
-    def time(self, blocks: int) -> StepTime | None:
-        """Return the time of a step, or None if there are fewer blocks."""
-        return StepTime.of(self._blocks) if len(self._blocks) >= blocks else None
-
-    @property
-    def seconds(self) -> float | None:
-        """The moving median, or None if there is no block yet."""
-        return median(self._blocks) if self._blocks else None
-
-    def _forget_block(self) -> None:
         self._spans: list[tuple[Mark, Mark]] = []
         self._loaded = 0.0
         self._steps = 0
         self._waited_before = 0.0
         self._block_began = time.perf_counter()
+
+    @property
+    def spread(self) -> float:
+        """Half the interquartile range of at least two blocks, relative to their median."""
+        low, middle, high = quantiles(self._blocks, n=4, method="inclusive")
+        return (high - low) / 2 / middle
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of steps that have one size."""
+        return len(self._blocks)
+
+    @property
+    def seconds(self) -> float | None:
+        """The moving median, or None if there is no block yet."""
+        return median(self._blocks) if self._blocks else None
 
     def _waited(self) -> float:
         return sum(self._meter.seconds.values())
@@ -171,19 +155,17 @@ class SpeedMeasurement:
 
     def cost(self, size: int) -> tuple[StepCost, float] | None:
         """Return the cost of a step with batches of this size, and the spread of its time; None after too few steps."""
-        time = self._clock.time(_BLOCKS_TIMED)
-        if time is None:
+        own = self._clock.seconds
+        if own is None or self._clock.blocks < _BLOCKS_TIMED:
             return None
-        seconds = {**self._seconds, size: time.seconds}
-        if max(seconds) >= _APART * min(seconds):
-            return fit_cost(seconds), time.spread
-        return StepCost(0.0, size / time.seconds), time.spread
+        seconds = {**self._seconds, size: own}
+        are_apart = max(seconds) >= _APART * min(seconds)
+        return fit_cost(seconds if are_apart else {size: own}), self._clock.spread
 
     def end_round(self, size: int) -> bool:
         """End a round, after all ranks have found their costs; return whether it was the last one."""
-        time = self._clock.time(_BLOCKS_TIMED)
-        assert time is not None
-        self._seconds[size] = time.seconds
+        assert self._clock.seconds is not None
+        self._seconds[size] = self._clock.seconds
         self._rounds += 1
         self._steps, self._steps_timed = 0, _STEPS_TIMED
         return self._rounds == _ROUNDS

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 import os
-import pickle
 import threading
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -31,12 +29,6 @@ STEPS = 3
 class Mode(enum.Enum):
     FIRST = 0
     SECOND = 1
-
-
-@dataclass
-class Best:
-    score: float
-    weights: torch.Tensor
 
 
 class Custom:
@@ -88,8 +80,6 @@ def equal(one: Any, other: Any) -> bool:
         return [*one] == [*other] and all(equal(value, other[key]) for key, value in one.items())
     if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(equal, one, other))
-    if isinstance(one, Best):
-        return equal(vars(one), vars(other))
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     return numpy.array_equal(one, other) if isinstance(one, numpy.ndarray) else bool(one == other)
@@ -223,26 +213,8 @@ def test_trusted_unsafe_state_is_restored_per_rank(borrow):
     assert borrow(lambda folder: lost(folder, unsafe_state, weights_only=False), ranks=2) == [[], []]
 
 
-@pytest.mark.parametrize("weights_only", [None, True])
-def test_safe_state_is_restored_per_rank(borrow, weights_only):
-    assert borrow(lambda folder: lost(folder, safe_state, weights_only=weights_only), ranks=2) == [[], []]
-
-
-def test_classes_in_safe_globals_are_restored(borrow):
-    def main(folder):
-        with torch.serialization.safe_globals([Best]):
-            return lost(folder, lambda rank: {"best": Best(float(rank), torch.ones(2) * rank)})
-
-    assert borrow(main, ranks=2) == [[], []]
-
-
-def test_unsafe_state_of_all_ranks_fails_as_lightning_fails(borrow):
-    def main(folder):
-        fitted(folder / "saved.ckpt", unsafe_state(0))
-        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-            fitted(folder / "saved.ckpt", None, resume=True, weights_only=True)
-
-    borrow(main, ranks=2)
+def test_safe_state_is_restored_per_rank(borrow):
+    assert borrow(lambda folder: lost(folder, safe_state, weights_only=True), ranks=2) == [[], []]
 
 
 def test_state_that_cannot_be_pickled_ends_the_save_on_all_ranks_by_name(borrow):
