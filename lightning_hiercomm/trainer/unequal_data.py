@@ -28,6 +28,7 @@ from lightning_hiercomm._lightning.trainer import (
     wrap_train_dataloaders,
 )
 from lightning_hiercomm._lightning.tree import fabric, pl
+from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import ParameterSync, Scheme
@@ -178,7 +179,7 @@ class IdlingLoader(pl.utilities.CombinedLoader):
             return position < own
         if self._first_idle is None and not self._all_in_node(not self._has_reached_limit() and self._loads()):
             self._first_idle = self._yielded
-        if self._yielded % self._check_every() == 0 and not self._any_node(self._first_idle is None):
+        if self._yielded % self._check_every() == 0 and not self._any(self._topology.world, self._first_idle is None):
             raise StopIteration
         return self._first_idle is None
 
@@ -202,9 +203,8 @@ class IdlingLoader(pl.utilities.CombinedLoader):
                 self._loads()
 
     def _all_in_node(self, has_batch: bool) -> bool:
-        lacks = torch.tensor([int(not has_batch)], device=self._device)
-        self._topology.intra.all_reduce(lacks, op="max").wait()
-        if has_batch and lacks.item() and not self._has_warned:
+        lacks = self._any(self._topology.intra, not has_batch)
+        if has_batch and lacks and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "rank %d (node %d) has more batches than another rank of its node. Ranks of a node take equally many"
@@ -212,12 +212,12 @@ class IdlingLoader(pl.utilities.CombinedLoader):
                 self._topology.rank,
                 self._topology.node,
             )
-        return not lacks.item()
+        return not lacks
 
-    def _any_node(self, has_batch: bool) -> bool:
-        has = torch.tensor([int(has_batch)], device=self._device)
-        self._topology.world.all_reduce(has, op="max").wait()
-        return bool(has.item())
+    def _any(self, group: Communicator, own: bool) -> bool:
+        found = torch.tensor([int(own)], device=self._device)
+        group.all_reduce(found, op="max").wait()
+        return bool(found.item())
 
 
 class UnequalNodes(pl.Callback):

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 RANKS, SAMPLES, BATCH, STOP = 4, 64, 2, 3
 STEPS = SAMPLES // RANKS // BATCH
 PLACE = "differs between ranks, and the checkpoint holds rank 0's"
-SCHEMES = ["all_reduce", "periodic", "diloco", "daso", "gossip", "steps_delay"]
 
 
 class Samples(IterableDataset):
@@ -126,7 +125,7 @@ class Seen(pl.LightningModule):
 def resumed(fit, tmp_path):
     """Train until a save, resume from it; the samples of both fits, and what rank 0 warned of at the save."""
 
-    def run(kind: str, scheme: str = "periodic", replicas: bool = False, stop: int = STOP, epochs: int = 1) -> Any:
+    def run(kind: str, replicas: bool = False, stop: int = STOP, epochs: int = 1) -> Any:
         folder = tmp_path / "data"
         if kind.startswith("litdata"):
             litdata = pytest.importorskip("litdata")
@@ -140,7 +139,7 @@ def resumed(fit, tmp_path):
         for stops, checkpoint in ((stop, None), (0, path)):
             data = Cursor() if kind == "module" else Data(kind, folder)
             arguments = {"datamodule": data, "ckpt_path": checkpoint}
-            strategy = {"scheme": scheme, "checkpoint_replicas": replicas}
+            strategy = {"scheme": "periodic", "checkpoint_replicas": replicas}
             settings = {"fit_arguments": arguments, "limit_train_batches": batches, "max_epochs": epochs}
             fits.append([each["report"] for each in fit(Seen(path, stops), strategy, **settings)])
         seen = [sample for reports in fits for report in reports for sample in report["seen"]]
@@ -156,11 +155,8 @@ def check_each_once(seen: list[float], epochs: int = 1) -> None:
 
 
 @pytest.mark.parametrize("kind", ["own", "module"])
-@pytest.mark.parametrize(
-    "scheme", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "periodic")) for name in SCHEMES]
-)
-def test_each_sample_comes_once_with_checkpoint_replicas(resumed, kind, scheme):
-    seen, warned = resumed(kind, scheme, replicas=True)
+def test_each_sample_comes_once_with_checkpoint_replicas(resumed, kind):
+    seen, warned = resumed(kind, replicas=True)
     check_each_once(seen)
     assert warned == []
 
@@ -182,13 +178,6 @@ def test_loaders_that_count_batches_resume_with_each_sample_once(resumed, kind, 
     seen, warned = resumed(kind, replicas=replicas)
     check_each_once(seen)
     assert warned == []
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("kind", ["torchdata sampler", "litdata"])
-def test_loaders_that_count_batches_resume_under_every_scheme(resumed, kind, scheme):
-    check_each_once(resumed(kind, scheme)[0])
 
 
 @pytest.mark.parametrize("kind", ["torchdata sampler", "litdata"])

@@ -191,17 +191,6 @@ def test_restarted_lighthouse_costs_only_its_absence(cluster):
         ends_equal(nodes, [0, 1])
 
 
-@pytest.mark.nightly
-def test_a_node_of_another_run_is_refused_by_the_lighthouse_of_this_one(cluster):
-    with cluster(min_nodes=2, scheme="periodic", hold={"20": "2.0"}, **LASTING) as nodes:
-        nodes.start_all(2)
-        nodes.watch_until(0, 1)
-        nodes.start(2, {"HIERCOMM_RUN": "another"}, hold={})
-        nodes.watch(restarts=False)
-        ends_equal(nodes, [0, 1])
-        assert "belongs to run 'another:" in nodes.log(2)
-
-
 GROWN = {"bank": True, "settings": {"average_buffers": ["net.*"]}, "validates": True}
 """Nodes have a buffer whose length changes with every step."""
 
