@@ -23,7 +23,7 @@ from lightning_hiercomm.run.scheme_states import SchemeStates
 from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
-from lightning_hiercomm.schemes.gradient_path import GradientPath, PhasedGradients, gradient_path
+from lightning_hiercomm.schemes.gradient_path import GradientPath, gradient_path
 from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.samples import SampleWeights
 
@@ -71,15 +71,8 @@ class TrainingRun:
         self.replicas = replicas
         self.topology = topology
         self.wire = wire or Wire()
-        self.gradients = gradients or gradient_path(
-            scheme.gradients,
-            topology,
-            replicas.device,
-            self.wire,
-            chunk_bytes=replicas.bucket_bytes,
-            parameters=replicas.module.parameters(),
-            first=scheme.first_gradients,
-        )
+        self._first_path = None if gradients or not scheme.first_gradients else self._new_path(scheme.first_gradients)
+        self._path = gradients or self._new_path(scheme.gradients)
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
         self.samples = samples
@@ -92,8 +85,6 @@ class TrainingRun:
             for replica, optimizer in zip(held, replicas.optimizers, strict=True)
         ]
         self._scheme = scheme
-        if isinstance(self.gradients, PhasedGradients):
-            self.gradients.is_first = lambda: self.gradients_over != scheme.gradients
         self.averaged_model = AveragedModel(self.schemes, replicas, topology, samples)
         self.scheme_states = SchemeStates(self.schemes, replicas)
         follows_loss = bool(self.schemes) and self.schemes[0].config.watches_loss
@@ -104,6 +95,22 @@ class TrainingRun:
         self.misuse = Misuse(self.schemes, replicas, collectives)
         self._knows_means = replicas.slots is not None  # a joining node would decide alone
         self.remember_values()
+
+    def _new_path(self, gradients: Gradients) -> GradientPath:
+        replicas = self.replicas
+        parameters = replicas.module.parameters()
+        return gradient_path(gradients, self.topology, replicas.device, self.wire, replicas.bucket_bytes, parameters)
+
+    @property
+    def gradients(self) -> GradientPath:
+        """Averages the module's gradients in the present phase."""
+        if self._first_path is None:
+            return self._path
+        if self.gradients_over != self._scheme.gradients:
+            return self._first_path
+        if self._first_path.residuals is not None:
+            self._first_path.residuals.forget()
+        return self._path
 
     @property
     def module(self) -> torch.nn.Module:
@@ -273,7 +280,9 @@ class TrainingRun:
         self.averaged_model.forget()
         for scheme in self.schemes:
             scheme.close(timeout)
-        self.gradients.close(timeout)
+        for path in (self._first_path, self._path):
+            if path is not None:
+                path.close(timeout)
 
 
 def check_own_parameters(replicas: Replicas, reason: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,9 @@ class GradientPath(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
         if self.residuals is not None:
-            self.residuals.load_state_dict(state)
+            self.residuals.forget()
+            if state:  # not if it was saved in another phase
+                self.residuals.load_state_dict(state)
 
     def close(self, timeout: float = 10.0) -> None:
         """End background threads, also after an error."""
@@ -148,45 +151,46 @@ class WorldMean(GradientPath):
         self._inbound = Background(device, topology.meter, "inter", defers=topology.waits_on_host)
 
     def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
+        topology, group = self._topology, self._duplicate.inter
+        chunks: Sequence[Tensor] = [bucket]
+        if self._chunk_bytes is not None:
+            length = max(1, self._chunk_bytes // bucket.element_size())
+            chunks = bucket.split(length + -length % topology.num_shards)
+        elif group is not None and topology.world_size == topology.num_nodes and not self._codec.narrows(bucket.dtype):
+            return group.all_reduce(bucket, weight=self._rank_weight)
         places = () if self.residuals is None else self.residuals.places_of(contents)
-        if self._chunk_bytes is None:
-            group, is_flat = self._duplicate.inter, self._topology.world_size == self._topology.num_nodes
-            if group is not None and is_flat and not self._codec.narrows(bucket.dtype):
-                return group.all_reduce(bucket, weight=self._rank_weight)
-            return self._reduce_chunk(bucket, (index, 0), places)
-        length = max(1, self._chunk_bytes // bucket.element_size())
-        length += -length % self._topology.num_shards
-        *_, last = [self._reduce_chunk(chunk, (index, i), places) for i, chunk in enumerate(bucket.split(length))]
-        return last
+        for number, chunk in enumerate(chunks):
+            stages = self._stages(chunk, (index, number), places)
+            next(stages)
+            launched = self._outbound.submit(stages.__next__)
+            averaged = self._inbound.submit(partial(_after, launched, stages))
+        return averaged
 
-    def _reduce_chunk(self, chunk: Tensor, key: tuple[int, int], places: Places) -> Handle:
-        topology, duplicate, residuals = self._topology, self._duplicate, self.residuals
-        weight = self._rank_weight
+    def _stages(self, chunk: Tensor, key: tuple[int, int], places: Places) -> Iterator[None]:
+        """Average a chunk in three stages: in the node, between nodes, and back in the node.
+
+        Each runs in another thread or stream, and ends without a wait, so that the next chunk follows immediately.
+        """
+        topology = self._topology
         flat = chunk if chunk.numel() % topology.num_shards == 0 else _padded(chunk, topology.num_shards)
         shard = topology.own_shard(flat)
         if topology.ranks_on_node == topology.num_shards:
-            reduced = topology.intra.reduce_scatter(shard, flat, weight=weight)
+            reduced = topology.intra.reduce_scatter(shard, flat, weight=self._rank_weight)
         else:  # some ranks of the node are in no inter-node group
-            reduced = topology.intra.all_reduce(flat, weight=weight)
+            reduced = topology.intra.all_reduce(flat, weight=self._rank_weight)
         self._outbound.uses(flat)
         self._inbound.uses(flat)
-        complete: list[Callable[[], None]] = []
+        yield
 
-        def launch_between_nodes() -> None:  # without a wait, so that the next chunk follows immediately
-            reduced.wait()
-            feedback = None if residuals is None else residuals.of(shard, key, places)
-            complete.append(self._sum.launch(shard, feedback))
+        reduced.wait()
+        feedback = None if self.residuals is None else self.residuals.of(shard, key, places)
+        complete = self._sum.launch(shard, feedback)
+        yield
 
-        launched = self._outbound.submit(launch_between_nodes)
-
-        def gather_in_node() -> None:
-            launched.wait()
-            complete.pop()()
-            duplicate.gather_shards(flat).wait()
-            if flat is not chunk:
-                chunk.copy_(flat[: chunk.numel()])
-
-        return self._inbound.submit(gather_in_node)
+        complete()
+        self._duplicate.gather_shards(flat).wait()
+        if flat is not chunk:
+            chunk.copy_(flat[: chunk.numel()])
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return sparse_sum(gradient * self._rank_weight, self._topology.world)
@@ -229,55 +233,6 @@ class InterNodeMean(GradientPath):
         shard = holders.shard(bucket.mul_(self._topology.node_weight))
         feedback = None if residuals is None else residuals.of(shard, (index, 0), residuals.places_of(contents))
         return _Completed(self._sum.launch(shard, feedback, waiting), lambda: holders.gather(bucket).wait())
-
-
-class PhasedGradients(GradientPath):
-    """A gradient path for the first phase of a run, and another one after it.
-
-    Args:
-        first: The path of the first phase.
-        then: The path after it, which has no residuals.
-
-    Attributes:
-        is_first: Returns whether the first phase lasts; set by the training run.
-    """
-
-    def __init__(self, first: GradientPath, then: GradientPath) -> None:
-        self._first, self._then = first, then
-        self.is_first: Callable[[], bool] = lambda: True
-
-    @property
-    def present(self) -> GradientPath:
-        """The path that gradients take now."""
-        if self.is_first():
-            return self._first
-        if self._first.residuals is not None:
-            self._first.residuals.forget()
-        return self._then
-
-    @property
-    def level(self) -> str:  # type: ignore[override]
-        return self.present.level
-
-    @property
-    def residuals(self) -> Residuals | None:  # type: ignore[override]
-        return self.present.residuals
-
-    def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
-        return self.present.reduce(bucket, index, contents)
-
-    def reduce_sparse(self, gradient: Tensor) -> Tensor:
-        return self.present.reduce_sparse(gradient)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:  # saved in the first phase; which phase it is now is not known yet
-            self._first.load_state_dict(state)
-        elif self._first.residuals is not None:
-            self._first.residuals.forget()
-
-    def close(self, timeout: float = 10.0) -> None:
-        self._first.close(timeout)
-        self._then.close(timeout)
 
 
 class Residuals:
@@ -345,7 +300,6 @@ class Residuals:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._scale = state["scale"]
-        self._feedback.clear()
         for index, chunk, saved, places in state["feedback"]:
             tensors = (saved[name].to(device=self._device, copy=True) for name in ("sender", "reducer"))
             self._feedback[index, chunk, places] = Feedback(*tensors)
@@ -399,27 +353,27 @@ def gradient_path(
     wire: Wire,
     chunk_bytes: int,
     parameters: Iterable[Tensor] = (),
-    first: Gradients | None = None,
 ) -> GradientPath:
     """Return the gradient path of a scheme. Collective, because it may open communicators.
 
     Args:
-        gradients: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.gradients`.
+        gradients: The ranks over which gradients are averaged.
         topology: The nodes.
         device: The device of the gradients.
         wire: The encoding between nodes.
         chunk_bytes: Upper bound of what is sent between nodes at once, except over nccl; see :class:`WorldMean`.
         parameters: The model's parameters in their order, which identify the contents of buckets.
-        first: The scheme's :attr:`~lightning_hiercomm.schemes.base.Scheme.first_gradients`.
     """
-    if first is not None:
-        in_first_phase = gradient_path(first, topology, device, wire, chunk_bytes, parameters)
-        return PhasedGradients(in_first_phase, gradient_path(gradients, topology, device, wire, chunk_bytes))
     if gradients == "none":
         return LocalGradients()
     if gradients == "world" and topology.num_nodes > 1:
         return WorldMean(topology, device, wire, chunk_bytes, parameters)
     return NodeMean(topology)
+
+
+def _after(launched: Handle, stages: Iterator[None]) -> None:
+    launched.wait()
+    next(stages, None)
 
 
 def _padded(flat: Tensor, multiple_of: int) -> Tensor:

@@ -24,7 +24,8 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
-from lightning_hiercomm.schemes.gradient_path import GradientPath, PhasedGradients, gradient_path
+from lightning_hiercomm.schemes.base import Gradients
+from lightning_hiercomm.schemes.gradient_path import GradientPath, gradient_path
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 T = TypeVar("T")
@@ -88,11 +89,15 @@ class Rank:
     optimizer: torch.optim.Optimizer
     wire: Wire
     scheme: RunningScheme[Scheme]
-    gradients: GradientPath
+    paths: Mapping[Gradients, GradientPath]
     replicas: Replicas
     target: Tensor
     trace: list[list[float]] = field(default_factory=list)
     looks: list[list[float]] = field(default_factory=list)
+
+    @property
+    def gradients(self) -> GradientPath:
+        return self.paths[self.scheme.gradients]
 
     @property
     def rank(self) -> int:
@@ -284,22 +289,20 @@ def attached(
         target = _flat([torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in module.parameters()])
     else:
         target = torch.full_like(_flat(list(module.parameters())), targets[topology.rank % len(targets)])
-    gradients = gradient_path(
-        scheme.gradients, topology, place.device, wire, chunk_bytes=bucket_bytes, first=scheme.first_gradients
-    )
+    phases = dict.fromkeys((scheme.first_gradients or scheme.gradients, scheme.gradients))
+    paths = {over: gradient_path(over, topology, place.device, wire, bucket_bytes) for over in phases}
     replicas = Replicas(module, [optimizer], bucket_bytes)
     settings = vars(scheme).get("settings_of_test", {})
     samples = None if unequal_data is None else SampleWeights(unequal_data == "normalized")
     with ExitStack() as closing:
-        closing.callback(gradients.close, timeout=1.0)
+        for path in paths.values():
+            closing.callback(path.close, timeout=1.0)
         own = scheme.build(Context(replicas.of(optimizer), topology, optimizer, wire, samples, **settings))
         closing.callback(own.close, timeout=1.0)
-        if isinstance(gradients, PhasedGradients):
-            gradients.is_first = lambda: own.gradients != own.config.gradients
         own.begin_run(epochs, steps)
         if begins_epoch:
             own.begin_epoch(0)
-        yield Rank(topology, module, optimizer, wire, own, gradients, replicas, target)
+        yield Rank(topology, module, optimizer, wire, own, paths, replicas, target)
 
 
 def on_nodes(
