@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
 
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wide_sum import is_short
@@ -16,16 +17,17 @@ from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.components.merges import Merge
 from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
 from lightning_hiercomm.schemes.reducers.base import Reducer
-from lightning_hiercomm.schemes.reducers.graphs import Graph
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
 from lightning_hiercomm.schemes.reducers.pending import Pending, PendingExchange
 from lightning_hiercomm.schemes.reducers.sharded import LeaderAllReduce, ShardedAllReduce
 from lightning_hiercomm.schemes.reference_parameters import ReferenceParameters
 from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
+
+if TYPE_CHECKING:
+    from lightning_hiercomm.schemes.parameter_sync import ParameterSync
 
 ALL_REDUCERS: dict[str, type[ShardedAllReduce]] = {"sharded": ShardedAllReduce, "leader": LeaderAllReduce}
 """The reducers over all nodes, by name."""
@@ -84,11 +86,11 @@ class Exchanger:
     thread ``inbound`` completes exchanges.
 
     Args:
+        config: The components.
         context: The nodes and settings.
         state: The counters of the scheme.
         guard: Checks and averages the replica.
         inbound: The background thread.
-        others: Those of :class:`~lightning_hiercomm.schemes.parameter_sync.ParameterSync`.
 
     Attributes:
         fragments: The model's fragments, each given by the indexes of its buckets.
@@ -98,36 +100,32 @@ class Exchanger:
 
     def __init__(
         self,
+        config: ParameterSync,
         context: Context,
         state: SyncState,
         guard: NonFiniteGuard,
         inbound: Background,
-        *,
-        fragments: int | list[str],
-        reducer: str | Graph,
-        merge: Merge,
-        staleness: int,
-        is_exact_overlapped: bool,
-        begins_with_copy: bool,
     ) -> None:
+        self._config = config
         self._samples, self._topology, self._wire = context.samples, context.topology, context.wire
-        # the normalized mean is one of differences from reference parameters
         self._is_normalized = self._samples is not None and self._samples.is_normalized
+        if self._is_normalized and config.reducer == "leader":
+            raise ValueError(
+                "UnequalData(mean='normalized') averages differences, of which every rank of a node holds a shard, but"
+                " reducer='leader' sends them from one rank: use reducer='sharded'"
+            )
+        self._has_reference = config.merging.keeps_reference or self._is_normalized
         self._state = state
         self._guard = guard
         self._inbound = inbound
-        self._cut_into = fragments
-        self._kind = reducer
-        self._averages_all_nodes = isinstance(reducer, str)
-        self._overlaps = staleness > 0
-        self._is_exact_overlapped = is_exact_overlapped
+        self._averages_all_nodes = config.averages_all_nodes
         self._is_alone = self._topology.is_one_node
         # elastic nodes may be joined by one that copies their parameters
-        is_copied = self._topology.may_grow and begins_with_copy
+        is_copied = self._topology.may_grow and config.begins_with_copy
         self.reference = state.reference = ReferenceParameters(
-            merge, self._averages_all_nodes, self._is_alone, is_copied
+            config.merging, self._averages_all_nodes, self._is_alone, is_copied
         )
-        self._through = self._topology.duplicate() if self._overlaps and not self._is_alone else self._topology
+        self._through = self._topology.duplicate() if config.staleness and not self._is_alone else self._topology
         self._second: Topology | None = None
         self.fragments: list[range] = []
         self.reducer: Reducer
@@ -138,53 +136,47 @@ class Exchanger:
     def cut(self, replica: Replica) -> None:
         """Cut a replica into fragments. Collective."""
         self._replica = replica
-        self._second = self._opened_second(self._second)
+        # averages in two rounds that overlap with training need communicators for the second; two nodes send each other
+        # everything in one round, and an elastic node is alone when it begins
+        has_rounds = not self._wire.codec.adds or any(map(is_short, replica.dtypes)) or self._buffers_with_parameters
+        overlaps = self._through is not self._topology
+        if overlaps and has_rounds and self._second is None and self._topology.num_nodes != 2:
+            self._second = self._topology.duplicate()
         if self._is_alone:
             self.reducer = self._overlapped = ShardedAllReduce(replica, self._topology, buckets=[])
         else:
             cut = [replica.buckets_of_parameters]
-            if self._cut_into != 1:
-                cut = replica.cut(self._cut_into, replica.bucket_bytes)
+            if self._config.fragments != 1:
+                cut = replica.cut(self._config.fragments, replica.bucket_bytes)
             ends = list(accumulate(map(len, cut)))
             self.fragments = [range(end - len(part), end) for part, end in zip(cut, ends, strict=True)]
             self.reducer = self._overlapped = self._new_reducer([bucket for part in cut for bucket in part], self._wire)
-            if self._is_exact_overlapped:
+            if self._config.is_exact_overlapped:
                 self._overlapped = self._new_reducer(replica.buckets_of_parameters, Wire())
                 self._overlapped.disagreement = self.reducer.disagreement
         self.reference.follow(self.reducer)
 
-    def _opened_second(self, second: Topology | None) -> Topology | None:
-        """Duplicate the communicators again, if averages have a second round that overlaps with training."""
-        has_rounds = not self._wire.codec.adds or any(map(is_short, self._replica.dtypes))
-        has_rounds |= bool(self._buffers_with_parameters)
-        # two nodes send each other everything in one round; an elastic node is alone when it begins
-        if second is None and self._overlaps and has_rounds and not self._is_alone and self._topology.num_nodes != 2:
-            return self._topology.duplicate()
-        return second
-
     def _new_reducer(self, buckets: list[Bucket], wire: Wire) -> Reducer:
-        update = self.reference.update
-        if not isinstance(self._kind, str):
+        update = self.reference.update if self._has_reference else None
+        kind = self._config.reducer
+        if not isinstance(kind, str):
             check = partial(self._guard.check, weight=1.0)
-            return NeighborExchange(
-                buckets, self._kind, self._topology, self._through, self._inbound, wire, update, check
-            )
-        return ALL_REDUCERS[self._kind](
+            return NeighborExchange(buckets, kind, self._topology, self._through, self._inbound, wire, update, check)
+        return ALL_REDUCERS[kind](
             self._replica,
             self._topology,
             wire,
             self._through,
             self._second,
             buckets=buckets + self._buffers_with_parameters,
-            update_reference=update or (self.reference.merge.update_reference if self._is_normalized else None),
+            update_reference=update,
             on_nonfinite=self._guard.on_nonfinite,
         )
 
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that are reduced with the parameters whenever training waits for all fragments."""
-        has_reference = self.reference.merge.keeps_reference or self._is_normalized
-        return [] if has_reference or not self._averages_all_nodes else self._replica.buckets_of_buffers
+        return [] if self._has_reference or not self._averages_all_nodes else self._replica.buckets_of_buffers
 
     @property
     def all_fragments(self) -> Sequence[int]:
@@ -196,6 +188,7 @@ class Exchanger:
 
     # ---- waited for ----------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def run(self, fragments: Sequence[int]) -> None:
         """Exchange fragments, and float buffers if these are all fragments; wait for them and merge them."""
         state, is_all = self._state, len(fragments) == len(self.fragments)
@@ -205,9 +198,14 @@ class Exchanger:
         leaving = [self.reducer.buckets[index] for index in indexes]
         buffers = self._replica.buckets_of_buffers if is_all and not self._buffers_with_parameters else []
         checked = buffers if self._averages_all_nodes else []
-        round_ = self._guard.new_round(self.reducer, self._next_number(), leaving + checked, fragments)
+        number = self._next_number()
+        round_ = self.reducer.begin(state.steps, number, leaving + checked, self._samples, fragments).round
         of_parameters = replace(round_, weights=round_.of_differences) if self._is_normalized else round_
-        self.reducer(of_parameters, indexes, self._take)
+        for bucket, mean in self.reducer.means(of_parameters, indexes):
+            if bucket.keeps_equal:  # it holds buffers
+                bucket.unpack(mean)
+            else:
+                self.reference.merge.at_once(bucket, mean, self._topology.num_nodes)
         state.fragments_sent += len(fragments)
         if buffers:
             self._guard.average(buffers, round_ if checked else None)
@@ -218,12 +216,6 @@ class Exchanger:
             self._guard.average_optimizer_state(round_)
         if self._samples is not None:
             self._samples.end(fragments)
-
-    def _take(self, bucket: Bucket, mean: Tensor) -> None:
-        if bucket.keeps_equal:  # it holds buffers
-            bucket.unpack(mean)
-        else:
-            self.reference.merge.at_once(bucket, mean, self._topology.num_nodes)
 
     # ---- overlapped with training --------------------------------------------------------------------------------
 

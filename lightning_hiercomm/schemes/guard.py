@@ -16,7 +16,6 @@ from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError, find_unfit, is_unfit, values_of
 from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
-from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 from lightning_hiercomm.schemes.scheme_state import SchemeState
 
@@ -48,30 +47,6 @@ class NonFiniteGuard:
 
     # ---- averages ------------------------------------------------------------------------------------------------
 
-    def new_round(
-        self,
-        reducer: Reducer,
-        number: int = 0,
-        leaving: Sequence[Bucket] | None = None,
-        fragments: Sequence[int] | None = None,
-    ) -> Round:
-        """Make the round of an exchange for which training waits, by its preflight. Collective.
-
-        Args:
-            reducer: Runs the exchange.
-            number: The number of the exchange.
-            leaving: The buckets that are about to be sent. Default: all of the reducer's.
-            fragments: The fragments whose samples count. Default: all.
-
-        Raises:
-            CommunicationError: On all ranks, if they have taken unequal numbers of steps.
-            NonfiniteError: On all ranks, if a rank cannot send, and ``on_nonfinite="raise"``.
-        """
-        samples = self._context.samples
-        counts = () if samples is None else samples.since(fragments)
-        preflight = reducer.begin(self._state.steps, number, leaving, counts)
-        return preflight.round if samples is None else samples.weighed(preflight.round, preflight.counts)
-
     def average(
         self,
         buckets: Sequence[Bucket],
@@ -84,13 +59,17 @@ class NonFiniteGuard:
             buckets: The buckets.
             round_: The synchronization, whose preflight has checked them. Default: a new one.
             weights: The ranks' weights for each bucket; they sum to 1. Default: the round's.
+
+        Raises:
+            CommunicationError: On all ranks, if they have taken unequal numbers of steps.
+            NonfiniteError: On all ranks, if a rank cannot send, and ``on_nonfinite="raise"``.
         """
         if self._context.topology.is_one_node:
             return
         reducer = ShardedAllReduce(
             self.replica, self._context.topology, buckets=buckets, on_nonfinite=self.on_nonfinite
         )
-        round_ = round_ or self.new_round(reducer)
+        round_ = round_ or reducer.begin(self._state.steps, samples=self._context.samples).round
         if weights is None:
             reducer(round_)
         else:

@@ -82,7 +82,7 @@ class OptimizerStateMean:
             NonfiniteError: On all ranks, if a rank's state is non-finite, and that is the policy.
         """
         held = self._held(replica)
-        narrowed = [] if self._topology.is_one_node else [k for k, t in held.items() if self._wire.compresses(t.dtype)]
+        narrowed = [key for key, tensor in held.items() if self._wire.compresses(tensor.dtype)]
         held, narrowed, negative = self._common(held, narrowed)
         if not narrowed:
             self.forget()

@@ -231,18 +231,7 @@ class RunningParameterSync(RunningScheme[A]):
         super().__init__(config, context)
         self.state.begins_at = None if config.first_phase else 0
         self._average_gradients_over(self.gradients)
-        self.exchanger = Exchanger(
-            context,
-            self.state,
-            self.guard,
-            self._new_background(),
-            fragments=config.fragments,
-            reducer=config.reducer,
-            merge=config.merging,
-            staleness=config.staleness,
-            is_exact_overlapped=config.is_exact_overlapped,
-            begins_with_copy=config.begins_with_copy,
-        )
+        self.exchanger = Exchanger(config, context, self.state, self.guard, self._new_background())
         self.reference = self.exchanger.reference
         self._cut()
 
@@ -336,7 +325,6 @@ class RunningParameterSync(RunningScheme[A]):
     def average(self, fragments: Sequence[int] | None = None) -> None:
         """Synchronize fragments and wait for them; default: all, with float buffers, and pending ones are dropped."""
         if self.is_alone:
-            self.guard.average_optimizer_state(self.topology.new_round(self.state.steps))
             self.state.unsynchronized_steps = 0
             self.state.synchronizations += 1
             return

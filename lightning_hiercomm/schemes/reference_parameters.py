@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.components.merges import Merge
-from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
+from lightning_hiercomm.schemes.reducers.base import Reducer
 
 
 class ReferenceParameters:
@@ -37,13 +37,10 @@ class ReferenceParameters:
         self.is_alone = is_alone
         self._reducer: Reducer | None = None
 
-    @property
-    def update(self) -> UpdateReference | None:
-        """The update of a bucket's reference parameters, if the merge keeps them."""
-        if not self.merge.keeps_reference:
-            return None
-        # looked up at each call: a reducer is made before the outer optimizer of its references
-        return lambda *change: (self.merge if self.outer is None else self.outer).update_reference(*change)
+    def update(self, index: int, reference: Tensor, difference: Tensor) -> Tensor:
+        """Update a bucket's reference parameters by the outer optimizer, or by the merge; see :class:`Merge`."""
+        updated: Tensor = (self.outer or self.merge).update_reference(index, reference, difference)
+        return updated
 
     @property
     def is_copied(self) -> bool:

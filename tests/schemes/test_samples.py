@@ -190,3 +190,9 @@ def test_weights_of_gradients_in_a_node_do_not_follow_samples():
     results = on_ranks(work, ((0, 1), (2, 3)))
     assert [in_node for in_node, _ in results] == [0.5] * 4
     assert [of_node for _, of_node in results] == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_leader_reducer_refuses_the_normalized_mean():
+    """The other ranks of a node had no differences to update their reference parameters with."""
+    with pytest.raises(ValueError, match=r"reducer='leader' .* use reducer='sharded'"):
+        traces(ParameterSync(2, reducer="leader"), [[1], [1]], unequal_data="normalized")

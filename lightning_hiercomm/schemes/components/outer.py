@@ -14,8 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.nodes.bucket import Bucket
-from lightning_hiercomm.schemes.components.merges import Merge, Replace
+from lightning_hiercomm.schemes.components.merges import Replace
 from lightning_hiercomm.schemes.components.tensor_state import ElementRun, History, TensorState, between, joined
 from lightning_hiercomm.schemes.optimizer_state import (
     changed,
@@ -29,7 +28,6 @@ from lightning_hiercomm.schemes.optimizer_state import (
 )
 from lightning_hiercomm.schemes.optimizer_trial import why_not_in_parts
 from lightning_hiercomm.schemes.reducers.base import Reducer
-from lightning_hiercomm.schemes.reducers.pending import PendingBucket
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -40,7 +38,7 @@ _IN_GROUP = "param_groups."
 """Begins the names of values that the optimizer keeps in its param group."""
 
 
-class OuterOptimizer(Merge):
+class OuterOptimizer(Replace):
     """Merge by an outer optimizer, with the reference parameters minus the nodes' mean as its gradient.
 
     With a the reference (outer) parameters, equal on all nodes, and W_m the nodes' weights::
@@ -78,19 +76,11 @@ class OuterOptimizer(Merge):
     ) -> None:
         self.make_optimizer = optimizer or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
         self.make_scheduler = scheduler
-        self.keep_local = keep_local
-        self._mix = Replace(keep_local)
-        self.makes_equal = self._mix.makes_equal
+        super().__init__(keep_local)
 
     def __repr__(self) -> str:
         made_by = getattr(self.make_optimizer, "func", self.make_optimizer)
         return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
-
-    def __call__(self, bucket: Bucket, received: PendingBucket, staleness: int, nodes: int) -> None:
-        self._mix(bucket, received, staleness, nodes)
-
-    def at_once(self, bucket: Bucket, mean: Tensor, nodes: int) -> None:
-        self._mix.at_once(bucket, mean, nodes)
 
     def keeping(self, keep_local: float) -> OuterOptimizer:
         """Return a copy with another ``keep_local``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
 from lightning_hiercomm.schemes.reducers.pending import PendingBucket
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 UpdateReference = Callable[[int, Tensor, Tensor], Tensor]
 """Updates this rank's reference parameters of a bucket (1-D, in place) by the nodes' mean minus them.
@@ -51,16 +52,18 @@ class Reducer(ABC):
         step: int,
         number: int = 0,
         leaving: Sequence[Bucket] | None = None,
-        counts: Sequence[float] = (),
+        samples: SampleWeights | None = None,
+        fragments: Sequence[int] | None = None,
         inbound: Background | None = None,
     ) -> Preflight:
-        """Launch the preflight of an exchange.
+        """Launch the preflight of an exchange, which makes its round.
 
         Args:
             step: The optimizer steps this rank has taken.
             number: The number of the exchange.
             leaving: The buckets that are about to be sent. Default: all.
-            counts: See :func:`~lightning_hiercomm.schemes.preflight.launch`.
+            samples: Weighs nodes with unequal data; only without ``inbound``.
+            fragments: The fragments whose samples count. Default: all.
             inbound: The background of :meth:`start`. Its result is then known before the first bucket has arrived.
                 Default: waits for it.
 
@@ -81,22 +84,21 @@ class Reducer(ABC):
         """
 
     @abstractmethod
-    def __call__(
-        self,
-        round_: Round,
-        only: Sequence[int] | None = None,
-        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> None:
-        """Average buckets; blocks.
+    def means(self, round_: Round, only: Sequence[int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+        """Average buckets, and yield each with its packed mean; blocks.
 
         Args:
             round_: The synchronization.
             only: The indexes of the buckets. Default: all.
-            take: Called with every bucket and its packed mean. Default: replaces the bucket's values.
 
         Raises:
             CommunicationError: If a rank died.
         """
+
+    def __call__(self, round_: Round, only: Sequence[int] | None = None) -> None:
+        """Replace buckets by their :meth:`means`."""
+        for bucket, mean in self.means(round_, only):
+            bucket.unpack(mean)
 
     def error(self, step: int) -> NonfiniteError:
         """Return the error of an exchange that a rank could not send. Collective.

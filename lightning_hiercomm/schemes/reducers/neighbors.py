@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,7 @@ from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.reducers.graphs import Graph, Partners, partners_of
 from lightning_hiercomm.schemes.reducers.pending import PendingBucket
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 
 class Peers:
@@ -235,7 +236,8 @@ class NeighborExchange(Reducer):
         step: int,
         number: int = 0,
         leaving: Sequence[Bucket] | None = None,
-        counts: Sequence[float] = (),
+        samples: SampleWeights | None = None,
+        fragments: Sequence[int] | None = None,
         inbound: Background | None = None,
     ) -> Preflight:
         self._check_values(self.buckets if leaving is None else leaving)
@@ -267,18 +269,13 @@ class NeighborExchange(Reducer):
         pending.nodes = 1 + len(partners.receive_from[self.topology.node])
         return replace(pending, sent=own) if keep_sent else pending
 
-    def __call__(
-        self,
-        round_: Round,
-        only: Sequence[int] | None = None,
-        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> None:
+    def means(self, round_: Round, only: Sequence[int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         indexes = range(len(self.buckets)) if only is None else only
         started = [self.start(index, Preflight(self.topology, round_), self._background) for index in indexes]
         for pending in started:
             pending.arrived.wait()
             self._background.hands_out(pending.flat)
-            take(self.buckets[pending.index], pending.flat)
+            yield self.buckets[pending.index], pending.flat
 
     def parts_of(self, index: int) -> int:
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
 from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 from lightning_hiercomm.schemes.reducers.pending import PendingBucket
+from lightning_hiercomm.schemes.samples import SampleWeights
 
 
 class ShardedAllReduce(Reducer):
@@ -97,15 +98,19 @@ class ShardedAllReduce(Reducer):
         step: int,
         number: int = 0,
         leaving: Sequence[Bucket] | None = None,
-        counts: Sequence[float] = (),
+        samples: SampleWeights | None = None,
+        fragments: Sequence[int] | None = None,
         inbound: Background | None = None,
     ) -> Preflight:
         if self._is_alone:
             return Preflight(self.topology, self.topology.new_round(step, number))
         unfit = self._is_unfit(self.buckets if leaving is None else leaving)
+        counts = () if samples is None else samples.since(fragments)
         preflight = launch(self.topology, step, unfit, number, self._through, inbound, counts)
         if inbound is None and preflight.is_unfit:
             raise self.error(step)
+        if samples is not None:
+            preflight.round = samples.weighed(preflight.round, preflight.counts)
         return preflight
 
     def _is_unfit(self, leaving: Sequence[Bucket]) -> Tensor:
@@ -136,20 +141,15 @@ class ShardedAllReduce(Reducer):
     # ---- synchronous ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def __call__(
-        self,
-        round_: Round,
-        only: Sequence[int] | None = None,
-        take: Callable[[Bucket, Tensor], None] = Bucket.unpack,
-    ) -> None:
+    def means(self, round_: Round, only: Sequence[int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         if self._is_alone:
             return
-        in_flight: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
+        in_flight: deque[tuple[Bucket, Tensor, Iterator[None]]] = deque()
 
-        def finish() -> None:
-            bucket, flat, complete = in_flight.popleft()
-            complete()
-            take(bucket, flat)
+        def finished() -> tuple[Bucket, Tensor]:
+            bucket, flat, average = in_flight.popleft()
+            next(average, None)
+            return bucket, flat
 
         for index in range(len(self.buckets)) if only is None else only:
             bucket = self.buckets[index]
@@ -158,11 +158,13 @@ class ShardedAllReduce(Reducer):
                 holders = self._holders(index, round_)
                 shards = [holders.shard(flat, place) for place in range(self.topology.ranks_on_node)]
                 send_parts(self._through.intra, shards, round_.in_node(self.topology.node))()
-            in_flight.append((bucket, flat, self._between_nodes(index, flat, round_, waiting=True)))
+            average = self._average(index, flat, round_, waiting=True)
+            next(average)
+            in_flight.append((bucket, flat, average))
             if len(in_flight) == BUCKETS_IN_FLIGHT:
-                finish()
+                yield finished()
         while in_flight:
-            finish()
+            yield finished()
 
     # ---- asynchronous --------------------------------------------------------------------------------------------
 
@@ -174,8 +176,10 @@ class ShardedAllReduce(Reducer):
         for tensor in (flat, *self.references[index : index + 1]):  # an aborted run frees these, too
             background.uses(tensor)
         checked = None if self._on_nonfinite == "ignore" else preflight
-        complete = self._between_nodes(index, flat, preflight.round, checked)
-        return PendingBucket(index, flat, sent, background.submit(complete), self.topology.num_nodes)
+        average = self._average(index, flat, preflight.round, checked)
+        next(average)
+        arrived = background.submit(lambda: next(average, None))
+        return PendingBucket(index, flat, sent, arrived, self.topology.num_nodes)
 
     def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
         """Update the reference parameters, unless a rank cannot send; write the result to ``part``."""
@@ -206,15 +210,15 @@ class ShardedAllReduce(Reducer):
         """Return the ranks that hold a bucket and send shards of it, in a synchronization."""
         return self._through.holders[self.buckets[index].held_by]
 
-    def _between_nodes(
+    def _average(
         self,
         index: int,
         flat: Tensor,
         round_: Round,
         preflight: Preflight | None = None,
         waiting: bool = False,
-    ) -> Callable[[], None]:
-        """Start to average a packed bucket over the nodes; return a function that waits, and writes the mean to it."""
+    ) -> Iterator[None]:
+        """Average a packed bucket over the nodes, in place: the first step sends it, the second waits for the mean."""
         holders = self._holders(index, round_)
         part = holders.shard(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
@@ -226,22 +230,20 @@ class ShardedAllReduce(Reducer):
             part.sub_(reference[: part.numel()])
         feedback = self._feedback[index] if self._feedback and is_narrowed else None
         arrive = self._sum.launch(part, feedback, waiting, round_.of_nodes, self.buckets[index].keeps_equal)
+        yield
 
-        def complete() -> None:
-            arrive()
-            arrived = sample(part[:numel])
-            if reference is not None:
-                arrived.add_(sample(reference[:numel]))
-            self.disagreement.compare(index, sent, arrived, numel)
-            if reference is not None and self._update_reference is not None:
-                self._update_part(index, reference, part, preflight)
-            elif reference is not None:
-                part.add_(reference[: part.numel()])
-            holders.gather(flat).wait()
-            if reference is not None and self._update_reference is None:
-                reference.copy_(self.remembered(flat, index))
-
-        return complete
+        arrive()
+        arrived = sample(part[:numel])
+        if reference is not None:
+            arrived.add_(sample(reference[:numel]))
+        self.disagreement.compare(index, sent, arrived, numel)
+        if reference is not None and self._update_reference is not None:
+            self._update_part(index, reference, part, preflight)
+        elif reference is not None:
+            part.add_(reference[: part.numel()])
+        holders.gather(flat).wait()
+        if reference is not None and self._update_reference is None:
+            reference.copy_(self.remembered(flat, index))
 
     def _is_narrowed(self, bucket: Bucket) -> bool:
         # counters and variances among float buffers must not be rounded
