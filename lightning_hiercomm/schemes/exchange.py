@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -235,46 +234,19 @@ class Exchanger:
             admits: Whether a node may join during the merge, because no exchange is pending then.
         """
         if not self._topology.may_grow:
-            self._merge_and_send(due, outgoing, staleness)
+            sent = self._begin(outgoing, staleness) if outgoing else None  # checks values before a merge replaces them
+            if due is not None:
+                self._merge(due)
+            if sent is not None:
+                self._send(sent)
             return
         pending = self._state.pending
         if due is not None:
             pending.exchange = due
-
-            def merge() -> None:
-                if due.is_lost:
-                    self.run(due.fragments)
-                else:
-                    self._merge_and_send(due, (), staleness)
-
-            self._topology.synchronize(merge, admits=admits)
+            self._topology.synchronize(lambda: self.run(due.fragments) if due.is_lost else self._merge(due), admits)
             pending.exchange = None
         if outgoing:
-            self._topology.synchronize(lambda: self._merge_and_send(None, outgoing, staleness))
-
-    def _merge_and_send(self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int) -> None:
-        """Merge the exchange that is due, while the next one starts.
-
-        Its first buckets are sent while the last ones that are due are still on the link. Sent earlier, they would
-        delay those for which training waits.
-        """
-        state = self._state
-        sent = self._begin(outgoing, staleness) if outgoing else None
-        if due is not None:
-            if due.is_unfit:
-                raise self._overlapped.error(state.steps)
-            self._end_round(due.fragments, due)  # before the next exchange updates the reference parameters
-        waiting: deque[int] = deque()
-        for index in self._buckets_of(outgoing):
-            if due is not None and due.holds(index):
-                self._merge_up_to(index, due)
-            waiting.append(index)
-            if due is None or due.is_nearly_done():
-                self._send(waiting, sent)
-        if due is not None:
-            self._merge_up_to(None, due)
-            state.synchronizations += 1
-        self._send(waiting, sent)
+            self._topology.synchronize(lambda: self._send(self._begin(outgoing, staleness)))
 
     def _begin(self, outgoing: Sequence[int], staleness: int) -> PendingExchange:
         """Launch the preflight of an exchange."""
@@ -287,22 +259,23 @@ class Exchanger:
             exchange.undo = self.reference.undo_point()
         return exchange
 
-    def _send(self, waiting: deque[int], exchange: PendingExchange | None) -> None:
+    def _send(self, exchange: PendingExchange) -> None:
+        assert exchange.preflight is not None
         needs_sent = self.reference.merge.needs_sent
-        while waiting and exchange is not None and exchange.preflight is not None:
-            bucket = self._overlapped.start(waiting.popleft(), exchange.preflight, self._inbound, needs_sent)
+        for index in self._buckets_of(exchange.fragments):
+            bucket = self._overlapped.start(index, exchange.preflight, self._inbound, needs_sent)
             exchange.buckets.append(bucket)
 
-    def _merge_up_to(self, last: int | None, due: PendingExchange) -> None:
-        """Merge the remaining buckets of an exchange in their order, up to and including bucket ``last``, or all."""
+    def _merge(self, due: PendingExchange) -> None:
+        if due.is_unfit:
+            raise self._overlapped.error(self._state.steps)
+        self._end_round(due.fragments, due)  # before the next exchange updates the reference parameters
         while due.buckets:
             pending = due.buckets.popleft()
             pending.arrived.wait()
             self._inbound.hands_out(pending.flat)
-            bucket = self.reducer.buckets[pending.index]
-            self.reference.merge(bucket, pending, due.staleness, pending.nodes)
-            if pending.index == last:
-                return
+            self.reference.merge(self.reducer.buckets[pending.index], pending, due.staleness, pending.nodes)
+        self._state.synchronizations += 1
 
     def drop_pending(self) -> None:
         """Drop a pending exchange, but count its round, because its outer steps were taken."""

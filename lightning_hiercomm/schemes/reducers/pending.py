@@ -13,8 +13,6 @@ from torch import Tensor
 from lightning_hiercomm.comm.base import Handle, finished
 from lightning_hiercomm.schemes.preflight import Preflight
 
-_OVERLAP = 1  # buckets of one exchange that may still be on the link when the next exchange starts
-
 
 @dataclass
 class PendingBucket:
@@ -69,10 +67,6 @@ class PendingExchange:
         """Whether a rank could not send it, so that the run ends; equal on all ranks. Waits for its preflight."""
         return self.was_unfit if self.preflight is None else self.preflight.is_unfit
 
-    def holds(self, index: int) -> bool:
-        """Whether a bucket is part of it, and is not merged yet."""
-        return any(bucket.index == index for bucket in self.buckets)
-
     def wait(self) -> None:
         """Wait for all of its buckets."""
         if self.preflight is not None:
@@ -87,10 +81,6 @@ class PendingExchange:
             self.buckets.clear()
             self.undo()
             self.is_lost = True
-
-    def is_nearly_done(self) -> bool:
-        """Whether all buckets except the last ones have arrived; they arrive in order."""
-        return len(self.buckets) <= _OVERLAP or self.buckets[-1 - _OVERLAP].arrived.is_done()
 
 
 class Pending:
