@@ -20,9 +20,6 @@ from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.tree import fabric
 from lightning_hiercomm.nodes.ignored import NAMES, ignored_by_ddp
 
-_FIND_UNUSED = "`strategy={}(find_unused_parameters=True)`"
-
-
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 
 
@@ -34,42 +31,21 @@ def is_not_insisted_on(backward: Backward) -> Backward:
     return functools.wraps(fabric.strategies.strategy.Strategy.backward)(backward)  # type: ignore[return-value]
 
 
-def warn_of_unused_parameters(module: nn.Module, strategy: type, loss: str = "training_step") -> None:
-    """Warn of parameters without gradients in a run without DDP, which would end the same run on larger nodes."""
-    if unused := _unused_parameters(module):
-        fabric.utilities.rank_zero_warn(
-            f"{_were_not_used(unused, loss)} They are not trained. Nodes of several ranks would wait for their"
-            f" gradients, and end with an error: set {_FIND_UNUSED.format(strategy.__name__)}, or freeze them with"
-            " `requires_grad_(False)`."
-        )
-
-
 def explain_unused_parameters(exception: BaseException, module: nn.Module | None) -> None:
     """Replace the text of DDP's error about parameters without gradient: name them and this strategy's argument.
 
     Lightning's text names its own ``DDPStrategy``.
     """
-    if any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
-        exception.args = (
-            f"{_were_not_used(_unused_parameters(module))} If this is intentional, you must enable the detection of"
-            f" unused parameters in DDP, by setting the flag in the strategy with"
-            f" {_FIND_UNUSED.format('HierarchicalStrategy')}.",
-        )
-
-
-def _unused_parameters(module: nn.Module | None) -> list[str]:
-    """Return the names of trainable parameters without a gradient after a backward pass, if others have one."""
+    if not any("Expected to have finished reduction in the prior iteration" in str(arg) for arg in exception.args):
+        return
     trained = [] if module is None else [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     unused = [name for name, parameter in trained if parameter.grad is None]
-    return unused if len(unused) < len(trained) else []
-
-
-def _were_not_used(unused: Sequence[str], loss: str = "training_step") -> str:
     more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-    names = f": {', '.join(unused[:5])}{more}" if unused else ""
-    return (
-        f"It looks like your {'LightningModule' if loss == 'training_step' else 'module'} has parameters that were not"
-        f" used in producing the loss returned by {loss}{names}."
+    names = f": {', '.join(unused[:5])}{more}" if 0 < len(unused) < len(trained) else ""
+    exception.args = (
+        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+        f" training_step{names}. If this is intentional, you must enable the detection of unused parameters in DDP, by"
+        " setting the flag in the strategy with `strategy=HierarchicalStrategy(find_unused_parameters=True)`.",
     )
 
 

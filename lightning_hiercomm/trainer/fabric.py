@@ -23,8 +23,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.checks import check_launch
-from lightning_hiercomm.trainer.fabric_loop import FabricLoop
-from lightning_hiercomm.trainer.fabric_module import FabricModule
+from lightning_hiercomm.trainer.fabric_loop import FabricLoop, FabricModule
 from lightning_hiercomm.trainer.options import Health, Transport
 from lightning_hiercomm.trainer.settings import (
     Settings,
@@ -247,13 +246,12 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         self._loop.has_gone_backward = True
         for run in self.runs:
             run.gradients.end_backward(self._topology.meter, self.root_device)
-        for own in self._loop.modules:
-            own.reduce_late()
-            own.check_unused(type(self))
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         self._loop.begin_if_needed()
+        for module in self._loop.modules:
+            module.check_trained()
         step, run, closure = super().optimizer_step, self._loop.run_of(optimizer), kwargs.get("closure")
         last = run.scheme_of(optimizer).state.step_in_epoch + 1 == self._loop.steps_of_epoch
         if closure is None:

@@ -1,18 +1,165 @@
-"""A program's own training loop: its modules, its epochs, and the checkpoint that it resumes."""
+"""A program's own training loop on Fabric: its modules, its epochs, and the checkpoint that it resumes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
 from torch.optim import Optimizer
 
+from lightning_hiercomm._lightning.ddp import in_ddp, keep_sync_batchnorm_in_group, register_bucket_hook
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
-from lightning_hiercomm.run.replicas import broadcast_values, tensors_without, trained_by
+from lightning_hiercomm.nodes.connect import process_group
+from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.run.averaged_model import AveragedModel
+from lightning_hiercomm.run.replicas import (
+    Replicas,
+    broadcast_values,
+    check_initialized,
+    own_tensors,
+    tensors_without,
+    trained_by,
+)
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.trainer.fabric_module import FabricModule
+from lightning_hiercomm.trainer.settings import Settings
+from lightning_hiercomm.trainer.strategy import gradient_group
+
+
+class FabricModule:
+    """A module that ``fabric.setup`` has prepared. The constructor gives all ranks rank 0's values. Collective.
+
+    Attributes:
+        run: Runs the scheme for each of the module's optimizers; None until there is one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        topology: Topology,
+        device: torch.device,
+    ) -> None:
+        check_initialized(module)
+        self.module = module
+        self.run: TrainingRun | None = None
+        self._settings = settings
+        self._topology = topology
+        self._averaged: set[int] | None = None  # ids of the parameters that DDP averages; None: ranks share none
+        self._own_tensors = own_tensors(module, topology.world, device, settings.average_buffers)
+        broadcast_values(tensors_without(module, self._own_tensors), topology.world)
+
+    @property
+    def required_run(self) -> TrainingRun:
+        if self.run is None:
+            raise RuntimeError(
+                f"{type(self.module).__name__} has no optimizer yet: call fabric.setup(module, optimizer), or"
+                " fabric.setup_optimizers(optimizer) before the first backward pass; or freeze its parameters"
+                " (requires_grad_(False)) if nothing is to train them"
+            )
+        return self.run
+
+    @property
+    def averaged_model(self) -> AveragedModel:
+        """The averaged model; also without an optimizer, because programs write to such modules (teachers)."""
+        if self.run is not None:
+            return self.run.averaged_model
+        return AveragedModel([], self._replicas([]), self._topology)
+
+    def start_run(self, optimizers: Sequence[Optimizer]) -> TrainingRun:
+        """Build the schemes of the module's optimizers. Collective."""
+        self.run = run = self._settings.new_run(self._replicas(optimizers), self._topology)
+        self.module.register_forward_pre_hook(_BeforeForward(run))
+        return run
+
+    def _replicas(self, optimizers: Sequence[Optimizer]) -> Replicas:
+        settings = self._settings
+        return Replicas(self.module, optimizers, settings.bucket_bytes, settings.average_buffers)
+
+    def wrap(self, ddp_arguments: Mapping[str, Any], device_ids: list[int] | None) -> nn.Module:
+        """Wrap the module in DDP over the ranks that share gradients, if there are several."""
+        keep_sync_batchnorm_in_group(self.module, process_group(self._topology.intra))
+        group = gradient_group(self._topology, self._settings.scheme.gradients)
+        if group is None or group.size == 1:
+            return self.module
+        self._averaged = {id(p) for p in self.module.parameters() if p.requires_grad}
+        if not self._averaged:  # DDP refuses such a module
+            return self.module
+        arguments = {**ddp_arguments, "process_group": process_group(group)}
+        wrapped = in_ddp(self.module, device_ids, arguments, self._topology.num_nodes > 1, self._own_tensors)
+        register_bucket_hook(wrapped, partial(_reduce_bucket, weakref.ref(self)))
+        return wrapped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schemes' schedules, which are equal on all ranks, and which tensors they concern. Collective."""
+        run = self.required_run
+        return {
+            "schedules": run.scheme_states.state(),
+            "trained": run.scheme_states.trained(),
+            "without_mean": sorted(run.replicas.without_mean),
+            "loss": run.loss.common_state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, except the loss, which belongs to an epoch. Collective."""
+        run = self.required_run
+        run.exclude(state["without_mean"])
+        with run.scheme_states.training(state["trained"]):
+            run.scheme_states.load(state["schedules"])
+
+    def load_inside_loop(self, state: Mapping[str, Any], epochs: int | None, steps: int | None) -> None:
+        """Restore :meth:`state_dict`, except the epoch and the step in it. Collective."""
+        run = self.required_run
+        places = [(scheme.state.epoch, scheme.state.step_in_epoch) for scheme in run.schemes]
+        self.load_state_dict(state)
+        run.begin(epochs, steps)
+        for scheme, (epoch, step_in_epoch) in zip(run.schemes, places, strict=True):
+            scheme.state.epoch, scheme.state.step_in_epoch = epoch, step_in_epoch
+
+    def check_trained(self) -> None:
+        """Raise a ``RuntimeError`` if an optimizer trains parameters whose gradients DDP does not average."""
+        if self.run is None or self._averaged is None:
+            return
+        trained = {id(p) for optimizer in self.run.optimizers for p in self.run.replicas.trained_by(optimizer)}
+        if late := trained - self._averaged:
+            names = [name for name, parameter in self.module.named_parameters() if id(parameter) in late]
+            raise RuntimeError(
+                f"{', '.join(names[:3]) or 'a parameter'} of {type(self.module).__name__} was added or unfrozen after"
+                " fabric.setup, so ranks would not average its gradient. Let it require a gradient in fabric.setup with"
+                f" HierarchicalFabricStrategy(find_unused_parameters=True), and freeze it afterwards; or use a Trainer"
+            )
+
+
+class _BeforeForward:
+    """Synchronizes nodes before a forward pass if parameters were unfrozen; a copy of the module has no run."""
+
+    def __init__(self, run: TrainingRun) -> None:
+        self._run = run
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        if torch.is_grad_enabled():
+            if not torch.compiler.is_compiling():
+                self._run.misuse.end_batch()
+            self._run.follow_unfrozen()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_nothing,)
+
+
+def _nothing(module: nn.Module, inputs: object) -> None:
+    """Do nothing: the hook of a copied module."""
+
+
+def _reduce_bucket(own: weakref.ref[FabricModule], bucket: Any) -> Future[Tensor]:
+    """Reduce a bucket. A strong reference in DDP's reducer, in C++, would form a cycle that is never collected."""
+    module = own()
+    assert module is not None
+    return module.required_run.gradients.reduce_bucket(bucket)
 
 
 @dataclass
@@ -97,8 +244,7 @@ class FabricLoop:
 
     def add_losses(self, run: TrainingRun, strategy: type) -> None:
         """Add the stored losses to those of a run whose optimizer steps."""
-        needs_backward = self._follows_loss or any(module.late_parameters() for module in self.modules)
-        if needs_backward and not self.has_gone_backward:
+        if self._follows_loss and not self.has_gone_backward:
             raise RuntimeError(
                 f"{strategy.__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
             )

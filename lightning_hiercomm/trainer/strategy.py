@@ -21,7 +21,6 @@ from lightning_hiercomm._lightning.ddp import (
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
-    warn_of_unused_parameters,
 )
 from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
@@ -145,7 +144,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         self._frozen: list[torch.nn.Parameter] = []
         self._known: dict[int, torch.nn.Parameter] = {}
         self._seen: list[Replica] = []
-        self._expects_all_used = False
         self._gradients_over = self.scheme.gradients
 
     @override
@@ -203,8 +201,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
                 super().configure_ddp()
             return
         self.model = PassThroughDDP(self._module, self.determine_ddp_device_ids(), self._ddp_kwargs)
-        finds_unused = any(self._ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph"))
-        self._expects_all_used = not crosses and self._gradients_over != "none" and not finds_unused
 
     @property
     def _group_of_gradients(self) -> Communicator | None:
@@ -270,18 +266,13 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
     ) -> Any:
         step, run, nodes = super().optimizer_step, self._run, self._unequal
         if nodes is None:
-            result = step(optimizer, closure, model, **kwargs)
-        else:
-            last = self._module.trainer.is_last_batch
-            result = nodes.optimizer_step(
-                run,
-                lambda: step(optimizer, closure, model, **kwargs),
-                lambda: run.step(raw_optimizer(optimizer), closure, last=last),
-            )
-        if self._expects_all_used and not self.is_idle:
-            self._expects_all_used = False
-            warn_of_unused_parameters(self._module, type(self))
-        return result
+            return step(optimizer, closure, model, **kwargs)
+        last = self._module.trainer.is_last_batch
+        return nodes.optimizer_step(
+            run,
+            lambda: step(optimizer, closure, model, **kwargs),
+            lambda: run.step(raw_optimizer(optimizer), closure, last=last),
+        )
 
     def _waiting_for_buffers(self) -> AbstractContextManager[None]:
         return self._topology.meter.waiting(self._run.gradients.level, self.root_device)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from pairwise import on_push
 from problems import Quadratic, same_bits
 from torch import nn
@@ -15,7 +14,6 @@ from lightning_hiercomm import (
     AllReduce,
     DiLoCo,
     Gossip,
-    HierarchicalStrategy,
     PeriodicAveraging,
 )
 
@@ -127,22 +125,6 @@ def test_a_module_with_unused_parameters_names_the_argument_it_needs(fit, scheme
     assert "training_step: backbone.weight, backbone.bias." in str(raised.value)
     assert "DDPStrategy" not in str(raised.value)
     same_bits(fit(PartlyUsed(), {"scheme": scheme, "find_unused_parameters": True}))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "warned"),
-    [({}, 1), ({"scheme": AllReduce()}, 1), ({"scheme": Gossip(hierarchical=False)}, 0)]
-    + [({flag: True}, 0) for flag in ("find_unused_parameters", "static_graph")],
-)
-def test_unused_parameters_warn_at_one_rank_per_node(recwarn, strategy, warned):
-    strategy = HierarchicalStrategy(**strategy)
-    arguments = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=3, **arguments).fit(PartlyUsed())
-    said = [str(warning.message) for warning in recwarn if "were not used" in str(warning.message)]
-    assert len(said) == warned
-    for text in said:
-        assert "training_step: backbone.weight, backbone.bias. They are not trained." in text
-        assert "`strategy=HierarchicalStrategy(find_unused_parameters=True)`" in text
 
 
 class Adapted(Quadratic):

@@ -209,18 +209,6 @@ def alone(scheme="all_reduce", **arguments):
     return fabric
 
 
-def test_unused_parameters_warn_once_at_one_rank_per_node():
-    fabric, module = alone(), nn.Linear(2, 1)
-    module.unused = nn.Linear(2, 1)
-    model, optimizer = by_sgd(fabric, module)
-    with warnings_with("not used") as said:
-        for _ in range(3):
-            step(fabric, model(torch.ones(1, 2)).sum(), optimizer)
-    (text,) = said
-    assert "by the forward pass: unused.weight, unused.bias. They are not trained." in text
-    assert "`strategy=HierarchicalFabricStrategy(find_unused_parameters=True)`" in text
-
-
 def turns(fabric, strategy):
     first, second = nn.Linear(1, 1), nn.Linear(1, 1)
     one, sgd = by_sgd(fabric, first)

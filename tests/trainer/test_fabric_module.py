@@ -1,4 +1,4 @@
-"""Modules on Fabric: parameters that come in mid-run, and teachers."""
+"""Modules on Fabric: parameters that are unfrozen or come too late, and teachers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from lightning_hiercomm import AllReduce, PeriodicAveraging
 
 
 def unfreezing(fabric, strategy):
-    """The bias is unfrozen after three steps, and an unused parameter."""
+    """The bias is frozen after the setup, for three steps."""
     module = linear(1, 1, weight=1.0)
     module.unused = nn.Parameter(torch.ones(1, dtype=torch.float64))
-    module.requires_grad_(False).weight.requires_grad_(True)
     model, optimizer = by_sgd(fabric, module)
     target, seen = float(fabric.global_rank), []
     for number in range(6):
         module.bias.requires_grad_(number >= 3)
         module.unused.requires_grad_(number >= 3)
-        waited = strategy.communication()["inter_exposed_seconds"]
         fabric.backward(0.5 * (model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight - target).square().sum())
-        crosses = strategy.schemes[0].config.gradients == "world"
-        assert (strategy.communication()["inter_exposed_seconds"] > waited) == crosses
         assert module.unused.grad is None  # weight decay and momentum would move what has one of zeros
         optimizer.step()
         optimizer.zero_grad()
@@ -36,62 +32,39 @@ def unfreezing(fabric, strategy):
     return [*seen, (module.weight.item(), module.bias.item())]
 
 
-def growing(fabric, strategy):
-    """A bias comes after three steps; every rank has a target of its own for weight + bias."""
-    module = linear(1, 1, weight=1.0, bias=False)
-    model, optimizer = by_sgd(fabric, module)
-    target, seen = float(fabric.global_rank), []
-    for number in range(6):
-        if number == 3:
-            module.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-            optimizer.add_param_group({"params": [module.bias]})
-        output = model(torch.zeros(1, 1, dtype=torch.float64)) + module.weight
-        step(fabric, 0.5 * (output - target).square().sum(), optimizer)
-        seen.append((module.weight.item(), 0.0 if number < 3 else module.bias.item()))
-    strategy.finish()
-    return [*seen, (module.weight.item(), module.bias.item())]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "program"),
-    [(AllReduce(), unfreezing), (PeriodicAveraging(1), unfreezing), (PeriodicAveraging(1), growing)],
-)
-def test_unfrozen_or_added_parameters_get_equal_gradients(launched, scheme, program):
+@pytest.mark.parametrize("scheme", [AllReduce(), PeriodicAveraging(1)], ids=repr)
+def test_parameters_frozen_after_the_setup_get_equal_gradients_later(launched, scheme):
     weight, bias, expected = 1.0, 0.0, []
     for number in range(6):  # of all ranks the mean, whose targets' mean is 1.5
         gradient = weight + bias - 1.5
         weight, bias = weight - 0.1 * gradient, bias - 0.1 * gradient * (number >= 3)
         expected.append((weight, bias))
-    for seen in launched(scheme, program):
+    for seen in launched(scheme, unfreezing, find_unused_parameters=True):
         torch.testing.assert_close(torch.tensor(seen), torch.tensor([*expected, expected[-1]]), rtol=1e-9, atol=1e-9)
 
 
-def unfreezing_sparse(fabric, strategy):
-    """A row for each of three ranks, and none for the fourth, is unfrozen after two steps."""
-    rows = nn.Embedding(4, 1, sparse=True).double().requires_grad_(False)
-    nn.init.zeros_(rows.weight)
-    module = nn.Sequential(rows, linear(1, 1, weight=1.0, bias=False))
-    model, optimizer = by_sgd(fabric, module, lr=1.0)
-    for number in range(4):
-        rows.weight.requires_grad_(number >= 2)
-        fabric.backward(model(torch.tensor([fabric.global_rank] * (fabric.global_rank < 3), dtype=torch.int64)).sum())
-        module[1].weight.grad.zero_()
-        optimizer.step()
-        optimizer.zero_grad()
-    strategy.finish()
-    return rows.weight.flatten().tolist()
+def late(fabric, strategy, is_added):
+    """The bias is added, or unfrozen, after the setup."""
+    module = linear(1, 1, bias=not is_added)
+    if not is_added:
+        module.bias.requires_grad_(False)
+    model, optimizer = by_sgd(fabric, module)
+    step(fabric, model(torch.ones(1, 1).double()).sum(), optimizer)
+    if is_added:
+        module.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer.add_param_group({"params": [module.bias]})
+    module.bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"^bias of Linear was added or unfrozen .*find_unused_parameters=True"):
+        step(fabric, model(torch.ones(1, 1).double()).sum(), optimizer)
 
 
-def test_an_embedding_with_sparse_gradients_may_be_unfrozen_in_mid_run(launched):
-    assert (
-        launched(PeriodicAveraging(1), unfreezing_sparse)
-        == [pytest.approx([-0.5, -0.5, -0.5, 0.0], rel=1e-7, abs=1e-7)] * 4
-    )
+@pytest.mark.parametrize("is_added", [False, True], ids=["unfrozen", "added"])
+def test_parameters_that_ddp_does_not_know_are_refused_by_name(launched, is_added):
+    launched(PeriodicAveraging(2), late, is_added)
 
 
 def unfreezing_between_synchronizations(fabric, strategy):
     module, seen = linear(1, 1), []
-    module.bias.requires_grad_(False)
     model, optimizer = by_sgd(fabric, module, lr=0.5)
     for number in range(3):
         module.bias.requires_grad_(number >= 2)
@@ -104,7 +77,7 @@ def unfreezing_between_synchronizations(fabric, strategy):
 
 
 def test_nodes_synchronize_before_the_first_forward_after_an_unfreeze(launched):
-    launched(PeriodicAveraging(5), unfreezing_between_synchronizations)
+    launched(PeriodicAveraging(5), unfreezing_between_synchronizations, find_unused_parameters=True)
 
 
 def with_friends(fabric, strategy):
