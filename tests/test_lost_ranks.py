@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +20,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from problems import Oracle
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_hiercomm._lightning.launcher import WatchfulLauncher
 from lightning_hiercomm.control import open_files
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.trainer import hooks
@@ -122,9 +119,6 @@ def check_ends_soon(fit, capfd, module, named: str, devices: int) -> None:
 @pytest.mark.parametrize(
     ("moment", "accident", "victim", "named"),
     [
-        # Lightning's launcher notices what does not say 0, and names it
-        ("before setup_environment", partial(os._exit, 0), 1, "local rank 1 ended, with exit code 0, before its work"),
-        ("before setup_environment", partial(os._exit, 0), 0, "local rank 0 ended, with exit code 0, before its work"),
         ("before setup_environment", _kill, 1, "rank 1 had not come yet|process 1"),
         ("prepare_data", _raise, 0, r"rank 0 \(node 0\) failed: ValueError: the dog"),
         ("configure_model", partial(os._exit, 0), 1, r"rank 1 \(node 1\) died"),
@@ -149,27 +143,6 @@ def test_a_rank_that_dies_while_connecting_blocks_no_rank(fit, capfd, monkeypatc
     check_ends_soon(fit, capfd, Oracle(2), rf"rank {victim} \(node {victim}\) died|process {victim}", devices=6)
 
 
-def _exit_after(seconds: float, code: int) -> None:
-    time.sleep(seconds)
-    os._exit(code)
-
-
-def test_a_rank_that_reports_its_error_is_not_killed_early():
-    # killed while it wrote the file that the launcher reads, it made of the error an "EOFError: Ran out of input"
-    fork = multiprocessing.get_context("fork")
-    left, telling, waiting = ranks = [
-        fork.Process(target=_exit_after, args=args, daemon=True) for args in [(0.0, 0), (1.5, 7), (200.0, 0)]
-    ]
-    for rank in ranks:
-        rank.start()
-    began = time.monotonic()
-    WatchfulLauncher._watch(ranks, has_finished=[0, 0, 0], is_over=threading.Event())  # noqa: SLF001
-    assert time.monotonic() - began < SOON
-    for rank in ranks:
-        rank.join(20)
-    assert [left.exitcode, telling.exitcode, waiting.exitcode] == [0, 7, -signal.SIGKILL]
-
-
 class Collects(Callback):
     def on_train_start(self, trainer, pl_module):
         gc.collect()
@@ -180,17 +153,11 @@ def test_a_forked_rank_leaves_the_garbage_of_its_parent_alone(fit, process_group
     fit(Oracle(2), devices=2, callbacks=[Collects()])
 
 
-def test_nothing_of_a_launch_goes_on_while_the_next_one_forks(fit):
-    # a lock that a thread holds when its process forks is held in the child for ever
-    fit(Oracle(2), devices=2)
-    assert not [thread for thread in threading.enumerate() if thread.name == "hiercomm-launcher"]
-
-
-def test_a_spawned_rank_that_leaves_too_early_is_named(job):
+def test_a_spawned_rank_that_exits_before_training_ends_the_others(job):
     job.spawn("--victim", "1", "--accident", "leave", ranks=1)
     codes, output = job.end()
     assert codes == [1]
-    assert "lightning_hiercomm: local rank 1 ended, with exit code 0, before its work was done" in output
+    assert "process 1 terminated with exit code 1" in output
 
 
 HANG = "4"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,35 +76,16 @@ class CopiedDDP(DistributedDataParallel):
         self.register_comm_hook(None, comm_hook_type)
 
 
-class PassThroughDDP(CopiedDDP):
-    """The interface of DDP around a module whose gradients no other rank shares.
+class Unshared(nn.Module):
+    """Wraps a module whose gradients no other rank shares, with what programs call on ``trainer.model`` under DDP.
 
-    Programs call ``trainer.model.no_sync()``, read ``trainer.model.module`` or test for DDP. A real DDP over one rank
-    would take time for its buckets, and would refuse unused parameters, and modules without trainable ones.
+    A real DDP over one rank would take time for its buckets, and would refuse unused parameters, and modules without
+    trainable ones.
     """
 
-    def __init__(self, module: nn.Module, device_ids: list[int] | None, arguments: Mapping[str, Any]) -> None:
-        nn.Module.__init__(self)
-        Joinable.__init__(self)
-        defaults = {name: each.default for name, each in inspect.signature(DistributedDataParallel).parameters.items()}
-        given = {**defaults, **arguments}
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.module = module
-        self.process_group = given["process_group"]
-        self.device_ids = device_ids
-        self.output_device = device_ids[0] if device_ids else None
-        self.device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        self.device_type = self.device.type
-        self.broadcast_buffers = given["broadcast_buffers"] is not False
-        if given.get("forward_sync_buffers") is not None:
-            self.broadcast_buffers = given["forward_sync_buffers"]
-        self.find_unused_parameters = given["find_unused_parameters"]
-        self.gradient_as_bucket_view = given["gradient_as_bucket_view"]
-        self.static_graph = given["static_graph"]
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-        self.parameters_to_ignore = set(getattr(module, NAMES, ()))
-        self.reducer = _NoReducer()  # type: ignore[assignment]
-        self.logger = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -116,36 +95,22 @@ class PassThroughDDP(CopiedDDP):
                 raise
             return getattr(self.module, name)  # for programs of one rank, to which `trainer.model` is the module
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         return self._modules["module"](*inputs, **keywords)  # type: ignore[misc]  # faster than `self.module`
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: no gradients are averaged."""
+        yield
 
     @contextmanager
     def join(self, *_: object, **__: object) -> Iterator[None]:
         """Do nothing: no other rank waits for this one's gradients."""
         yield
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        return {}  # Lightning reads a hint from it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self.module,)
-
-
-class _NoReducer:
-    """Replaces DDP's reducer, whose methods Lightning's ``DDPStrategy`` calls around a manual backward pass."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-    def prepare_for_backward(self, _: Sequence[Tensor]) -> None:
-        pass
-
-    def _delay_all_reduce(self) -> None:
-        pass
-
-
-def _itself(module: nn.Module) -> nn.Module:
-    return module
 
 
 class SettledDDP(CopiedDDP):

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
-import multiprocessing.context
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,40 +21,19 @@ from lightning_hiercomm.nodes.hosts import Place
 environments = fabric.plugins.environments
 
 
-class WatchfulLauncher(pl.strategies.launchers._MultiProcessingLauncher):
-    """Lightning's launcher of forked and spawned ranks, with four corrections.
+class RankLauncher(pl.strategies.launchers._MultiProcessingLauncher):
+    """Lightning's launcher of forked and spawned ranks, with three corrections.
 
     Lightning runs ``Strategy.on_exception`` and ``teardown`` in the launching process only, which does not know the
-    failed rank. After ``sys.exit()`` or ``os._exit(0)`` on one rank, the launcher and the other ranks wait forever. A
-    forked rank may hang when it collects garbage of its parent. The launching process rejects rank 0's buffers if their
-    shapes have changed.
+    failed rank, and waits forever after ``sys.exit()`` on one rank. A forked rank may hang when it collects garbage of
+    its parent. The launching process rejects rank 0's buffers if their shapes have changed.
     """
-
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        assert isinstance(self._strategy, pl.strategies.DDPStrategy)
-        # shared with the ranks, also when they are spawned
-        self._has_finished = multiprocessing.get_context(self._start_method).RawArray("b", self._strategy.num_processes)
-        self._watcher: tuple[threading.Thread, threading.Event] | None = None
-        try:
-            return super().launch(function, *args, trainer=trainer, **kwargs)
-        finally:
-            if self._watcher is not None:  # a thread that ends during the next fork may leave a lock held
-                thread, is_over = self._watcher
-                is_over.set()
-                thread.join()
-                self._watcher = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        if multiprocessing.context.get_spawning_popen() is None:  # otherwise a new rank inherits it
-            state["_has_finished"] = None
-        return {**state, "_watcher": None}
 
     def _wrapping_function(self, process_idx: int, *args: Any, **kwargs: Any) -> None:
         settle_as_fork(self._start_method)
+        assert isinstance(self._strategy, pl.strategies.DDPStrategy)
         try:
             super()._wrapping_function(process_idx, *args, **kwargs)
-            self._has_finished[process_idx] = 1
         except BaseException as error:
             self._strategy.on_exception(error)
             self._strategy.teardown()
@@ -70,40 +44,6 @@ class WatchfulLauncher(pl.strategies.launchers._MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
         with taking_shapes(trainer.lightning_module):  # a rank's buffers may have grown
             super()._recover_results_in_main_process(worker_output, trainer)
-
-    @property
-    def procs(self) -> list[Any]:
-        """The ranks' processes; set when they have been started."""
-        processes: list[Any] = self.__dict__.get("procs", [])
-        return processes
-
-    @procs.setter
-    def procs(self, processes: list[Any]) -> None:
-        self.__dict__["procs"] = processes
-        if processes and self._start_method in (
-            "fork",
-            "spawn",
-        ):  # a fork server has one waiter
-            is_over = threading.Event()
-            watched = (processes, self._has_finished, is_over)
-            thread = threading.Thread(target=self._watch, args=watched, name="hiercomm-launcher", daemon=True)
-            self._watcher = thread, is_over
-            thread.start()
-
-    @staticmethod
-    def _watch(processes: list[Any], has_finished: Any, is_over: threading.Event) -> None:
-        running = dict(enumerate(processes))
-        while running and not is_over.wait(0.2):
-            for index, process in [*running.items()]:
-                exit_code = _exit_code(process)
-                if exit_code is None:
-                    continue
-                del running[index]
-                if exit_code == 0 and not has_finished[index]:
-                    message = f"local rank {index} ended, with exit code 0, before its work was done"
-                    print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
-                    _end_soon([*running.values()])
-                    return
 
 
 def settle_as_fork(start_method: str) -> None:
@@ -126,28 +66,6 @@ def settle_as_fork(start_method: str) -> None:
                 "a forked rank cannot compute gradients, because torch.compile or a GPU has done so in the launching"
                 " process. Compute none before the fit starts, or start the ranks with torchrun or start_method='spawn'"
             ) from error
-
-
-def _end_soon(processes: list[Any], patience: float = 3.0) -> None:
-    """Kill ranks that have not ended after some seconds, in which they can report their error."""
-    deadline = time.monotonic() + patience
-    while processes and time.monotonic() < deadline:
-        time.sleep(0.1)
-        processes = [process for process in processes if _exit_code(process) is None]
-    for process in processes:
-        process.kill()
-
-
-def _exit_code(process: Any) -> int | None:
-    """Return the exit code of a child process, if it has ended, without reaping it for the launcher."""
-    try:
-        end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the launcher has reaped it
-        code: int | None = process._popen.returncode
-        return code
-    if end is None:
-        return None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def place_of(environment: fabric.plugins.ClusterEnvironment, node: int, local_rank: int, starts_ranks: bool) -> Place:

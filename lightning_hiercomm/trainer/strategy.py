@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.ddp import (
-    PassThroughDDP,
+    Unshared,
     in_ddp,
     keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
 )
-from lightning_hiercomm._lightning.launcher import WatchfulLauncher, check_program_can_run_again
+from lightning_hiercomm._lightning.launcher import RankLauncher, check_program_can_run_again
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.batches import HeterogeneousBatches
@@ -160,7 +160,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             check_program_can_run_again()
         super()._configure_launcher()
         if self._start_method != "popen":
-            self._launcher = WatchfulLauncher(self, start_method=self._start_method)
+            self._launcher = RankLauncher(self, start_method=self._start_method)
 
     @property
     @override
@@ -200,7 +200,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             with _requiring_gradients(toggled):
                 super().configure_ddp()
             return
-        self.model = PassThroughDDP(self._module, self.determine_ddp_device_ids(), self._ddp_kwargs)
+        self.model = Unshared(self._module)
 
     @property
     def _group_of_gradients(self) -> Communicator | None:
@@ -283,6 +283,12 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         if nodes is not None and nodes.replaces_backward(trainer, self._run, self.model, self._end_backward):
             return closure_loss
         return super().backward(closure_loss, *args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        if isinstance(self.model, Unshared):  # Lightning unwraps a DDP only
+            self.model = self.lightning_module
+        super().teardown()
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
-    PassThroughDDP,
     SettledDDP,
+    Unshared,
     average_present_gradients,
     explain_unused_parameters,
     forward_nothing,
@@ -165,31 +165,23 @@ def test_buckets_that_ddp_cuts_by_rules_of_their_own_are_ddps(process_group, arg
     assert ours[0] == ours[1]
 
 
-@pytest.mark.parametrize("given", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_pass_through_ddp_has_the_attributes_of_ddp(process_group, given):
+def test_an_unshared_module_has_what_programs_call_on_ddp(process_group):
     module = nn.Linear(2, 1)
-    arguments = {"process_group": dist.group.WORLD, **given}
-    ddp, ours = DistributedDataParallel(module, **arguments), PassThroughDDP(module, None, arguments)
-    names = ("module", "process_group", "device", "device_ids", "device_type", "output_device", "broadcast_buffers")
-    names += ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "parameters_to_ignore")
-    names += ("require_backward_grad_sync", "require_forward_param_sync")
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(ddp, name) for name in names}
+    ddp, ours = DistributedDataParallel(module), Unshared(module)
+    assert ours.module is module
     assert ours.state_dict().keys() == ddp.state_dict().keys()
-    assert isinstance(ours, pl.utilities.types.DistributedDataParallel)
     with ours.no_sync(), ours.join():
-        assert not ours.require_backward_grad_sync
-    assert ours.require_backward_grad_sync
-    assert torch.equal(ours(torch.ones(1, 2)), module(torch.ones(1, 2)))
+        assert torch.equal(ours(torch.ones(1, 2)), module(torch.ones(1, 2)))
     assert ours.weight is module.weight, "to programs of one rank, it is the module"
     with pytest.raises(AttributeError, match="'Linear' object has no attribute 'missing'"):
         ours.missing  # noqa: B018
-    assert type(copy.deepcopy(ours)) is type(pickle.loads(pickle.dumps(ours))) is nn.Linear
-    assert type(copy.deepcopy(SettledDDP(module))) is nn.Linear
+    assert torch.equal(pickle.loads(pickle.dumps(ours)).weight, module.weight)
+    assert type(copy.deepcopy(ours)) is type(copy.deepcopy(SettledDDP(module))) is nn.Linear
 
 
 def test_a_training_step_goes_through_the_forward_of_its_ddp(process_group):
     module, batch, calls = boring(training_step=lambda self, batch, batch_idx: self.layer(batch)), torch.ones(1, 32), []
-    for wrapped in (DistributedDataParallel(module), PassThroughDDP(module, None, {})):
+    for wrapped in (DistributedDataParallel(module), Unshared(module)):
         hooks = [each.register_forward_hook(lambda of, *_: calls.append(type(of))) for each in (wrapped, module)]
         output = DDPStrategy()._forward_redirection(wrapped, module, "training_step", batch, batch_idx=0)
         assert torch.equal(output, module.layer(batch))
@@ -276,4 +268,3 @@ def test_names_of_a_class_are_ignored_with_further_ones(process_group):
     module = Tells()
     assert in_ddp(module, None, {}, settled=False, ignored={"other"}).parameters_to_ignore == {"bank", "other"}
     assert module._ddp_params_and_buffers_to_ignore == ("bank",)
-    assert PassThroughDDP(module, None, {}).parameters_to_ignore == {"bank"}

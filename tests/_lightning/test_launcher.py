@@ -92,8 +92,7 @@ def test_environments_with_a_launcher_per_node_may_share_a_host(kind, by_launche
 
 
 def test_lightnings_fork_launcher_has_the_members_we_override():
-    launch = inspect.getsource(_MultiProcessingLauncher.launch)
-    assert launch.index("self._wrapping_function,") < launch.index("self.procs = ") < launch.index(".join()")
+    assert "self._wrapping_function," in inspect.getsource(_MultiProcessingLauncher.launch)
     assert issubclass(SIGTERMException, SystemExit)  # which leaves a rank with exit code 0
 
 

@@ -68,7 +68,7 @@ class Oracle(pl.LightningModule):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         if self.arguments.accident == "leave" and os.environ.get("LOCAL_RANK") == str(self.arguments.victim):
-            os._exit(0)
+            sys.exit(0)
         return []
 
     def on_train_batch_end(self, *_: object) -> None:

@@ -242,7 +242,7 @@ def _join(context: Any) -> None:
 
 
 def _main(rank: int, main: Callable[[Path], Any], folder: Path) -> None:
-    settle_as_fork("fork")  # as WatchfulLauncher's ranks do
+    settle_as_fork("fork")  # as RankLauncher's ranks do
     os.environ["LOCAL_RANK"] = str(rank)
     warnings.filterwarnings("ignore")
     torch.save(main(folder), folder / f"returned-{rank}.pt")
