@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 
 from lightning_hiercomm.control.bootstrap import names_of_ranks
 from lightning_hiercomm.nodes.interfaces import interfaces, resolved, use_reachable_interface
-from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
-from lightning_hiercomm.planning.network import measured, round_trips
+from lightning_hiercomm.nodes.topology import nodes_by_count
+from lightning_hiercomm.planning.network import measured
 from lightning_hiercomm.planning.quantities import shown_rate, shown_seconds
 from lightning_hiercomm.planning.ranks import Ranks, cluster_environment, connected, meet, this_machine
 
@@ -78,10 +78,11 @@ def examine(ranks_per_node: int | None = None) -> int:
         _show(gathered(everyone))
     try:
         with connected(environment, meeting, ranks_per_node, _PATIENCE) as ranks:
-            found = list(_together(ranks, type(environment).__name__, environment.main_address, machines))
+            found = list(_together(ranks, type(environment).__name__, machines))
         reports = is_first
     except (RuntimeError, ValueError, OSError) as error:
-        found = [_failed("the ranks did not connect to each other", error, "check interfaces, addresses and firewalls")]
+        remedy = "check interfaces and addresses, and open ephemeral ports between the nodes"
+        found = [_failed("the ranks did not connect to each other", error, remedy)]
     return status | (_show(found) if reports else _fails(found))
 
 
@@ -220,11 +221,10 @@ def gathered(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
     ]
 
 
-def _together(ranks: Ranks, environment: str, host: str, machines: Sequence[tuple[str, str]]) -> Iterator[Finding]:
+def _together(ranks: Ranks, environment: str, machines: Sequence[tuple[str, str]]) -> Iterator[Finding]:
     topology = ranks.topology
     yield Finding("ok", f"{topology.world_size} ranks connected over {ranks.backend} by {environment}")
     yield from layout(topology.nodes, machines)
-    yield from ephemeral_ports(topology, host)
     network = measured(topology, ranks.device)
     if network is not None:
         yield Finding(
@@ -253,20 +253,3 @@ def layout(nodes: Sequence[Sequence[int]], machines: Sequence[tuple[str, str]]) 
         yield Finding("note", "several nodes are one machine: their traffic does not cross a network")
     elif len(nodes) == 1:
         yield Finding("note", "all ranks are one node: every scheme trains as DDP does")
-
-
-def ephemeral_ports(topology: Topology, host: str) -> Iterator[Finding]:
-    """Check that every rank reaches rank 0 at a free port, as gloo and nccl need; collective."""
-    port, seconds = round_trips(topology, host)
-    shut_out = [rank for rank, own in enumerate(seconds) if own is None]
-    if shut_out:
-        yield Finding(
-            "FAIL",
-            f"{names_of_ranks(shut_out)} cannot reach {host}:{port}, a free port",
-            "open rank 0's ephemeral ports to the other nodes",
-        )
-    else:
-        yield Finding("ok", f"every rank reaches an ephemeral port of {host}")
-    trips = [trip for trip in (seconds[ranks[0]] for ranks in topology.nodes[1:]) if trip is not None]
-    if trips:
-        yield Finding("ok", f"the longest round trip to the first node takes {shown_seconds(max(trips))}")

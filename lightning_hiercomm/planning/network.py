@@ -1,9 +1,7 @@
-"""Measure the network between nodes: round trips, latency and rate."""
+"""Measure the network between nodes: latency and rate."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -12,9 +10,6 @@ import torch
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.nodes.topology import Topology
-
-_CONNECTIONS = 5
-_TIMEOUT = 5.0
 
 _FIRST_BYTES, _MOST_BYTES = 2**18, 2**26
 _GROWTH = 4
@@ -73,38 +68,3 @@ def _seconds(topology: Topology, tensor: torch.Tensor, repeats: int = _REPEATS) 
         streams.synchronize(tensor.device)
         taken.append(max(topology.world.all_gather_object(time.perf_counter() - began)))
     return median(taken[1:])
-
-
-def round_trips(topology: Topology, host: str) -> tuple[int, list[float | None]]:
-    """Connect every rank to an ephemeral port of rank 0; collective.
-
-    Args:
-        topology: The nodes.
-        host: Rank 0's address.
-
-    Returns:
-        The port, and every rank's round trip to rank 0: 0 on rank 0 itself, None where it cannot connect.
-    """
-    leads = topology.rank in {ranks[0] for ranks in topology.nodes}
-    with contextlib.ExitStack() as stack:
-        port = 0
-        if topology.rank == 0:
-            backlog = topology.world_size + _CONNECTIONS * topology.num_nodes
-            server = stack.enter_context(socket.create_server(("", 0), backlog=backlog))
-            port = server.getsockname()[1]
-        port = topology.world.all_gather_object(port)[0]
-        own: float | None = 0.0 if topology.rank == 0 else None
-        with contextlib.suppress(OSError):
-            if topology.rank != 0:
-                own = _connect_seconds(host, port, _CONNECTIONS if leads else 1)
-        return port, topology.world.all_gather_object(own)
-
-
-def _connect_seconds(host: str, port: int, connections: int) -> float:
-    """Return the seconds of the fastest of a few TCP connections, which is one round trip."""
-    taken = []
-    for _ in range(connections):
-        began = time.perf_counter()
-        with socket.create_connection((host, port), timeout=_TIMEOUT):
-            taken.append(time.perf_counter() - began)
-    return min(taken)

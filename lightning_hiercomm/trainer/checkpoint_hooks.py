@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -54,18 +53,6 @@ class CheckpointHooks(StrategyState):
             if not model.holds_own_values:
                 return checkpoint
             return copied_where(checkpoint, run.replicas.sees_memory())
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._may_communicate or self._run.averaged_model.is_in_module:
-            return super().lightning_module_state_dict()
-        with self.averaged_model():
-            state = super().lightning_module_state_dict()
-            if not self._run.averaged_model.holds_own_values:
-                return state
-            return {
-                name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in state.items()
-            }
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -114,49 +114,23 @@ def length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:
 def length_of_run(trainer: pl.Trainer) -> tuple[int | None, int | None]:
     """Return the epochs and optimizer steps after which a run will end, as far as they are known."""
     epochs, steps = length_as_given(trainer)
-    if not 0 < steps_of_epoch(trainer) < math.inf:
+    # Lightning counts the steps of all optimizers of manual optimization together
+    last_step = steps if trainer.lightning_module.automatic_optimization else None
+    batches, factors = trainer.num_training_batches, _accumulation(trainer)
+    if not 0 < batches < math.inf or (epochs is None and last_step is None):
         return epochs, steps
-    # epochs before a resume may have had another length
-    more = trainer.global_step - _steps_by_now(trainer)
-    if steps is not None and trainer.lightning_module.automatic_optimization:
-        needed = _epochs_of(trainer, steps - more)
-        epochs = needed if epochs is None else min(epochs, needed)
-    if epochs is not None:
-        most = _steps_of(trainer, epochs) + more
-        steps = most if steps is None else min(steps, most)
-    return epochs, steps
-
-
-def _steps_by_now(trainer: pl.Trainer) -> int:
-    """Return the steps taken so far if all epochs had been as long as the next ones."""
-    epoch, progress = trainer.current_epoch, trainer.fit_loop.epoch_progress.current
-    if progress.ready == progress.completed:  # an epoch begins
-        return _steps_of(trainer, epoch)
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    factor = trainer.accumulate_grad_batches  # a GradientAccumulationScheduler changes it only when an epoch begins
-    left = math.ceil(trainer.num_training_batches / factor) - batches // factor
-    return _steps_of(trainer, epoch + 1) - max(0, left)
-
-
-def _steps_of(trainer: pl.Trainer, epochs: int) -> int:
-    """Return the optimizer steps of a number of epochs."""
-    factors = _accumulation(trainer)
-    changes = [epoch for epoch in sorted(factors) if epoch < epochs]
-    ends = [*changes[1:], epochs]
-    return sum(
-        (end - begin) * math.ceil(trainer.num_training_batches / factors[begin])
-        for begin, end in zip(changes, ends, strict=False)  # of no epochs there is no change
-    )
-
-
-def _epochs_of(trainer: pl.Trainer, steps: int) -> int:
-    """Return the epochs after which a number of optimizer steps have been taken."""
-    factors = _accumulation(trainer)
-    last = max(factors)
-    before = _steps_of(trainer, last)
-    if before >= steps:
-        return next(epochs for epochs in range(1, last + 1) if _steps_of(trainer, epochs) >= steps)
-    return last + math.ceil((steps - before) / math.ceil(trainer.num_training_batches / factors[last]))
+    epoch, step, progress = trainer.current_epoch, trainer.global_step, trainer.fit_loop.epoch_progress.current
+    if progress.ready != progress.completed:  # resumed in an epoch, whose factor has not changed yet
+        factor, done = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        epoch, step = epoch + 1, step + max(0, math.ceil(batches / factor) - done // factor)
+    end = math.inf if epochs is None else epochs
+    for change in (*sorted(first for first in factors if first > epoch), end):
+        per_epoch = math.ceil(batches / factors[max(first for first in factors if first <= epoch)])
+        left = min(change, end) - epoch
+        if last_step is not None:
+            left = min(left, math.ceil((last_step - step) / per_epoch))
+        epoch, step = epoch + max(0, int(left)), step + max(0, int(left)) * per_epoch
+    return epoch, step if steps is None else min(step, steps)
 
 
 def _accumulation(trainer: pl.Trainer) -> dict[int, int]:

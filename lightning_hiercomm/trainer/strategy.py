@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
@@ -29,7 +28,6 @@ from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm.base import Communicator
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import process_group
-from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -141,16 +139,14 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             **kwargs,
         )
         self._configure()
-        self._frozen: list[torch.nn.Parameter] = []
-        self._known: dict[int, torch.nn.Parameter] = {}
-        self._seen: list[Replica] = []
+        self._averaged: dict[int, torch.nn.Parameter] = {}  # those whose gradients DDP averages
         self._gradients_over = self.scheme.gradients
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
-        return {**state, "_ddp_kwargs": kwargs, "_seen": []}
+        return {**state, "_ddp_kwargs": kwargs}
 
     @override
     def _configure_launcher(self) -> None:
@@ -181,26 +177,23 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         self._begin_equal()  # DDP over the node would leave the nodes with different initial values
         keep_sync_batchnorm_in_group(module, process_group(intra))
         self._gradients_over = self.scheme.first_gradients or self.scheme.gradients
-        self._frozen, self._known = [], {}  # frozen since the last fit does not mean: for the turn of another optimizer
+        self._averaged = {}  # frozen since the last fit does not mean: for the turn of another optimizer
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:
         # with a process group of its own, DDP finds the parameters that no rank used: they get no gradient
         group = self._group_of_gradients
         self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group or self._topology.intra)}
-        reduced = self._known.keys() - {id(parameter) for parameter in self._frozen}
-        self._known = {id(parameter): parameter for parameter in self._module.parameters()}
-        self._frozen = [p for p in self._known.values() if not p.requires_grad]
-        crosses = group is not None and group.size > 1  # otherwise DDP has nothing to do
+        parameters = list(self._module.parameters())
         # programs with unused parameters toggle them: one that is frozen for another optimizer's turn returns
-        returning = reduced if crosses and self._ddp_kwargs.get("find_unused_parameters") else ()
-        toggled = [p for p in self._frozen if id(p) in returning]
-        if crosses and (toggled or len(self._frozen) < len(self._known)):
-            self._frozen = [p for p in self._frozen if id(p) not in returning]
+        toggles = self._ddp_kwargs.get("find_unused_parameters")
+        toggled = [p for p in parameters if toggles and not p.requires_grad and id(p) in self._averaged]
+        self._averaged = {id(p): p for p in parameters if p.requires_grad} | {id(p): p for p in toggled}
+        if group is not None and group.size > 1 and self._averaged:
             with _requiring_gradients(toggled):
                 super().configure_ddp()
-            return
-        self.model = Unshared(self._module)
+        else:  # DDP has nothing to do
+            self.model = Unshared(self._module)
 
     @property
     def _group_of_gradients(self) -> Communicator | None:
@@ -230,18 +223,12 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             self._gradients_over = self._run.gradients_over
             self._run.misuse.gradient_group = self._group_of_manual_gradients
         # DDP ignores parameters that were frozen, or did not exist, when it was made
-        if has_new_phase or any(p.requires_grad for p in self._frozen) or self._trains_new_parameters():
+        trained = [p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer))]
+        if has_new_phase or any(id(p) not in self._averaged for p in trained):
             self.model = self._module
             gc.collect()  # the old DDP's hooks die with it
             self._wrap_in_ddp()
-
-    def _trains_new_parameters(self) -> bool:
-        replicas, seen = [scheme.replica for scheme in self.schemes], self._seen
-        if len(replicas) == len(seen) and all(map(operator.is_, replicas, seen)):
-            return False  # a scheme whose parameters change gets another replica
-        self._seen = replicas
-        trained = (p for optimizer in self.optimizers for p in trained_by(raw_optimizer(optimizer)))
-        return any(id(p) not in self._known for p in trained)
+            self._averaged |= {id(p): p for p in trained}  # once for those outside of the module, too
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 

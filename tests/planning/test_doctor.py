@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 
-from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.planning import doctor
 from lightning_hiercomm.planning.doctor import Finding
 
@@ -110,29 +105,6 @@ def test_unusual_layouts_are_reported():
     assert "trains as DDP does" in list(doctor.layout([[0, 1]], [a, a]))[1].text
     torn = list(doctor.layout([[0, 1], [2, 3]], [a, b, b, b]))
     assert torn[1].level == "FAIL"
-
-
-def in_threads(work, size=3):
-    def body(rank, world):
-        return work(Topology([[r] for r in range(size)], rank, world.connect(rank), Meter()))
-
-    return ThreadWorld(size).run(body)
-
-
-def test_a_reachable_port_is_ok():
-    found = in_threads(lambda topology: list(doctor.ephemeral_ports(topology, "127.0.0.1")))
-    assert [levels(each) for each in found] == [["ok", "ok"]] * 3
-    assert "the longest round trip to the first node takes " in found[1][1].text
-
-
-def test_ranks_that_cannot_reach_the_port_are_named(monkeypatch):
-    def refuse(*_, **__):
-        raise OSError("no route")
-
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    for (found,) in in_threads(lambda topology: list(doctor.ephemeral_ports(topology, "127.0.0.1"))):
-        assert found.level == "FAIL"
-        assert "ranks 1-2 cannot reach 127.0.0.1" in found.text
 
 
 def test_equal_findings_of_several_ranks_are_one_line():

@@ -56,12 +56,11 @@ def test_doctor_names_missing_ranks(tmp_path, monkeypatch):
     assert "python 3" in said
 
 
-def test_doctor_under_slurm_finds_nodes_and_ports(tmp_path):
+def test_doctor_under_slurm_finds_nodes(tmp_path):
     first, *others = run_ranks(tmp_path, slurm(2, 2), "doctor")
     assert "4 ranks connected over gloo by SLURMEnvironment" in first
     assert "ranks 0-1; node 1" in first
     assert "several nodes are one machine" in first
-    assert "every rank reaches an ephemeral port" in first
     assert [said.startswith("waiting at most 60 s for 4 ranks at ") for said in others] == [False, True, False]
     assert [said.count("\n") for said in others] == [0, 1, 0]
 
