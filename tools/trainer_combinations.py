@@ -79,7 +79,6 @@ class Fit(Combination):
     finetuning: bool = False  # whether a BaseFinetuning unfreezes
     module: tuple[str, ...] = ()  # what is unusual about it
     replicas: bool = True  # whether sidecars of checkpoints are written
-    evaluate: str = "averaged"  # what validations run on
     after: tuple[str, ...] = ()  # what follows ``fit``
 
     @property
@@ -161,7 +160,6 @@ def drawn(number: int) -> Fit:
         averages=draw.choice([None] * 5 + ["swa", "ema", "swap"]),
         module=tuple(sorted(draw.sample(_MODULES, draw.choice([0, 0, 1, 1, 2])))),
         replicas=chance(0.7),
-        evaluate="replica" if chance(0.1) else "averaged",
         after=tuple(sorted(draw.sample(_AFTER, draw.choice([0, 1, 3])))),
     )
     total = fit.total
@@ -515,7 +513,6 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
             hang_timeout=100.0,
         ),
         checkpoint_replicas=fit.replicas,
-        evaluate=fit.evaluate,  # type: ignore[arg-type]
         find_unused_parameters=fit.freeze is not None,
     )
 
@@ -631,13 +628,13 @@ def _check_whole(fit: Fit, ranks: list[Record]) -> None:
         assert own.counted == first.counted, f"rank {rank} counts {own.counted}, rank 0 {first.counted}"
         _check_state(_known(fit, own.end), _known(fit, first.end), f"after fit rank {rank} differs from rank 0")
         assert len(own.seen) == len(first.seen)
-        if fit.evaluate == "averaged" and fit.averages not in ("swap", "ema"):
+        if fit.averages not in ("swap", "ema"):
             for (step, values, _), (_, other, _) in zip(own.seen, first.seen, strict=True):
                 assert torch.equal(values, other), f"rank {rank} validates other weights than rank 0 after step {step}"
         for (step, _, loss), (_, _, other_loss) in zip(own.seen, first.seen, strict=True):
             is_same = loss == other_loss or math.isnan(loss)
             assert is_same, f"rank {rank} logs {loss} after step {step}, rank 0 {other_loss}"
-    if fit.evaluate == "averaged" and fit.averages not in ("swap", "ema"):
+    if fit.averages not in ("swap", "ema"):
         for step, values, loss in first.seen:
             expected = _validation_loss(values, len(ranks))
             is_narrow = any(fit.dtype_of(name) == torch.bfloat16 for name in _NAMES)
@@ -774,7 +771,7 @@ def _compare_half(fit: Fit, ranks: list[Record], reference: Reference, here: sli
         for rank, record in enumerate(ranks):
             expected = reference.trace[step][rank]
             combinations.is_close(record.trace[step][here], expected, tolerance, f"after step {step} rank {rank} holds")
-    if fit.evaluate == "averaged" and fit.averages is None:
+    if fit.averages is None:
         for step, values, _ in ranks[0].seen:
             if step:
                 seen = reference.looks[step - 1]

@@ -26,6 +26,7 @@ from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop, FabricModule
 from lightning_hiercomm.trainer.options import Health, Transport
 from lightning_hiercomm.trainer.settings import (
+    WITHOUT_TRAINER,
     Settings,
     WireDtype,
     check_ddp_arguments,
@@ -37,7 +38,6 @@ from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 _NEEDS_TRAINER: Mapping[str, str] = {
     "unequal_data": "a node without batches needs a Trainer, which runs the loop: give all nodes equal loaders",
     "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
-    "evaluate": "in your own loop, validate inside `with strategy.averaged_model():`, or outside of it",
     "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
     "elastic": (
         "a joining node cannot continue in the middle of your own loop: use a Trainer with"
@@ -105,16 +105,8 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
             TypeError: If an argument has a wrong type or is unknown.
         """
         check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__), _NEEDS_TRAINER)
-        self._settings = settings = Settings.of(SCHEMES, locals())
+        self._settings = Settings.of(SCHEMES, locals(), WITHOUT_TRAINER)
         super().__init__(**kwargs)
-        scheme, first_phase = settings.scheme, getattr(settings.scheme, "first_phase", 0)
-        if first_phase:
-            raise ValueError(
-                f"warmup_steps={first_phase} needs a Trainer, whose strategy changes the ranks over which DDP averages"
-                " gradients: leave it out, or train the first steps with AllReduce"
-            )
-        if settings.health.hang_timeout != Health.hang_timeout:
-            raise ValueError(f"health={settings.health}: the control plane needs a Trainer: leave out hang_timeout")
         self._backward_sync_control = FabricSyncControl()
         self.topology: Topology | None = None
         self._starts_ranks = False

@@ -292,7 +292,7 @@ class HierarchicalHooks(CheckpointHooks):
         """Write the averaged model to the module, before callbacks for validation, which may swap weights."""
         if self.batches is not None:
             self.batches.pause()
-        if self._settings.evaluate == "averaged" and self._may_communicate:
+        if self._may_communicate:
             self._run.averaged_model.enter()
 
     def on_validation_end(self) -> None:  # after callbacks, which may have swapped weights

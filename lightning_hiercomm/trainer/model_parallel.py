@@ -31,7 +31,7 @@ from lightning_hiercomm.schemes.gradient_path import GradientPath, InterNodeMean
 from lightning_hiercomm.schemes.optimizer_state import is_placeholder
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 from lightning_hiercomm.trainer.options import Health, Transport
-from lightning_hiercomm.trainer.settings import Settings, WireDtype, check_keywords, described_like
+from lightning_hiercomm.trainer.settings import SHARDED, Settings, WireDtype, check_keywords, described_like
 from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
 _DIMENSIONS = ("data_parallel", "tensor_parallel")
@@ -106,7 +106,6 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
         ranks_per_node: int | list[int] | None = None,
         wire_dtype: WireDtype | None = None,
         average_buffers: bool | list[str] = True,
-        evaluate: Literal["averaged", "replica"] = "averaged",
         checkpoint_replicas: bool = False,
         health: Health = Health(),
         transport: Transport = Transport(),
@@ -135,7 +134,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
                 f" {torch.__version__}. Install a newer torch, or use HierarchicalStrategy"
             )
         check_keywords(type(self), kwargs, refused=_REFUSED)
-        self._settings = Settings.of(_SCHEMES, locals())
+        self._settings = Settings.of(_SCHEMES, locals(), SHARDED)
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):
                 raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")
@@ -145,8 +144,6 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
             **kwargs,
         )
         self._configure()
-        if reason := self.scheme.requirements.needs_whole_parameters:
-            raise ValueError(reason)
         self._gradients: ShardedGradients | None = None
         self._averages_in_step = False
 

@@ -51,7 +51,9 @@ _IN_OTHER_PLACES = {
 """Names of arguments that a strategy does not take itself, with their owner and how they are written."""
 
 
-_CONTRADICTIONS: tuple[tuple[Callable[[Settings], object], str], ...] = (
+Contradictions = tuple[tuple[Callable[["Settings"], object], str], ...]
+
+_CONTRADICTIONS: Contradictions = (
     (
         lambda given: given.transport.wire_raw and given.wire_dtype is None,
         "wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'",
@@ -110,12 +112,29 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Settings], object], str], ...] = (
         lambda given: given.elastic and given.checkpoint_replicas,
         "elastic nodes: no later run has the same replicas: leave checkpoint_replicas out",
     ),
-    (
-        lambda given: given.elastic and given.evaluate == "replica",
-        "elastic nodes: each node would save and stop by its own model's metrics: leave evaluate out",
-    ),
 )
 """Arguments that contradict each other or the scheme, each with the error."""
+
+SHARDED: Contradictions = (
+    (
+        lambda given: given.scheme.requirements.needs_whole_parameters,
+        "{given.scheme.requirements.needs_whole_parameters}",
+    ),
+)
+"""Further ones where parameters are sharded inside a node."""
+
+WITHOUT_TRAINER: Contradictions = (
+    (
+        lambda given: getattr(given.scheme, "first_phase", 0),
+        "warmup_steps={given.scheme.first_phase} needs a Trainer, whose strategy changes the ranks over which DDP"
+        " averages gradients: leave it out, or train the first steps with AllReduce",
+    ),
+    (
+        lambda given: given.health.hang_timeout != Health.hang_timeout,
+        "health={given.health}: the control plane needs a Trainer: leave out hang_timeout",
+    ),
+)
+"""Further ones in a loop of the user's own."""
 
 WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "sparse2"]
 
@@ -136,7 +155,6 @@ class Settings:
     batches: HeterogeneousBatches | None = None
     average_buffers: bool | list[str] = True
     average_optimizer_state: bool = False
-    evaluate: Literal["averaged", "replica"] = "averaged"
     checkpoint_replicas: bool = False
     health: Health = Health()
     transport: Transport = Transport()
@@ -149,17 +167,26 @@ class Settings:
             load_mpi()  # Lightning's own attempt fails without naming what is missing
         if sizes is not None and min([sizes] if isinstance(sizes, int) else sizes, default=0) < 1:
             raise ValueError(f"ranks_per_node={sizes} must be a positive number, or a list of one per node")
-        for contradicts, message in _CONTRADICTIONS:
+        self._refuse(_CONTRADICTIONS)
+
+    def _refuse(self, contradictions: Contradictions) -> None:
+        for contradicts, message in contradictions:
             if contradicts(self):
                 raise ValueError(message.format(given=self))
 
     @classmethod
-    def of(cls, schemes: Mapping[str, Callable[[], Scheme]], arguments: Mapping[str, Any]) -> Settings:
+    def of(
+        cls,
+        schemes: Mapping[str, Callable[[], Scheme]],
+        arguments: Mapping[str, Any],
+        further: Contradictions = (),
+    ) -> Settings:
         """Check a strategy's arguments as users write them, with names of schemes and short forms.
 
         Args:
             schemes: By the name that a user may give.
             arguments: The ``locals()`` of the strategy's constructor; those of other names are ignored.
+            further: Contradictions in this strategy only.
         """
         given = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
         transport = given["transport"]
@@ -171,7 +198,9 @@ class Settings:
         for name, convert in (("elastic", Elastic.of), ("unequal_data", UnequalData.of)):
             if name in given:
                 given[name] = convert(given[name])
-        return cls(**given)
+        settings = cls(**given)
+        settings._refuse(further)
+        return settings
 
     @property
     def wire(self) -> Wire:

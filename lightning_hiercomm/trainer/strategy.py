@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +75,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         batches: HeterogeneousBatches | None = None,
         average_buffers: bool | list[str] = True,
         average_optimizer_state: bool = False,
-        evaluate: Literal["averaged", "replica"] = "averaged",
         checkpoint_replicas: bool = False,
         health: Health = Health(),
         transport: Transport = Transport(),
@@ -104,8 +103,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             average_optimizer_state: Also average the optimizer's state (momentum, Adam's moments) in the
                 synchronizations of ``PeriodicAveraging``. It travels as parameters do, in the form of ``wire_dtype``;
                 once in full. Not for sharded modules.
-            evaluate: What in-fit validation uses: the averaged parameters (``"averaged"``), or each rank's own
-                (``"replica"``), which needs no communication. Only with a Trainer.
             checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state with each
                 checkpoint, for a bit-exact resume. Without it a run resumes from the averaged parameters. Only with a
                 Trainer.

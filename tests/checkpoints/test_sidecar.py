@@ -186,16 +186,15 @@ def _validated_and_resumed(folder):
     steps, found = 4, []  # per epoch
     scheme, four = PeriodicAveraging(3, at_epoch_end=False), {"ranks_per_node": 2, "devices": 4}
     four["limit_train_batches"], validates = steps, {"limit_val_batches": 2, "val_check_interval": steps // 2}
-    for automatic, ways in ((True, ("averaged", "replica")), (False, ("averaged",))):
+    for automatic in (True, False):
         fit_here(folder, plain := Shares(automatic), scheme, limit_val_batches=0, **four)
-        for evaluate in ways:
-            make, arguments = partial(Shares, automatic), {"evaluate": evaluate, **validates, **four}
-            whole, resumed = whole_and_resumed(folder, make, scheme, after=steps, **arguments)
-            found.append((plain.report, whole.report, whole.report[steps:], resumed.report))
+        make = partial(Shares, automatic)
+        whole, resumed = whole_and_resumed(folder, make, scheme, after=steps, **validates, **four)
+        found.append((plain.report, whole.report, whole.report[steps:], resumed.report))
     return found
 
 
-@pytest.mark.long("eight runs on four ranks")
+@pytest.mark.long("six runs on four ranks")
 def test_buffers_shared_in_a_node_are_unchanged_by_validation(borrow):
     """DDP shares them before a forward pass, except the first after a validation.
 

@@ -93,7 +93,6 @@ def test_schemes_that_cannot_lose_a_node_are_refused_with_a_remedy(make, said):
         ({"ranks_per_node": 2}, "leave ranks_per_node out"),
         ({"average_optimizer_state": True}, "leave average_optimizer_state out"),
         ({"checkpoint_replicas": True}, "leave checkpoint_replicas out"),
-        ({"evaluate": "replica"}, "leave evaluate out"),
     ],
 )
 def test_settings_that_need_nodes_that_stay_are_refused(settings, said):

@@ -47,7 +47,6 @@ Ours, OnFabric, RAW = HierarchicalStrategy, HierarchicalFabricStrategy, Transpor
         (Ours, {"start_method": "fokr"}, "start_method='fokr' must be 'popen', 'spawn', 'fork' or 'forkserver'"),
         (Ours, {"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be bool"),
         (Ours, {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be float or None"),
-        (Ours, {"evaluate": "sometimes"}, "evaluate='sometimes'"),
         (Ours, {"wire_dtype": "int3"}, "wire_dtype='int3'"),
         (Ours, {"transport": RAW}, "wire_raw=True needs a wire_dtype"),
         (Ours, {"transport": RAW, "wire_dtype": "sparse2"}, "wire_dtype='sparse2' would drop most of them"),
@@ -67,7 +66,6 @@ Ours, OnFabric, RAW = HierarchicalStrategy, HierarchicalFabricStrategy, Transpor
             r"in the middle of your own loop: use a Trainer with HierarchicalStrategy\(elastic=\.\.\.\)",
         ),
         (OnFabric, {"batches": HeterogeneousBatches(8)}, "batches=.* needs a Trainer"),
-        (OnFabric, {"evaluate": "replica"}, r"evaluate='replica': .* strategy\.averaged_model\(\)"),
         (OnFabric, {"checkpoint_replicas": True}, "checkpoint_replicas=True: .* leave it out"),
         (
             OnFabric,
@@ -183,10 +181,10 @@ def test_a_backend_that_torch_has_is_taken(backend):
         ({"ranks_per_node": [3, 1]}, 4, "AllReduce(), ranks_per_node=[3, 1]"),
         ({"ranks_per_node": 1}, 16, "AllReduce(), ranks_per_node=[1] * 16"),
         (
-            {"wire_dtype": "int8", "evaluate": "replica", "batches": HeterogeneousBatches(64, weighting="speed")},
+            {"wire_dtype": "int8", "checkpoint_replicas": True, "batches": HeterogeneousBatches(64, weighting="speed")},
             1,
             "AllReduce(), wire_dtype='int8', "
-            "batches=HeterogeneousBatches(global_batch_size=64, weighting='speed'), evaluate='replica'",
+            "batches=HeterogeneousBatches(global_batch_size=64, weighting='speed'), checkpoint_replicas=True",
         ),
     ],
 )

@@ -123,30 +123,6 @@ def test_values_set_in_on_train_start_are_trained_from(fit):
     assert [report["report"][1] for report in reports] == pytest.approx([8 - 3.99] * 4)
 
 
-class Validated(Oracle):
-    """Also validates: ``report`` ends with x as each validation has seen it."""
-
-    def __init__(self) -> None:
-        super().__init__(3)
-        self.seen: list[float] = []
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.seen.append(self.x.item())
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(torch.ones(self.trainer.world_size, 1))
-
-    def on_train_end(self) -> None:
-        self.report = [self.report, self.seen]
-
-
-def test_each_rank_validates_its_own_replica_when_asked_to(fit):
-    arguments = {"val_check_interval": 1, "num_sanity_val_steps": 0}
-    for report in fit(Validated(), {"scheme": PeriodicAveraging(4), "evaluate": "replica"}, **arguments):
-        trace, seen = report["report"]
-        assert seen[:2] == trace[:2]
-
-
 class BecomesNonfinite(Oracle):
     """The gradient of node 1 is no number in the third batch."""
 
