@@ -255,4 +255,4 @@ print(json.dumps([type(strategy) is type(by_name) is lightning_hiercomm.Hierarch
 
 
 def test_lightning_cli_of_pytorch_lightning_makes_the_strategy(said):
-    assert said(CLI) == [True, "HierarchicalStrategy(PeriodicAveraging(sync_every=7), ranks_per_node=[1])"]
+    assert said(CLI) == [True, "HierarchicalStrategy(PeriodicAveraging(sync_every=7), ranks_per_node=1)"]

@@ -118,9 +118,8 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         return self
 
     def __repr__(self) -> str:
-        """The strategy as a user writes it, with the sizes of the nodes if they are known."""
-        sizes = None if self.topology is None else [len(ranks) for ranks in self.topology.nodes]
-        return as_shown(f"{type(self).__name__}({self._settings.as_written(sizes)})")
+        """The strategy as a user writes it."""
+        return as_shown(f"{type(self).__name__}({self._settings.as_written()})")
 
     # ---- a program's loop ----------------------------------------------------------------------------------------
 
@@ -235,7 +234,6 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         for run in self.runs:
             run.note_loss_scale(self.precision)
         super().backward(tensor, module, *args, **kwargs)
-        self._loop.has_gone_backward = True
         for run in self.runs:
             run.gradients.end_backward(self._topology.meter, self.root_device)
 

@@ -176,7 +176,6 @@ class FabricLoop:
         self.modules: list[FabricModule] = []
         self.epochs: int | None = None
         self.steps_of_epoch: int | None = None
-        self.has_gone_backward = False
         self._has_begun = False
         self._losses: list[Tensor] = []  # of the backward passes since the last step
         self._losses_have_stepped = False
@@ -244,7 +243,7 @@ class FabricLoop:
 
     def add_losses(self, run: TrainingRun, strategy: type) -> None:
         """Add the stored losses to those of a run whose optimizer steps."""
-        if self._follows_loss and not self.has_gone_backward:
+        if self._follows_loss and not self._losses:
             raise RuntimeError(
                 f"{strategy.__name__} requires you to call `fabric.backward(loss)` instead of `loss.backward()`."
             )

@@ -212,15 +212,11 @@ class Settings:
         """Size of the buckets in which parameters travel."""
         return max(1, int(self.transport.bucket_mb * 2**20))
 
-    def as_written(self, sizes: Sequence[int] | None = None) -> str:
-        """Return the arguments as a user writes them, with the sizes of the nodes if they are known."""
-        values = ((each.name, getattr(self, each.name), each.default) for each in fields(self)[1:])
-        written = {name: repr(value) for name, value, default in values if value != default}
-        if sizes is not None:
-            equal = len(sizes) > 8 and len(set(sizes)) == 1
-            written["ranks_per_node"] = f"[{sizes[0]}] * {len(sizes)}" if equal else repr(list(sizes))
-        names = sorted(written, key=lambda name: name != "ranks_per_node")
-        return ", ".join([repr(self.scheme), *(f"{name}={written[name]}" for name in names)])
+    def as_written(self) -> str:
+        """Return the arguments as a user writes them."""
+        _, *others = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
+        written = [f"{name}={value!r}" for name, value, default in others if value != default]
+        return ", ".join([repr(self.scheme), *written])
 
     def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
         """Build the module's schemes; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""

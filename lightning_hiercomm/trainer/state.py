@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +14,7 @@ from lightning_hiercomm._lightning.tree import as_shown, fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import broadcast_values
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -128,14 +127,8 @@ class StrategyState(pl.strategies.ParallelStrategy):
     # ---- reports -------------------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """The strategy as a user writes it, with the sizes of the nodes if they are known."""
-        name, sizes, chosen = type(self).__name__, None, self._settings.ranks_per_node
-        if self.topology is not None:
-            sizes = [len(ranks) for ranks in self.topology.nodes]
-        elif self.cluster_environment is not None and self.parallel_devices and chosen is not None:
-            with contextlib.suppress(ValueError):  # they do not fit: a Trainer raises the error
-                sizes = [len(ranks) for ranks in nodes_by_count(chosen, self.world_size)]
-        return as_shown(f"{name}({self._settings.as_written(sizes)})")
+        """The strategy as a user writes it."""
+        return as_shown(f"{type(self).__name__}({self._settings.as_written()})")
 
     @property
     def meter(self) -> Meter | None:
