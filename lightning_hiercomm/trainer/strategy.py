@@ -232,8 +232,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers hooks on CUDA only and drops them in silence elsewhere
-        if not isinstance(self.model, DistributedDataParallel):
-            raise RuntimeError("DDP's hooks are registered before the model is wrapped in DDP")
+        assert isinstance(self.model, DistributedDataParallel)
         register_bucket_hook(self.model, self._reduce_bucket)
         time_buffer_broadcasts(self.model, self._waiting_for_buffers)
 
