@@ -136,7 +136,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             **kwargs,
         )
         self._configure()
-        self._averaged: dict[int, torch.nn.Parameter] = {}  # those whose gradients DDP averages
+        self._averaged: dict[int, Tensor] = {}  # those whose gradients DDP averages
         self._gradients_over = self.scheme.gradients
 
     @override
