@@ -10,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from _lightning.conftest import boring
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
