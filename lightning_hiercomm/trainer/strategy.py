@@ -181,7 +181,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         # with a process group of its own, DDP finds the parameters that no rank used: they get no gradient
         group = self._group_of_gradients
         self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group or self._topology.intra)}
-        parameters = list(self._module.parameters())
+        parameters: list[Tensor] = list(self._module.parameters())
         # programs with unused parameters toggle them: one that is frozen for another optimizer's turn returns
         toggles = self._ddp_kwargs.get("find_unused_parameters")
         toggled = [p for p in parameters if toggles and not p.requires_grad and id(p) in self._averaged]
@@ -294,7 +294,7 @@ def gradient_group(topology: Topology, gradients: Gradients) -> Communicator | N
 
 
 @contextmanager
-def _requiring_gradients(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Let parameters require gradients inside, because DDP's constructor ignores those that do not."""
     for parameter in parameters:
         parameter.requires_grad_(True)
