@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from problems import one_trainer, warnings_with
+from problems import one_trainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
