@@ -471,7 +471,7 @@ def _attached(c: Combination, scheme: Scheme, topology: Topology, shapes: Any, f
         shapes=shapes,
         start=0.5,
         inner=_OPTIMIZERS[c.optimizer],
-        wire=Wire.named(c.wire, c.raw),
+        wire=Wire(c.wire, c.raw),
         bucket_bytes=c.bucket_bytes,
         dtype={name: c.dtype_of(name) for name in shapes},
         frozen=[name for name in c.frozen_at(max(0, first - 1)) if name in shapes],

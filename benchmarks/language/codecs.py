@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm.codec import Blockwise, Quantized
+from lightning_hiercomm.comm.blockwise import Blockwise, Quantized
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,11 @@ class SevenLevels(Quantized):
 
     bits: int = 4
 
-    @property
-    def _top(self) -> int:
-        return 3
+    has_kernels: ClassVar[bool] = False
 
-    def _is_fused(self, payload: Tensor, values: Tensor, chunk: int | None = None) -> bool:
-        return False
+    @property
+    def top(self) -> int:
+        return 3
 
 
 @dataclass(frozen=True)
@@ -36,15 +35,12 @@ class FiveLevels(Blockwise):
     block: int = 258
 
     @property
-    def _per_byte(self) -> int:
+    def per_byte(self) -> int:
         return 3
 
     @property
-    def _top(self) -> int:
+    def top(self) -> int:
         return 2
-
-    def _is_fused(self, payload: Tensor, values: Tensor, chunk: int | None = None) -> bool:
-        return False
 
     def _pack(self, elements: Tensor, packed: Tensor) -> None:
         first, second, third = elements.unbind(-2)
@@ -69,19 +65,16 @@ class FourOfThirtyTwo(Blockwise):
     needs_feedback: ClassVar[bool] = True
 
     @property
-    def _per_byte(self) -> int:
+    def per_byte(self) -> int:
         return 8
 
     @property
-    def _group(self) -> int:
+    def group(self) -> int:
         return 32
 
     @property
-    def _top(self) -> int:
+    def top(self) -> int:
         return 64
-
-    def _is_fused(self, payload: Tensor, values: Tensor, chunk: int | None = None) -> bool:
-        return False
 
     def _pack(self, elements: Tensor, packed: Tensor) -> None:
         codes = elements.movedim(-2, -1).to(torch.int16)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_hiercomm.comm.codec import AsIs, Cast, Codec, codec_named
+from lightning_hiercomm.comm.codec import AsIs, Cast, Codec
+from lightning_hiercomm.comm.wire import codec_named
 
 _BLOCKS_WORTH_ALIGNING = 64  # as in lightning_hiercomm.comm.encoded_sum
 

@@ -19,7 +19,8 @@ from benchmarks.predict.node import (
     untouched,
 )
 from benchmarks.predict.timeline import Operation
-from lightning_hiercomm.comm.codec import AsIs, Codec, codec_named
+from lightning_hiercomm.comm.codec import AsIs, Codec
+from lightning_hiercomm.comm.wire import codec_named
 from lightning_hiercomm.nodes.bucket import BUCKET_BYTES, BUCKETS_IN_FLIGHT
 from lightning_hiercomm.schemes import (
     AllReduce,

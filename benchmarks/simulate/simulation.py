@@ -283,7 +283,7 @@ class Replica:
             experiment.scheme,
             replicas,
             self.topology,
-            Wire(wire) if isinstance(wire, Codec) else Wire.named(wire),
+            Wire(wire),
             experiment.average_optimizer_state,
             make(self.topology, self.module) if make else None,
         )

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from lightning_hiercomm.comm import fused
-from lightning_hiercomm.comm.codec import codec_named
+from lightning_hiercomm.comm.wire import codec_named
 
 REPETITIONS = 20
 
@@ -34,7 +34,7 @@ def main() -> None:
         codec = codec_named(wire)
         payload = codec.encode(values)
         operations: dict[str, Callable[[], object]] = {
-            "encode with feedback": lambda: codec.encode_with_feedback(values, residual, payload),  # noqa: B023
+            "encode with feedback": lambda: codec.encode(values, payload, residual=residual),  # noqa: B023
             "add one": lambda: codec.add_decoded(payload[None], values, 0),  # noqa: B023
             "add one, encode": lambda: codec.add_and_encode(payload[None], values, 0, payload, residual),  # noqa: B023
             "decode": lambda: codec.decode(payload, values),  # noqa: B023

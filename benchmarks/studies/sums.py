@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks.workloads import WORKLOADS, Batch, loss_of
-from lightning_hiercomm.comm.codec import Codec, codec_named
+from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.comm.encoded_sum import EncodedSum, Feedback
 from lightning_hiercomm.comm.threads import ThreadWorld
+from lightning_hiercomm.comm.wire import codec_named
 
 ROUNDS = 8
 

@@ -31,7 +31,8 @@ from torch.nn import functional
 from benchmarks.papers import tuned
 from benchmarks.papers.many import Arena, Method, State, Synchronous
 from benchmarks.papers.paired import difference
-from lightning_hiercomm.comm.codec import Codec, codec_named
+from lightning_hiercomm.comm.codec import Codec
+from lightning_hiercomm.comm.wire import codec_named
 
 Code = Callable[[Tensor], Tensor]
 """From rows of values to what arrives."""

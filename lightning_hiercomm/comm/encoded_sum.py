@@ -106,8 +106,9 @@ class EncodedSum:
             return lambda: None
         dtype = arithmetic_dtype(part.dtype)
         values = part if part.dtype == dtype else part.to(dtype)
-        if feedback is not None:
-            streams.keep_here(feedback.sender)  # allocated on the stream of training, and freed by an aborted run
+        sender, reducer = (None, None) if feedback is None else (feedback.sender, feedback.reducer)
+        if sender is not None:
+            streams.keep_here(sender)  # allocated on the stream of training, and freed by an aborted run
         is_whole = self._members == 2
         chunks = [slice(0, part.numel())] if is_whole else self._chunks(part.numel())
         chunk = _length(chunks[0])  # no chunk is longer
@@ -116,31 +117,25 @@ class EncodedSum:
         payload_dtype = self.codec.payload_dtype(part.dtype)
         sent = part.new_empty(len(chunks), lengths[0], dtype=payload_dtype)
         received = part.new_empty(self._members - 1, lengths[own], dtype=payload_dtype)
-        payloads = [
-            row if length == lengths[0] else row[:length] for row, length in zip(sent.unbind(), lengths, strict=True)
-        ]
-        if feedback is None:
-            self.codec.encode(values, sent, chunk)
-        else:
-            self.codec.encode_with_feedback(values, feedback.sender, sent, chunk)
+        payloads = [row[:length] for row, length in zip(sent.unbind(), lengths, strict=True)]
+        self.codec.encode(values, sent, chunk, sender)
         peers = [peer for peer in range(self._members) if peer != self._rank]
         arrived = self._first.exchange(
             [(payloads[0 if is_whole else peer], peer) for peer in peers],
             list(zip(received.unbind(), peers, strict=True)),
         )
-        if feedback is None:  # sent tensors may be read while they are in flight
+        if sender is None:  # sent tensors may be read while they are in flight
             self.codec.decode(payloads[own], values[chunks[own]])
 
         @torch.no_grad()
         def complete() -> None:
             arrived.wait()
-            residuals = () if feedback is None else (feedback.reducer,)
-            streams.keep_here(sent, values, received, *residuals)  # allocated on the launching stream
+            # allocated on the launching stream
+            streams.keep_here(sent, values, received, *([] if reducer is None else [reducer]))
             if is_whole:
                 self.codec.add_decoded(received, values, self._rank)
             else:  # round two, in the memory of the sent chunks
-                residual = None if feedback is None else feedback.reducer
-                self.codec.add_and_encode(received, values[chunks[own]], self._rank, payloads[own], residual)
+                self.codec.add_and_encode(received, values[chunks[own]], self._rank, payloads[own], reducer)
                 self._second.all_gather(sent.view(-1), sent[own]).wait()
                 self.codec.decode(sent, values, chunk)
             if values is not part:

@@ -8,12 +8,14 @@ sends float32's denormal numbers as zeros, and leaves them in the residual), so 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_hiercomm.comm.blockwise import Blockwise
 
 _logger = logging.getLogger(__name__)
 
@@ -23,21 +25,6 @@ _TILE = 512
 # Offsets inside a payload, and the second dimension of a grid, are limited by CUDA and by the kernels' integers.
 _MOST_ELEMENTS = 2**30
 _MOST_ROWS = 2**16 - 1
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The form of a codec's payload, as :mod:`lightning_hiercomm.comm.kernels` describes it.
-
-    Attributes:
-        block: Elements that share a scale.
-        group: Elements that are packed together.
-        top: The largest code.
-    """
-
-    block: int
-    group: int
-    top: int
 
 
 class Runtime:
@@ -61,60 +48,68 @@ class Runtime:
 runtime = Runtime()
 
 
-def takes(values: Tensor) -> bool:
-    """Whether kernels calculate with a tensor."""
-    return values.dtype == torch.float32 and values.numel() <= _MOST_ELEMENTS and runtime.takes(values.device)
+def takes(codec: Blockwise, payload: Tensor, values: Tensor, chunk: int | None = None) -> bool:
+    """Whether kernels calculate with these tensors."""
+    if not codec.has_kernels or payload.dtype != torch.uint8 or values.dtype != torch.float32:
+        return False
+    if values.numel() > _MOST_ELEMENTS or not runtime.takes(values.device):
+        return False
+    length = chunk or values.shape[-1]
+    expected = codec.payload_numel(length, torch.float32)
+    return payload.shape[-1] == expected and payload.numel() >= _rows(values, length) * expected
 
 
 def encode(
-    layout: Layout, values: Tensor, payload: Tensor, chunk: int | None = None, residual: Tensor | None = None
+    codec: Blockwise, values: Tensor, payload: Tensor, chunk: int | None = None, residual: Tensor | None = None
 ) -> bool:
-    """Encode ``values``; see :meth:`~lightning_hiercomm.comm.codec.Codec.encode_with_feedback`."""
+    """Encode ``values``; see :meth:`~lightning_hiercomm.comm.codec.Codec.encode`."""
+    if not takes(codec, payload, values, chunk):
+        return False
     chunk = chunk or values.shape[-1]
-    return _launch(
-        "encode",
-        layout,
-        (values, values if residual is None else residual, *_parts(payload), values.numel(), chunk, payload.shape[-1]),
-        chunk,
-        -(-values.numel() // max(1, chunk)),
-        TOP=layout.top,
-        FEEDBACK=residual is not None,
-    )
+    tensors = (values, values if residual is None else residual, *_parts(payload))
+    arguments = (*tensors, values.numel(), chunk, payload.shape[-1])
+    options = {"TOP": codec.top, "FEEDBACK": residual is not None}
+    return _launch("encode", codec, arguments, chunk, _rows(values, chunk), **options)
 
 
-def decode(layout: Layout, payload: Tensor, out: Tensor, chunk: int | None = None) -> bool:
+def decode(codec: Blockwise, payload: Tensor, out: Tensor, chunk: int | None = None) -> bool:
     """Decode ``payload`` into ``out``; see :meth:`~lightning_hiercomm.comm.codec.Codec.decode`."""
+    if not takes(codec, payload, out, chunk):
+        return False
     chunk = chunk or out.shape[-1]
     arguments = (*_parts(payload), out, out.numel(), chunk, payload.shape[-1])
-    return _launch("decode", layout, arguments, chunk, -(-out.numel() // max(1, chunk)))
+    return _launch("decode", codec, arguments, chunk, _rows(out, chunk))
 
 
-def add(layout: Layout, payloads: Tensor, own: Tensor, place: int) -> bool:
+def add(codec: Blockwise, payloads: Tensor, own: Tensor, place: int) -> bool:
     """Add decoded payloads; see :meth:`~lightning_hiercomm.comm.codec.Codec.add_decoded`."""
+    if not takes(codec, payloads[0], own):
+        return False
     arguments = (*_parts(payloads), own, own.numel(), payloads.shape[-1], place, len(payloads))
-    return _launch("add", layout, arguments, own.numel())
+    return _launch("add", codec, arguments, own.numel())
 
 
 def add_and_encode(
-    layout: Layout, payloads: Tensor, own: Tensor, place: int, payload: Tensor, residual: Tensor | None = None
+    codec: Blockwise, payloads: Tensor, own: Tensor, place: int, payload: Tensor, residual: Tensor | None = None
 ) -> bool:
     """Encode a sum of payloads; see :meth:`~lightning_hiercomm.comm.codec.Codec.add_and_encode`."""
+    if not takes(codec, payload, own) or not takes(codec, payloads[0], own):
+        return False
     tensors = (*_parts(payloads), own, own if residual is None else residual, *_parts(payload))
-    return _launch(
-        "add_and_encode",
-        layout,
-        (*tensors, own.numel(), payloads.shape[-1], place, len(payloads)),
-        own.numel(),
-        TOP=layout.top,
-        FEEDBACK=residual is not None,
-    )
+    arguments = (*tensors, own.numel(), payloads.shape[-1], place, len(payloads))
+    options = {"TOP": codec.top, "FEEDBACK": residual is not None}
+    return _launch("add_and_encode", codec, arguments, own.numel(), **options)
 
 
-def constants(layout: Layout) -> dict[str, int]:
-    """Return the constants with which kernels are compiled for a layout."""
-    columns = 1 << (layout.block // layout.group - 1).bit_length()
-    blocks = max(1, _TILE // (layout.group * columns))
-    return {"BLOCK": layout.block, "GROUP": layout.group, "BLOCKS": 1 << (blocks.bit_length() - 1), "COLUMNS": columns}
+def constants(codec: Blockwise) -> dict[str, int]:
+    """Return the constants with which kernels are compiled for a codec."""
+    columns = 1 << (codec.block // codec.group - 1).bit_length()
+    blocks = max(1, _TILE // (codec.group * columns))
+    return {"BLOCK": codec.block, "GROUP": codec.group, "BLOCKS": 1 << (blocks.bit_length() - 1), "COLUMNS": columns}
+
+
+def _rows(values: Tensor, chunk: int) -> int:
+    return -(-values.numel() // max(1, chunk))
 
 
 def _parts(payload: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,13 +117,13 @@ def _parts(payload: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
-    name: str, layout: Layout, arguments: tuple[Any, ...], chunk: int, rows: int = 1, **options: object
+    name: str, codec: Blockwise, arguments: tuple[Any, ...], chunk: int, rows: int = 1, **options: object
 ) -> bool:
     if not chunk or not rows:
         return True
     if rows > _MOST_ROWS:
         return False
-    known = constants(layout)
+    known = constants(codec)
     grid = (-(-chunk // (known["BLOCK"] * known["BLOCKS"])), rows)
     try:
         with torch.cuda.device_of(arguments[0]):

@@ -1,6 +1,6 @@
 """Triton kernels of the block codecs: one launch encodes, sums or decodes a whole bucket.
 
-The payloads are those of :class:`~lightning_hiercomm.comm.codec.Blockwise`, bit for bit; the codecs document their
+The payloads are those of :class:`~lightning_hiercomm.comm.blockwise.Blockwise`, bit for bit; the codecs document their
 layout. There, every operation of PyTorch reads and writes all elements. Here, each is read once and written once.
 
 A program is one warp. It keeps a tile of a few blocks in registers, as ``[BLOCKS, GROUP, COLUMNS]``. A column holds the

@@ -12,7 +12,7 @@ from importlib.resources import files
 
 import torch
 
-from lightning_hiercomm.comm.codec import codec_named
+from lightning_hiercomm.comm.wire import codec_named
 from lightning_hiercomm.planning.quantities import shown_bytes, shown_count, shown_number, shown_rate, shown_seconds
 
 BACKWARD = 2 / 3

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_hiercomm.comm.codec import Quantized
+from lightning_hiercomm.comm.blockwise import Quantized
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hiercomm._lightning.collectives import collectives_of_default_group
 from lightning_hiercomm.arguments import check_types, checked_fields, note_owner, unknown_argument
 from lightning_hiercomm.batches import HeterogeneousBatches
-from lightning_hiercomm.comm.codec import codec_named
 from lightning_hiercomm.comm.mpi import load_mpi
-from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.comm.wire import Wire, codec_named
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
@@ -205,7 +204,7 @@ class Settings:
     @property
     def wire(self) -> Wire:
         """The form of inter-node traffic."""
-        return Wire.named(self.wire_dtype, self.transport.wire_raw)
+        return Wire(self.wire_dtype, self.transport.wire_raw)
 
     @property
     def bucket_bytes(self) -> int:

@@ -13,8 +13,9 @@ from codec_cases import CODECS, decoded, encoded, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_hiercomm.comm.codec as codec_module
-from lightning_hiercomm.comm.codec import Cast, LargestFour, Quantized
+import lightning_hiercomm.comm.blockwise as blockwise
+from lightning_hiercomm.comm.blockwise import LargestFour, Quantized
+from lightning_hiercomm.comm.codec import Cast
 
 SPARSE = [LargestFour(), LargestFour(block=16), LargestFour(block=48)]
 QUANTIZED = [Quantized(8), Quantized(4), Quantized(8, block=2), Quantized(4, block=6)]
@@ -185,7 +186,7 @@ def test_other_floats_are_quantised_as_float32_ones_and_rounded_back(codec, dtyp
 @pytest.mark.parametrize("numel", [3, 255, 256, 600, 5 * 256, 70 * 256 + 7])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_every_row_is_encoded_and_decoded_like_a_tensor_of_its_own(codec, numel, tile, monkeypatch):
-    monkeypatch.setattr(codec_module, "_TILE_ON_CPU", tile)
+    monkeypatch.setattr(blockwise, "_TILE_ON_CPU", tile)
     rows = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel))
     payload = encoded(codec, rows)
     assert all(same_bits(own, encoded(codec, row)) for own, row in zip(payload, rows, strict=True))
@@ -205,7 +206,7 @@ def test_feedback_leaves_the_decoded_values_and_the_finite_error(codec, numel, b
     error = (wanted - decoded(codec, wanted)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     payload = torch.empty_like(codec.encode(wanted.to(device))) if codec.narrows(torch.float32) else wanted.to(device)
     values, residual = values.to(device), residual.to(device)
-    codec.encode_with_feedback(values, residual, payload)
+    codec.encode(values, payload, residual=residual)
     assert same_numbers(payload.cpu(), encoded(codec, wanted))
     assert same_numbers(values.cpu(), decoded(codec, wanted))
     assert same_bits(residual.cpu(), error)
@@ -230,7 +231,7 @@ def test_memory_of_inference_mode_serves_training_afterwards():
     def work():
         values, residual = torch.ones(700), torch.zeros(700)
         codec = Quantized(4)
-        return codec.encode_with_feedback(values, residual, codec.encode(values))
+        return codec.encode(values, codec.encode(values), residual=residual)
 
     def in_a_thread_of_its_own():
         with torch.inference_mode():

@@ -9,7 +9,9 @@ import torch
 from codec_cases import CODECS
 from harness import place
 
-from lightning_hiercomm.comm.codec import AsIs, Cast, LargestFour, Quantized, codec_named
+from lightning_hiercomm.comm.blockwise import LargestFour, Quantized
+from lightning_hiercomm.comm.codec import AsIs, Cast
+from lightning_hiercomm.comm.wire import codec_named
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import torch
 from codec_cases import same_bits
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.codec import AsIs, Cast, LargestFour, Quantized
+from lightning_hiercomm.comm.blockwise import LargestFour, Quantized
+from lightning_hiercomm.comm.codec import AsIs, Cast
 from lightning_hiercomm.comm.encoded_sum import EncodedSum
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld

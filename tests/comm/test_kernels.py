@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pairwise import on_push
 
 from lightning_hiercomm.comm import fused
-from lightning_hiercomm.comm.codec import LargestFour, Quantized
+from lightning_hiercomm.comm.blockwise import LargestFour, Quantized
 from lightning_hiercomm.comm.encoded_sum import EncodedSum
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -137,6 +137,10 @@ def empty_payload(codec, numel):
     return torch.full((codec.payload_numel(numel, torch.float32),), 255, dtype=torch.uint8)
 
 
+def encode_with_feedback(codec, values, residual, payload, chunk=None):
+    codec.encode(values, payload, chunk, residual)
+
+
 # ---- bits -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,8 +165,8 @@ def test_feedback_gives_the_bits_of_pytorch_and_a_finite_residual(codec, vector,
     residual = drawn(vector, 1).nan_to_num(0, 0, 0)
     expected = values.clone(), residual.clone(), empty_payload(codec, len(values))
     ours = here(*expected)
-    eager(lambda: codec.encode_with_feedback(*expected))
-    codec.encode_with_feedback(*ours)
+    eager(lambda: encode_with_feedback(codec, *expected))
+    encode_with_feedback(codec, *ours)
     assert_same_values(ours[0], expected[0])
     assert_same_values(ours[1], expected[1])
     assert_same_payload(ours[2], expected[2], codec, len(values))
@@ -203,8 +207,8 @@ def test_chunks_of_a_tensor_are_encoded_by_one_launch(codec, numel, runtime, eag
     payload = torch.zeros(8, codec.payload_numel(chunk, torch.float32), dtype=torch.uint8)  # with rows of no chunk
     expected = values.clone(), residual.clone(), payload
     ours = here(*expected)
-    eager(lambda: codec.encode_with_feedback(*expected, chunk))
-    codec.encode_with_feedback(*ours, chunk)
+    eager(lambda: encode_with_feedback(codec, *expected, chunk))
+    encode_with_feedback(codec, *ours, chunk)
     for own, wanted in zip(ours, expected, strict=True):
         assert torch.equal(own.cpu(), wanted)
     out = codec.decode(ours[2], torch.empty_like(ours[0]), chunk)
@@ -265,7 +269,8 @@ def test_a_kernel_that_does_not_compile_is_reported_once_and_replaced(monkeypatc
 
 
 def test_tensors_of_the_cpu_take_no_kernel():
-    assert not fused.takes(torch.zeros(3))
+    codec, values = Quantized(8), torch.zeros(3)
+    assert not fused.takes(codec, codec.encode(values), values)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32], ids=str)
@@ -287,12 +292,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lightning_hiercomm.comm import fused, kernels
-from lightning_hiercomm.comm.codec import codec_named
+from lightning_hiercomm.comm.wire import codec_named
 
 name, wire, architecture = sys.argv[1:]
-layout = codec_named(wire)._layout
+codec = codec_named(wire)
 kernel = getattr(kernels, name)
-known = {**fused.constants(layout), "BLOCKS": 1, "TOP": layout.top, "FEEDBACK": True}
+known = {**fused.constants(codec), "BLOCKS": 1, "TOP": codec.top, "FEEDBACK": True}
 known = {key: value for key, value in known.items() if key in kernel.arg_names}
 types = dict.fromkeys(kernel.arg_names, "i32")
 types |= dict.fromkeys(types.keys() & {"scales", "new_scales"}, "*i16")

@@ -115,7 +115,7 @@ def test_a_narrow_wire_loses_no_update_from_the_sum():
             rank.train(lambda x: torch.full_like(x, -1e-6 * (1 + rank.rank)))
         return rank.averaged().item(), rank.values.item()
 
-    averaged, own = zip(*simulate(work, Gossip(), [1.0, 1.0, 1.0], lr=1.0, wire=Wire.named("bfloat16")), strict=True)
+    averaged, own = zip(*simulate(work, Gossip(), [1.0, 1.0, 1.0], lr=1.0, wire=Wire("bfloat16")), strict=True)
     assert averaged == pytest.approx([1 + 1000 * 2e-6] * 3, abs=1e-9)
     assert max(own) - min(own) < 2**-7
 
@@ -131,7 +131,7 @@ def test_the_ranks_of_a_node_share_the_bytes():
 
     nodes = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert simulate(work, Gossip(fragments=8), [[0.0] * 64] * 12, nodes=nodes) == [64 * 8 / 4] * 12
-    wire = Wire.named("bfloat16")
+    wire = Wire("bfloat16")
     assert simulate(work, Gossip(fragments=8), [[0.0] * 64] * 12, nodes=nodes, wire=wire) == [64 * 2 / 4] * 12
 
 

@@ -26,7 +26,7 @@ HALF_A_SCALE = {None: 1e-6, "bfloat16": 2**-8, "int8": 0.51 / 127, "int4": 0.51 
 
 def on_ranks(work, nodes, gradients="world", wire=None, weights=None, chunk_bytes=4 * 2**20, parameters=()):
     def body(topology):
-        path = gradient_path(gradients, topology, place.device, Wire.named(wire), chunk_bytes, parameters)
+        path = gradient_path(gradients, topology, place.device, Wire(wire), chunk_bytes, parameters)
         with closing(path):
             return work(path, topology)
 
@@ -113,7 +113,7 @@ def test_a_bucket_is_sent_as_a_whole_between_gpus_unless_the_host_waits(
     buckets = 3
 
     def work(topology):
-        with closing(gradient_path("world", topology, place.device, Wire.named(wire), chunk_bytes=400)) as path:
+        with closing(gradient_path("world", topology, place.device, Wire(wire), chunk_bytes=400)) as path:
             for index in range(buckets):
                 mean_of(path, gradient_of(topology.rank, 1000), index)
         return topology.meter.messages["inter"]
@@ -203,7 +203,7 @@ def on_paths(kind, work, model):
     """Call ``work(path, topology)`` with a path of this kind that encodes gradients of the model as int4."""
     if kind is WorldMean:
         return on_ranks(work, ((0, 1), (2,)), wire="int4", parameters=model)
-    return on_each(lambda topology: work(InterNodeMean(topology, Wire.named("int4"), model), topology), [[0], [1]])
+    return on_each(lambda topology: work(InterNodeMean(topology, Wire("int4"), model), topology), [[0], [1]])
 
 
 @pytest.mark.parametrize("resumes", [False, True])

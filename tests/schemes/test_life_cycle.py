@@ -114,7 +114,7 @@ def test_optimizer_state_averaging_without_effect_is_refused(name):
 def test_closing_a_topology_closes_its_duplicates(wire):
     def work(topology: Topology) -> list[bool]:
         x = nn.Parameter(torch.zeros(3, device=place.device))
-        context = Context(Replica([x]), topology, torch.optim.SGD([x], lr=1.0), Wire.named(wire))
+        context = Context(Replica([x]), topology, torch.optim.SGD([x], lr=1.0), Wire(wire))
         scheme = DiLoCo(2, staleness=1).build(context)
         scheme.close()
         topology.close()

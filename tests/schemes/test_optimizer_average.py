@@ -26,7 +26,7 @@ class Own:
         self.x = torch.nn.Parameter(torch.zeros(numel))
         self.optimizer = SGD([self.x], lr=0.1)
         self.replica = Replica([self.x])
-        self.mean = OptimizerStateMean(self.optimizer, topology, Wire.named(wire), policy)
+        self.mean = OptimizerStateMean(self.optimizer, topology, Wire(wire), policy)
         self.topology, self.rank = topology, topology.rank
 
     def averaged(self, **state):

@@ -90,7 +90,7 @@ def test_a_mean_is_that_in_float64_rounded_once(nodes_of, kind, wire, dtype):
 
     def work(topology):
         own = of_rank[topology.rank].to(place.device, copy=True)
-        kind(Replica([own], bucket_bytes=128), topology, Wire.named(wire))(topology.new_round(3))
+        kind(Replica([own], bucket_bytes=128), topology, Wire(wire))(topology.new_round(3))
         return own
 
     exact = sum(weight * values.double() for weight, values in zip(weights, of_rank, strict=True)) / sum(weights)

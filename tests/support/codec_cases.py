@@ -6,7 +6,8 @@ import torch
 from harness import place
 from torch import Tensor
 
-from lightning_hiercomm.comm.codec import AsIs, Cast, Codec, LargestFour, Quantized
+from lightning_hiercomm.comm.blockwise import LargestFour, Quantized
+from lightning_hiercomm.comm.codec import AsIs, Cast, Codec
 
 CODECS = [AsIs(), Cast(torch.bfloat16), Cast(torch.float16), Quantized(8), Quantized(4), Quantized(4, block=64)]
 CODECS += [LargestFour(), LargestFour(block=48)]

@@ -283,7 +283,7 @@ def attached(
     for name in frozen:
         module[name].requires_grad_(False)
     optimizer = (inner or SGD_AT_HALF)(list(module.parameters()))
-    wire = wire if isinstance(wire, Wire) else Wire.named(wire)
+    wire = wire if isinstance(wire, Wire) else Wire(wire)
     if targets is None:
         generator = torch.Generator().manual_seed(topology.rank)
         target = _flat([torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in module.parameters()])

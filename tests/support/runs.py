@@ -81,7 +81,7 @@ def on_two_nodes(
         layers = own if isinstance(own, nn.ModuleList) else [own]
         optimizers = [inner([p for p in layer.parameters() if p.requires_grad]) for layer in layers]
         replicas = Replicas(own, optimizers, **of_replicas)
-        run = TrainingRun(scheme, replicas, topology, Wire.named(wire), on_nonfinite=on_nonfinite)
+        run = TrainingRun(scheme, replicas, topology, Wire(wire), on_nonfinite=on_nonfinite)
         with begun(run, epochs):
             return work(run)
 
