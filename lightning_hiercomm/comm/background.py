@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_hiercomm.comm import streams
-from lightning_hiercomm.comm.base import Completion, Handle, completed_future
+from lightning_hiercomm.comm.base import CommunicationError, Handle, completed_future, future_of
 from lightning_hiercomm.comm.meter import Meter
 
 _IDLE_SECONDS = 0.5
@@ -62,22 +62,54 @@ class JobThread:
                 job.run()
 
 
-class _Job(Completion):
+class _Job(Handle):
     """Work for another thread, which calls :meth:`run` once."""
 
     def __init__(self, work: Callable[[], object]) -> None:
-        super().__init__()
         self._work: Callable[[], object] | None = work
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._futures: list[tuple[Future[Tensor], Tensor]] = []
 
     def run(self) -> None:
         assert self._work is not None
-        error: BaseException | None = None
         try:
             self._work()
-        except BaseException as raised:
-            error = raised
+        except BaseException as error:
+            self._error = error
         self._work = None  # frees what the closure holds
-        self.end(error)
+        with self._lock:
+            self._ended.set()
+            futures, self._futures = self._futures, []
+        for future, value in futures:
+            self._complete(future, value)
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def is_done(self) -> bool:
+        return self._ended.is_set()
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        future = future_of(value)
+        with self._lock:
+            if not self._ended.is_set():
+                self._futures.append((future, value))
+                return future
+        self._complete(future, value)
+        return future
+
+    def _complete(self, future: Future[Tensor], value: Tensor) -> None:
+        error = self._error
+        if error is None:
+            future.set_result(value)
+            return
+        if not isinstance(error, Exception):  # torch's futures take no other
+            error = CommunicationError(f"a collective was interrupted by {error!r}")
+        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
 class Background:
@@ -109,7 +141,8 @@ class Background:
         self._meter = meter
         self._level = level
         self._stream = streams.new(device) if streams.has(device) else None
-        self._deferred: deque[_DeferredJob] | None = deque() if defers else None
+        self._defers = defers
+        self._queue: deque[_StreamJob] = deque()
         self._thread = JobThread(f"hiercomm-{level}")
 
     def submit(self, work: Callable[[], object]) -> Handle:
@@ -125,11 +158,12 @@ class Background:
         return Reading(self._enqueue(self._stream, lambda: copies.append(streams.to_host(numbers()))), copies)
 
     def _enqueue(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> _StreamJob:
-        if self._deferred is not None:
-            return _DeferredJob(stream, self._device, work, self._deferred)
-        # gloo inside a node blocks the host here, and the stream of training runs out of work
-        with self._meter.waiting(self._level, self._device), self._meter.overlapped():
-            return _StreamJob(stream, self._device, work)
+        job = _StreamJob(stream, self._device, work, self._queue, self._defers)
+        if not self._defers:
+            # gloo inside a node blocks the host here, and the stream of training runs out of work
+            with self._meter.waiting(self._level, self._device):
+                job.run()
+        return job
 
     def uses(self, tensor: Tensor) -> None:
         """Record that jobs use a tensor made by training, so that CUDA does not reuse its memory too early."""
@@ -147,81 +181,70 @@ class Background:
 
 
 class _StreamJob(Handle):
-    """Work for a stream, after the present work of the current stream."""
+    """Work for a stream, after the work that the current stream has now.
 
-    def __init__(self, stream: torch.cuda.Stream, device: torch.device, work: Callable[[], object]) -> None:
-        self._stream = stream
-        self._device = device
-        self._run(streams.mark(device), work)
+    Args:
+        stream: The stream.
+        device: Its device.
+        work: Enqueues the work.
+        queue: The jobs that have not run; :meth:`run` runs them in order.
+        is_deferred: Whether it runs when it, or a later job, is waited for.
+    """
 
-    def _run(self, ready: torch.cuda.Event, work: Callable[[], object]) -> None:
-        self._stream.wait_event(ready)
-        with streams.within(self._stream):
-            work()
-            self._end = streams.mark(self._device)
-
-    def wait(self) -> None:
-        streams.current(self._device).wait_event(self._end)
-
-    def wait_on_host(self) -> None:
-        self._end.synchronize()
-
-    def is_done(self) -> bool:
-        return bool(self._end.query())
-
-    def future(self, value: Tensor) -> Future[Tensor]:
-        with streams.within(self._stream):
-            return completed_future(value)
-
-
-class _DeferredJob(_StreamJob):
-    """A job that runs when it, or a later job, is waited for."""
+    _end: torch.cuda.Event  # after it has run
 
     def __init__(
         self,
         stream: torch.cuda.Stream,
         device: torch.device,
         work: Callable[[], object],
-        deferred: deque[_DeferredJob],
+        queue: deque[_StreamJob],
+        is_deferred: bool,
     ) -> None:
         self._stream = stream
         self._device = device
-        self._ready = streams.mark(device)  # the job waits for the work that training has enqueued by now
+        self._ready = streams.mark(device)
         self._work: Callable[[], object] | None = work
         self._error: BaseException | None = None
-        self._deferred = deferred
-        deferred.append(self)
+        self._queue = queue
+        self._is_deferred = is_deferred
+        queue.append(self)
 
-    def wait(self) -> None:
-        self._catch_up()
-        super().wait()
-
-    def wait_on_host(self) -> None:
-        self._catch_up()
-        super().wait_on_host()
-
-    def is_done(self) -> bool:
-        # whether the device has finished differs between ranks, which would launch later work in different orders
-        return self._work is None
-
-    def future(self, value: Tensor) -> Future[Tensor]:
-        self._catch_up()
-        return super().future(value)
-
-    def _catch_up(self) -> None:
+    def run(self) -> None:
+        """Run the jobs up to this one, unless they have run; raise its error."""
         while self._work is not None:
-            job = self._deferred.popleft()
+            job = self._queue.popleft()
             work, job._work = job._work, None
             assert work is not None
             try:
                 with Meter.overlapped():  # the caller counts its wait for the job
-                    job._run(job._ready, work)
+                    self._stream.wait_event(job._ready)
+                    with streams.within(self._stream):
+                        work()
+                        job._end = streams.mark(self._device)
             except BaseException as error:  # reaches waiters of that job, not of later ones
                 job._error = error
                 if not isinstance(error, Exception):
                     raise
         if self._error is not None:
             raise self._error
+
+    def wait(self) -> None:
+        self.run()
+        streams.current(self._device).wait_event(self._end)
+
+    def wait_on_host(self) -> None:
+        self.run()
+        self._end.synchronize()
+
+    def is_done(self) -> bool:
+        # whether the device has finished differs between ranks, which would launch later work in different orders
+        return self._work is None if self._is_deferred else bool(self._end.query())
+
+    def future(self, value: Tensor) -> Future[Tensor]:
+        self.run()
+        with streams.within(self._stream):
+            return completed_future(value)
 
 
 class Reading(Handle):

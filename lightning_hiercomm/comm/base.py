@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -40,60 +39,16 @@ class Handle(ABC):
 
 def completed_future(value: Tensor) -> Future[Tensor]:
     """Return a completed future that holds ``value``, ready on the current stream."""
-    future = _future_of(value)
+    future = future_of(value)
     future.set_result(value)
     return future
 
 
-def _future_of(value: Tensor) -> Future[Tensor]:
+def future_of(value: Tensor) -> Future[Tensor]:
+    """Return a future for ``value``."""
     # with `devices`, streams that wait for the future wait for the stream that was current when its result was set
     # (https://docs.pytorch.org/docs/stable/futures.html#torch.futures.Future)
     return Future(devices=[] if value.device.type == "cpu" else [value.device])
-
-
-class Completion(Handle):
-    """A job of another thread, which may end with an error, and the torch futures that depend on it."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._futures: list[tuple[Future[Tensor], Tensor]] = []
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the job as ended; called once, by its thread."""
-        self.error = error
-        with self._lock:
-            self._ended.set()
-            futures, self._futures = self._futures, []
-        for future, value in futures:
-            self._complete(future, value)
-
-    def wait(self) -> None:
-        self._ended.wait()
-        if self.error is not None:
-            raise self.error
-
-    def is_done(self) -> bool:
-        return self._ended.is_set()
-
-    def future(self, value: Tensor) -> Future[Tensor]:
-        future = _future_of(value)
-        with self._lock:
-            if not self._ended.is_set():
-                self._futures.append((future, value))
-                return future
-        self._complete(future, value)
-        return future
-
-    def _complete(self, future: Future[Tensor], value: Tensor) -> None:
-        error = self.error
-        if error is None:
-            future.set_result(value)
-            return
-        if not isinstance(error, Exception):  # torch's futures take no other
-            error = CommunicationError(f"a collective was interrupted by {error!r}")
-        future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
 
 
 class Together(Handle):
@@ -237,6 +192,11 @@ class Communicator(ABC):
 
     def close(self) -> None:
         """Free the sockets and buffers of this group. Nothing may be in flight. Collective."""
+
+    def failure(self, error: BaseException) -> CommunicationError:
+        """Return the error of a lost group."""
+        some = f"{list(self.ranks[:8])}{f' and {self.size - 8} more' if self.size > 8 else ''}"
+        return CommunicationError(f"rank {self.ranks[self.rank]} lost its {self.level} group (ranks {some}): {error}")
 
     def _all_reduce_weighted(self, tensor: Tensor, op: Reduction, waiting: bool, weight: float) -> Handle:
         """All-reduce; a backend overrides it if it can scale while it copies."""

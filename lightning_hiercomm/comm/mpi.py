@@ -1,32 +1,25 @@
 """Communicators over MPI, by mpi4py.
 
 MPI guarantees progress only inside its calls. Some libraries, transports and settings make progress without them
-(``benchmarks/studies/mpi_progress.py`` measures it). Therefore one thread per process tests the collectives in flight,
-and sleeps between tests to leave the core to training.
+(``benchmarks/studies/mpi_progress.py`` measures it). Therefore a thread tests the collectives in flight, and sleeps
+between tests to leave the core to training.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_hiercomm.comm.base import (
-    CommunicationError,
-    Communicator,
-    Completion,
-    Connect,
-    Handle,
-    Reduction,
-)
+from lightning_hiercomm.comm.background import JobThread
+from lightning_hiercomm.comm.base import Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 
@@ -125,15 +118,19 @@ class MPICommunicator(Communicator):
     def __init__(self, group: MPI.Comm, ranks: Sequence[int], rank: int, level: str, meter: Meter) -> None:
         super().__init__(ranks, rank, level, meter)
         self.group = group
+        self._thread = JobThread("hiercomm-mpi")
+        self._is_exiting = False
+        atexit.register(self._exit)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         try:
             values: list[Any] = self.group.allgather(value)
         except load_mpi().Exception as error:
-            raise self._failure(error) from error
+            raise self.failure(error) from error
         return values
 
     def close(self) -> None:
+        atexit.unregister(self._exit)
         if not load_mpi().Is_finalized() and self.group:
             self.group.Free()
 
@@ -170,99 +167,27 @@ class MPICommunicator(Communicator):
         )
 
     def _launch(self, start: Callable[[], list[Any]], tensors: Sequence[Tensor]) -> Handle:
-        collective = _Collective(self, tensors)
         try:
-            collective.requests = start()
-        except BaseException as error:
-            collective.end(error)
-        else:
-            _progress_of(os.getpid()).add(collective)
-        return collective
+            return self._thread.submit(partial(self._complete, start(), tensors))
+        except load_mpi().Exception as error:
+            raise self.failure(error) from error
 
-    def _failure(self, error: BaseException) -> CommunicationError:
-        return CommunicationError(
-            f"rank {self.ranks[self.rank]} lost its {self.level} group (ranks {list(self.ranks)}): {error}"
-        )
-
-
-class _Collective(Completion):
-    """A collective in flight; it keeps the tensors until its end, because MPI reads and writes their memory."""
-
-    def __init__(self, communicator: MPICommunicator, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.requests: list[Any] = []
-        self._communicator = communicator
-        self._tensors = tensors
-
-    def try_to_end(self) -> bool:
-        """Whether MPI has finished it; called by the progress thread."""
-        try:
-            if not load_mpi().Request.Testall(self.requests):
-                return False
-        except BaseException as error:
-            self.end(error)
-        else:
-            self.end()
-        return True
-
-    def end(self, error: BaseException | None = None) -> None:
-        if isinstance(error, load_mpi().Exception):
-            failure = self._communicator._failure(error)
-            failure.__cause__ = error
-            error = failure
-        super().end(error)
-
-    def wait(self) -> None:
-        with self._communicator.meter.waiting(self._communicator.level, torch.device("cpu")):
-            super().wait()
-        self._tensors = ()
-
-    future = Handle.future  # waits, and counts that
-
-
-class _Progress:
-    """The thread that tests the process's collectives until they end."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running: list[_Collective] = []
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="hiercomm-mpi", daemon=True)
-        self._thread.start()
-        atexit.register(self.close)  # MPI must not be finalized during a call of this thread
-
-    def add(self, collective: _Collective) -> None:
-        with self._changed:
-            self._running.append(collective)
-            self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(timeout=5.0)
-
-    def _run(self) -> None:
+    def _complete(self, requests: list[Any], tensors: Sequence[Tensor]) -> None:
+        """Test requests until they end; until then MPI uses the memory of the tensors, which this call keeps."""
         sleep = _SHORTEST_SLEEP
-        while True:
-            with self._changed:
-                if not self._running:
-                    sleep = _SHORTEST_SLEEP
-                    self._changed.wait_for(lambda: self._closing or self._running)
-                if self._closing:
-                    return
-                running = list(self._running)
-            ended = {id(each) for each in running if each.try_to_end()}
-            if ended:
-                with self._changed:
-                    self._running = [each for each in self._running if id(each) not in ended]
-            sleep = _SHORTEST_SLEEP if ended else min(2 * sleep, _LONGEST_SLEEP)
-            time.sleep(sleep)
+        try:
+            while not load_mpi().Request.Testall(requests):
+                if self._is_exiting:
+                    raise self.failure(RuntimeError("the process exits"))
+                time.sleep(sleep)
+                sleep = min(2 * sleep, _LONGEST_SLEEP)
+        except load_mpi().Exception as error:
+            raise self.failure(error) from error
 
-
-@functools.cache
-def _progress_of(process: int) -> _Progress:
-    return _Progress()
+    def _exit(self) -> None:
+        """End the thread, because MPI must not be finalized during its calls."""
+        self._is_exiting = True
+        self._thread.close(timeout=5.0)
 
 
 def _memory(tensor: Tensor) -> tuple[Any, Any]:

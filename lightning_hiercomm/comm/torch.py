@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import JobThread, Timed
-from lightning_hiercomm.comm.base import CommunicationError, Communicator, Connect, Handle, Reduction
+from lightning_hiercomm.comm.base import Communicator, Connect, Handle, Reduction
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.spares import Spares
 
@@ -157,53 +157,45 @@ class TorchCommunicator(Communicator):
         """
         parts = [tensor] * self.size if in_one_round else tensor.tensor_split(self.size)
         own = parts[self.rank]
+        second_round: Launch | None = None
+        if not in_one_round:
+            self._last_tag += 1  # collectives that are launched between the rounds must not mix with them
+            second_round = partial(self._swap, [own] * self.size, parts, tag=self._last_tag)
+        return self._combine(parts, op, own, second_round)
+
+    def _combine(self, parts: Sequence[Tensor], op: Reduction, output: Tensor, second_round: Launch | None) -> Handle:
+        """Send ``parts[i]`` to every other member ``i``, and combine those that arrive with this member's own."""
+        own = parts[self.rank]
         spare = self._spares.take((self.size - 1) * own.numel(), own.dtype, own.device)
-        others = spare.view(self.size - 1, -1)
+        others = spare.view(self.size - 1, own.numel())
         received = [*others[: self.rank], own, *others[self.rank :]]
 
         def combine() -> None:
             if self.size == 2:
-                (torch.add if op == "sum" else torch.maximum)(own, others[0], out=own)
+                (torch.add if op == "sum" else torch.maximum)(own, others[0], out=output)
             elif op == "sum":
-                torch.sum(torch.stack(received), 0, dtype=own.dtype, out=own)
+                torch.sum(torch.stack(received), 0, dtype=own.dtype, out=output)
             else:
-                torch.amax(torch.stack(received), 0, out=own)
+                torch.amax(torch.stack(received), 0, out=output)
             self._spares.give_back(spare)
 
-        second_round = None
-        if not in_one_round:
-            self._last_tag += 1  # collectives that are launched between the rounds must not mix with them
-            second_round = partial(self._swap, [own] * self.size, parts, tag=self._last_tag)
-        return self._launch(partial(self._swap, parts, received), [tensor, others], combine, second_round)
+        return self._launch(partial(self._swap, parts, received), [*parts, spare], combine, second_round)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         if self.is_nccl:
             if tensor.is_complex():  # the only collective of torch that does not convert complex tensors itself
                 output, tensor = (torch.view_as_real(each).flatten() for each in (output, tensor))
-            return self._launch(
-                lambda: [dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True)], [output, tensor]
-            )
+            return self._launch(partial(self._works, dist.reduce_scatter_tensor, output, tensor), [output, tensor])
         # gloo's own reduce-scatter is an all-reduce, with twice the bytes
-        parts = tensor.chunk(self.size)
-        if self.size == 2 and not streams.has(tensor.device):
-            theirs = self._spares.take(output.numel(), output.dtype, output.device)
-
-            def add() -> None:
-                torch.add(theirs, parts[self.rank], out=output)
-                self._spares.give_back(theirs)
-
-            return self._launch(partial(self._swap, parts, [theirs] * 2), [tensor, theirs], finish=add)
+        if not streams.has(tensor.device):
+            return self._combine(tensor.chunk(self.size), "sum", output, None)
         arrived = torch.empty_like(tensor)
-        if streams.has(tensor.device):
-            start: Launch = partial(self._works, dist.all_to_all_single, arrived, tensor)
-        else:
-            arrived.chunk(self.size)[self.rank].copy_(parts[self.rank])
-            start = partial(self._swap, parts, arrived.chunk(self.size))
 
         def sum_up() -> None:
             streams.keep_here(arrived)  # allocated on the launching stream
             torch.sum(arrived.view(self.size, -1), dim=0, dtype=output.dtype, out=output)
 
+        start = partial(self._works, dist.all_to_all_single, arrived, tensor)
         return self._launch(start, [output, tensor, arrived], finish=sum_up)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
@@ -281,16 +273,14 @@ class TorchCommunicator(Communicator):
         second_round: Launch | None = None,
     ) -> Handle:
         try:
-            with self._launching():
-                works = [work for work in start() if work is not None]
-            return _TorchHandle(self, works, tensors, finish, second_round)
+            return _TorchHandle(self, self.started(start), tensors, finish, second_round)
         except RuntimeError as error:
             raise self.failure(error) from error
 
-    def failure(self, error: RuntimeError) -> CommunicationError:
-        """Return the error of a lost group."""
-        some = f"{list(self.ranks[:8])}{f' and {self.size - 8} more' if self.size > 8 else ''}"
-        return CommunicationError(f"rank {self.ranks[self.rank]} lost its {self.level} group (ranks {some}): {error}")
+    def started(self, start: Launch) -> list[dist.Work]:
+        """Start messages, and return those that are not done."""
+        with self._launching():
+            return [work for work in start() if work is not None]
 
 
 class _TorchHandle(Handle):
@@ -324,11 +314,8 @@ class _TorchHandle(Handle):
                 if self._finish is not None:
                     self._finish()
                 if self._second_round is not None:
-                    with communicator._launching():
-                        second_works = self._second_round()
-                    for second_work in second_works:
-                        if second_work is not None:
-                            second_work.wait()
+                    for work in communicator.started(self._second_round):
+                        work.wait()
         except RuntimeError as error:
             raise communicator.failure(error) from error
         self._tensors, self._works = (), []
