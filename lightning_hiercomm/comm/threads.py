@@ -102,20 +102,19 @@ class ThreadWorld:
             return self._groups.setdefault(ranks, (len(self._groups), ranks))
 
     def post(self, key: Hashable, rank: int, value: Any, senders: int) -> None:
-        """Store the value of one of ``senders`` ranks for the ranks that collect ``key``."""
+        """Store the value of one of ``senders`` ranks for as many that collect ``key``."""
         with self._lock:
             slot = self._slots[key]
             slot.values[rank] = value
             if len(slot.values) == senders:
                 slot.is_over.set()
 
-    def collect(self, key: Hashable, senders: int, readers: int, together: Callable[[dict[int, Any]], T]) -> T:
+    def collect(self, key: Hashable, senders: int, together: Callable[[dict[int, Any]], T]) -> T:
         """Block until ``senders`` ranks have posted ``key``.
 
         Args:
             key: Of the slot; the last of its readers deletes it.
-            senders: The number of ranks that post.
-            readers: The number of ranks that collect.
+            senders: The number of ranks that post, and of those that collect.
             together: Combines all values, by rank. The first reader calls it for all readers.
 
         Returns:
@@ -136,7 +135,7 @@ class ThreadWorld:
             if slot.readers == 0:
                 slot.result = together(slot.values)
             slot.readers += 1
-            if slot.readers == readers:
+            if slot.readers == senders:
                 with self._lock:
                     del self._slots[key]
         result: T = slot.result
@@ -201,9 +200,7 @@ class _ThreadCommunicator(Communicator):
     def all_gather_object(self, value: Any) -> list[Any]:
         key = self._next_key()
         self._world.post(key, self.rank, value, self.size)
-        return self._world.collect(
-            key, self.size, self.size, lambda values: [values[rank] for rank in range(self.size)]
-        ).copy()
+        return self._world.collect(key, self.size, lambda values: [values[rank] for rank in range(self.size)]).copy()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction, waiting: bool) -> Handle:
         return self._collective(tensor, partial(self._reduce, op=op), tensor.copy_, borrowed=True)
@@ -231,7 +228,7 @@ class _ThreadCommunicator(Communicator):
 
         def finish() -> None:
             for buffer, key in messages:
-                buffer.copy_(self._world.collect(key, 1, 1, lambda values: next(iter(values.values()))).open())
+                buffer.copy_(self._world.collect(key, 1, lambda values: next(iter(values.values()))).open())
 
         def is_done() -> bool:
             return all(self._world.is_posted(key, 1) for _, key in messages)
@@ -255,7 +252,7 @@ class _ThreadCommunicator(Communicator):
 
         return _ThreadHandle(
             self,
-            lambda: finish(self._world.collect(key, self.size, self.size, gathered).open()),
+            lambda: finish(self._world.collect(key, self.size, gathered).open()),
             lambda: self._world.is_posted(key, self.size),
             tensor.device,
             [(tensor, sent)] if borrowed else [],

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import Bucket, ShardSpec, TensorSlice, filled_buckets
 
-_UNBOUNDED = 2**62
-
 
 class Held:
     """Which ranks of a node hold each tensor.
@@ -54,22 +52,20 @@ def cut(
     """
     if not held.shares:
         parameters = [tensor for tensor in parameters if tensor.numel()]
-    groups = [] if isinstance(into, int) else [group for group in _below(into, parameters, names) if group]
+    if not isinstance(into, int):
+        groups = [
+            [TensorSlice(tensor, 0, tensor.numel()) for tensor in group] for group in _below(into, parameters, names)
+        ]
+        return [_buckets_of_part(pieces, held) for pieces in groups if pieces]
     largest = max((parameter.element_size() for parameter in parameters), default=1)
+    whole_bytes = sum(held.whole(tensor) * tensor.element_size() for tensor in parameters)
+    part_bytes = -int(-(whole_bytes / largest) // into) * largest
     if not held.shares:
-        if not isinstance(into, int):
-            return [whole_tensors(tensors, _UNBOUNDED) for tensors in groups]
-        elements = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / largest
-        return [[bucket] for bucket in whole_tensors(parameters, -int(-elements // into) * largest)]
+        return [[bucket] for bucket in whole_tensors(parameters, part_bytes)]
     # by whole tensors and holders, which are equal on every rank
-    if isinstance(into, int):
-        whole_bytes = sum(held.whole(tensor) * tensor.element_size() for tensor in parameters)
-        part_bytes = -int(-(whole_bytes / largest) // into) * largest
-        parts: list[list[TensorSlice]] = []
-        for dtype in dict.fromkeys(tensor.dtype for tensor in parameters):
-            parts += _runs([t for t in parameters if t.dtype == dtype], held, max(1, part_bytes // dtype.itemsize))
-    else:
-        parts = [[TensorSlice(tensor, 0, tensor.numel()) for tensor in tensors] for tensors in groups]
+    parts: list[list[TensorSlice]] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in parameters):
+        parts += _runs([t for t in parameters if t.dtype == dtype], held, max(1, part_bytes // dtype.itemsize))
     return [_buckets_of_part(pieces, held) for pieces in parts]
 
 
