@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ _HELD = ("step", "state", "param_groups", "defaults")
 
 _known: dict[tuple[object, ...], str | None] = {}
 """The results of trials, by all that decides them."""
+_alone = threading.Lock()  # ranks may be threads, and torch's look-up of dispatch modes is not safe between them
 
 
 def why_not_in_parts(make: MakeOptimizer, device: torch.device, *, numbers_only: bool = False) -> str | None:
@@ -43,14 +45,15 @@ def why_not_in_parts(make: MakeOptimizer, device: torch.device, *, numbers_only:
         numbers_only: Whether all that the optimizer changes, besides its state, has to be numbers in its param groups.
             Otherwise it may change its attributes, and nothing in its param groups.
     """
-    key = _key(make, device, numbers_only)
-    if key is not None and key in _known:
-        return _known[key]
-    reasons = (_tried(make, device, numbers_only, shapes) for shapes in _SIZES)
-    reason = next(filter(None, reasons), None)
-    if key is not None:
-        _known[key] = reason
-    return reason
+    with _alone:
+        key = _key(make, device, numbers_only)
+        if key is not None and key in _known:
+            return _known[key]
+        reasons = (_tried(make, device, numbers_only, shapes) for shapes in _SIZES)
+        reason = next(filter(None, reasons), None)
+        if key is not None:
+            _known[key] = reason
+        return reason
 
 
 def _key(make: MakeOptimizer, device: torch.device, numbers_only: bool) -> tuple[object, ...] | None:
@@ -98,7 +101,7 @@ def why_not_without_gradient(make: MakeOptimizer, device: torch.device) -> str |
     """Return the reason why an optimizer must not be called when no parameter has a gradient; None if it may."""
     values = torch.ones(40)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), NoCollectives():
+        with _alone, torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), NoCollectives():
             tried = _Tried(make, [values], device)
             tried.optimizer.step()
     except Exception as error:  # whatever the optimizer raises
