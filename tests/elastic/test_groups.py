@@ -156,7 +156,10 @@ def test_no_abandoned_question_outlives_the_transport():
     """A thread that comes back from a store's client at interpreter exit ended the process with SIGABRT."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     transport, address = GlooTransport("127.0.0.1", dead_after=4.0), f"127.0.0.1:{store.port}"
-    answers = threading.Event()
+    answers, before = threading.Event(), set(threading.enumerate())
+
+    def asking() -> bool:
+        return any(thread.name == "ask-node" for thread in {*threading.enumerate()} - before)
 
     def query(_: object) -> None:
         answers.wait(60)
@@ -164,10 +167,10 @@ def test_no_abandoned_question_outlives_the_transport():
     with pytest.raises(RuntimeError, match="does not answer"):
         transport.ask(address, query, 0.05)
     assert not transport.ask_all([address], query)
-    assert any(thread.name == "ask-node" for thread in threading.enumerate())
+    assert asking()
     answers.set()
     transport.finish()
-    assert not any(thread.name == "ask-node" for thread in threading.enumerate())
+    assert not asking()
 
 
 def test_training_on_a_gpu_does_not_wait_for_overlapped_sends(fake_device):

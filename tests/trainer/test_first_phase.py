@@ -9,6 +9,7 @@ from harness import TARGETS
 from lightning.pytorch.callbacks import ModelCheckpoint
 from problems import Oracle, Quadratic, Stream, fitted
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalFabricStrategy, HierarchicalStrategy, PeriodicAveraging
@@ -18,10 +19,12 @@ PHASES = PeriodicAveraging(3, warmup_steps=2)
 
 
 class Watched(Oracle):
-    """Reports the parameter, and the size of DDP's process group."""
+    """Reports the parameter, and the size of DDP's process group; 1 where no gradients are shared."""
 
     def on_train_batch_end(self, *_):
-        self.report.append((self.x.item(), self.trainer.strategy.model.process_group.size()))
+        model = self.trainer.strategy.model
+        size = model.process_group.size() if isinstance(model, DistributedDataParallel) else 1
+        self.report.append((self.x.item(), size))
 
 
 class TwoSteps(Watched):
