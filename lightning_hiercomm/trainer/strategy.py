@@ -166,7 +166,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             return {"num_replicas": elastic.min_nodes * self.world_size, "rank": self.global_rank}
         return {"num_replicas": self.world_size, "rank": self.global_rank}  # nodes may have unequal numbers of ranks
 
-    # ---- DDP over the node ---------------------------------------------------------------------------------------
+    # ---- DDP over the ranks that share gradients -----------------------------------------------------------------
 
     @override
     def configure_ddp(self) -> None:
