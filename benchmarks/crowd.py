@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import time
@@ -10,14 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 
-from lightning_hiercomm.control.keys import Keys
 from lightning_hiercomm.control.open_files import raise_limit
 from lightning_hiercomm.control.plane import ControlPlane
-from lightning_hiercomm.control.reports import Failure
 
 HANG_TIMEOUT = 300.0
 """The strategy's default, in seconds."""
@@ -66,7 +66,7 @@ def measure(ranks: int, seconds: float = 20.0) -> Crowd:
         watched = time.perf_counter() - began
         of_store, *of_ranks = (now - before for now, before in zip(map(_processor_seconds, pids), used, strict=True))
         began = time.perf_counter()
-        Keys(store, ranks).write_failure(Failure(f"{_place(ranks - 1)} failed", by=ranks - 1))
+        store.compare_set("failure", "", json.dumps({"message": f"{_place(ranks - 1)} failed"}))
         _until(lambda: store.add("aware", 0) == ranks)
         reported = time.perf_counter() - began
     finally:
@@ -86,7 +86,14 @@ def _take_part(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_LIMIT)
 
-    ControlPlane(store, rank, size, _place(rank), grace=3600.0, hang_timeout=HANG_TIMEOUT)
+    def gather(own: Any, among: str = "") -> list[Any]:
+        if store.add("joined", 1) == size:
+            store.set("all joined", "")
+        store.wait(["all joined"], _LIMIT)
+        return [own]
+
+    plane = ControlPlane(rank, size, _place(rank), grace=3600.0, hang_timeout=HANG_TIMEOUT)
+    plane.start(store, gather)
     store.add("watching", 1)
     time.sleep(3600.0)
 

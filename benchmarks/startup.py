@@ -281,9 +281,9 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
         raise_limit(needed_files(size))
         joined = bootstrap.Bootstrap("127.0.0.1", port, rank, size, _LIMIT)
         joined.gather("127.0.0.1")  # as for the interfaces of gloo
+        plane = ControlPlane(rank, size, f"rank {rank} (node {node})", hang_timeout=300.0)
         own = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # heartbeats are not counted
-        control = dist.PrefixStore("control", own)
-        plane = ControlPlane(control, rank, size, f"rank {rank} (node {node})", hang_timeout=300.0)
+        plane.start(dist.PrefixStore("control", own), joined.gather)
     with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
         dist.init_process_group("gloo", store=joined.store("process group"), rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):

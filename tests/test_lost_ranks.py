@@ -163,9 +163,25 @@ def test_a_spawned_rank_that_exits_before_training_ends_the_others(job):
 HANG = "4"
 """Seconds of silence; a busy machine may be that slow to wake a thread for less."""
 
-FROZEN = ("stop", "hold")
+FROZEN = {
+    "stop": "it sent nothing",
+    "hold": "it sent nothing",
+    "disk": "its main thread has been stopped or stuck",
+    "worker": r"its worker \d+ has been stopped or stuck",
+}
 SLEEPS = ("--steps", "40", "--sync-every", "10")  # a long step, and then all others
 SILENT = ("--slow-rank", "1", "--slow-seconds", "0.05", "--victim", "1", "--at", "20", "--hang-timeout", HANG)
+
+
+def _ends(process: int) -> bool:
+    """Return whether a process has ended, within five seconds."""
+    deadline = time.monotonic() + 5.0
+    with contextlib.suppress(OSError):
+        while "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -187,23 +203,25 @@ def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(silent, accident)
     ended = max(path.stat().st_mtime for path in job.folder.glob("output-*"))
     seconds = ended - float((job.folder / "accident").read_text())
     assert all(codes), output
-    doing = r"(past )?training batch \d+ of epoch 0, after \d+ steps"
-    named = rf"rank 1 \(node 1\) is frozen: it sent nothing for {HANG} s, and before it was {doing}\n"
+    doing = "beginning to train" if accident == "worker" else r"(past )?training batch \d+ of epoch 0, after \d+ steps"
+    named = rf"rank 1 \(node 1\) is frozen: {FROZEN[accident]} for {HANG} s, and before it was {doing}\n"
     assert re.search(f"lightning_hiercomm: {named}", output), output
-    assert "Fatal Python error: Aborted" in output  # the stacks of the frozen rank
-    assert re.search(r'oracle\.py", line \d+ in training_step', output), output
+    assert output.count("Thread 0x") >= 2  # stacks, also of the frozen one
+    if accident in ("hold", "disk"):
+        assert re.search(r'oracle\.py", line \d+ in (wait_as_for_a_disk|training_step)', output), output
+    for worker in job.folder.glob("worker-*"):
+        assert _ends(int(worker.read_text())), output
     assert float(HANG) <= seconds < SOON
 
 
 @pytest.mark.long("a step lasts longer than the four seconds of silence that are asked about")
-def test_a_long_step_goes_on_and_a_table_shows_where_ranks_are(silent):
+def test_a_long_step_goes_on_and_all_ranks_report_where_they_are(silent):
     job, _, output = silent("sleep")
     reports = job.reports(2)
     assert [len(report["trace"]) for report in reports] == [40] * 2, output
     assert reports[0]["x"] == reports[1]["x"]
     assert output.count(f"lightning_hiercomm: no rank made progress for {HANG} s (hang_timeout), and") == 1, output
-    row = r"rank 1 \(node 1\) \| is busy .*\| training batch 20 of epoch 0.*\| oracle\.py:\d+ \(training_step\)"
-    assert re.search(row, output), output
+    assert output.count("lightning_hiercomm: what rank 1 (node 1) does, which is training batch 20 of epoch 0") == 1
 
 
 @pytest.mark.long("four seconds of silence are what makes a rank frozen")

@@ -43,6 +43,9 @@ class OneRank:
     def request_requeue(self) -> None:
         self.requeue_requested = True
 
+    def go_on(self) -> None:
+        self.requeue_requested = False
+
 
 def replace_sigterm_broadcast(
     trainer: pl.Trainer, ranks: ControlPlane | OneRank, leave: Callable[[], object] | None = None
@@ -55,8 +58,8 @@ def replace_sigterm_broadcast(
 
     Args:
         trainer: The trainer that is being set up; its handlers are registered later.
-        ranks: Decides at which batch all ranks stop, with a ``SIGTERMException``; before, they save to be queued again.
-        leave: Called before they save to be queued again.
+        ranks: Decides at which batch all ranks stop, with a ``SIGTERMException``, or save.
+        leave: Called before they save to be queued again, if training ends with that.
 
     Returns:
         A function that is called before every batch; Lightning calls it if there are several ranks.
@@ -77,6 +80,9 @@ def replace_sigterm_broadcast(
                 leave()
             if ranks.stops_together:
                 save_and_requeue(received[-1], None)  # type: ignore[arg-type]  # the frame is not used
+            if leave is None:
+                ranks.go_on()
+                return
         connector.received_sigterm = True
         raise pl.utilities.exceptions.SIGTERMException
 

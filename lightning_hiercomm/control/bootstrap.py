@@ -69,15 +69,15 @@ class Bootstrap:
         connection = connect_again(self._connection) if own_connection else self._connection
         return PrefixStore(f"hiercomm/{self._attempt}/{purpose}", connection)
 
-    def gather(self, own: Any) -> list[Any]:
-        """Return the values of all ranks, in their order. Collective.
+    def gather(self, own: Any, among: str = "") -> list[Any]:
+        """Return the values of ranks with the same ``among``, in the order of the ranks. Collective.
 
         Raises:
             TimeoutError: If ranks are missing, with their numbers.
         """
         number, token, posted_in = next(self._numbers), secrets.token_hex(8), None
         if self._rank == 0:
-            return self._answer_all(f"{self._attempt}/{number}", own)
+            return self._answer_all(f"{self._attempt}/{number}", ["", among, own])
 
         def post() -> None:
             nonlocal posted_in
@@ -85,7 +85,7 @@ class Bootstrap:
                 self._attempt = self._store.get("attempt").decode()
             if self._attempt and self._attempt != posted_in:
                 posted_in = self._attempt
-                self._store.set(f"{posted_in}/{number}/{self._rank}", json.dumps([token, own]))
+                self._store.set(f"{posted_in}/{number}/{self._rank}", json.dumps([token, among, own]))
 
         post()
         self._wait({0: f"answer/{token}"}, post, longer=4 * self._longest_pause)  # rank 0 names missing ranks first
@@ -94,22 +94,21 @@ class Bootstrap:
             raise TimeoutError(error)
         return list(values)
 
-    def _answer_all(self, prefix: str, own: Any) -> list[Any]:
+    def _answer_all(self, prefix: str, own: list[Any]) -> list[Any]:
         keys, error = {rank: f"{prefix}/{rank}" for rank in range(1, self._size)}, ""
         try:
             self._wait(keys)
         except TimeoutError as missing:
             error = str(missing)
         there = [key for key in keys.values() if not error or self._store.check([key])]
-        messages = [json.loads(self._store.get(key)) for key in there]
-        values = [own, *(value for _, value in messages)]
-        answer = json.dumps([error, values])
-        for token, _ in messages:
-            self._store.set(f"answer/{token}", answer)
+        messages = [own, *(json.loads(self._store.get(key)) for key in there)]
+        values = {among: [each for _, other, each in messages if other == among] for _, among, _ in messages}
+        for token, among, _ in messages[1:]:
+            self._store.set(f"answer/{token}", json.dumps([error, values[among]]))
         if error:
             time.sleep(2 * self._longest_pause)  # other ranks must read it before the store is closed
             raise TimeoutError(error)
-        return values
+        return values[own[1]]
 
     @property
     def _longest_pause(self) -> float:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
+import logging
+import multiprocessing.util
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from torch.distributed import Store
 
 from lightning_hiercomm.control import process
 from lightning_hiercomm.control.bootstrap import is_agents_store
-from lightning_hiercomm.control.keys import Keys
-from lightning_hiercomm.control.reports import Arrival, Failure, Purpose, Status, in_line, standstill
+from lightning_hiercomm.control.verdict import Arrival, Purpose, Status, deadlock, in_line, standstill
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
+log = logging.getLogger(__name__)
+
+_STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
+_STOPPED = 5.0  # seconds without a turn: this process was stopped, perhaps together with all others
 _FIRST_POLL = 0.002  # seconds
-Found = TypeVar("Found")
+_SHARED = ("failure", "rounds", "arrival", "standstill", "left", "broken")
 
 
 class RankFailure(RuntimeError):
@@ -33,13 +39,30 @@ def seconds_between_beats(size: int, hang_timeout: float | None) -> float:
 
 
 class ControlPlane:
-    """A rank's part in the control plane: what its training thread reports, asks and waits for.
+    """Watches over the ranks of a run.
 
-    A :class:`Watch` sends heartbeats and receives failures in threads of its own. The training thread uses the store at
-    barriers, common stops and failures only. After a failure it raises at its next batch, or the process is ended.
+    At each heartbeat a thread writes ``status/<rank>``, and reads the shared keys and the status of the rank after it.
+    The training thread uses the store at barriers, common stops and failures only. Neither reads a key that may be
+    missing: the store would wait for it.
+
+    ==================================================== ===============================================================
+    key                                                  value
+    ==================================================== ===============================================================
+    ``failure``                                          the first failure of any rank, which ends the run
+    ``broken``                                           whether a collective broke: then a silent rank has died
+    ``rounds``; ``hold/<round>/<rank>``, ``at/<round>``  common stops; the next batch of each rank, and their maximum
+    ``arrival/<n>``, ``arrived/<n>``, ``passed/<n>``     barrier n: why ranks wait, their number, set when all are there
+    ``arrival``, ``left``                                the last barrier, and a rank that left, for ranks that miss it
+    ``standstill``                                       changes when all ranks shall write their stacks
+    ``aware``                                            the number of ranks that left or have read the failure
+    ==================================================== ===============================================================
+
+    - **Deaths.** Ranks check the processes of their own machine. A rank alone on its machine is dead if it is silent
+      after a collective broke. The others raise at their next batch, or are ended ``grace`` seconds later.
+    - **Hangs.** A rank is frozen if it sends nothing for ``hang_timeout`` seconds, or if its main thread is stuck in
+      the kernel for as long. A rank without progress for as long reads the status of all ranks.
 
     Args:
-        store: A new part of a store, over a connection of this object's own.
         rank: This rank.
         size: Number of ranks.
         place: The name of this rank in messages, such as ``"rank 3 (node 1)"``.
@@ -51,7 +74,6 @@ class ControlPlane:
 
     def __init__(
         self,
-        store: Store,
         rank: int,
         size: int,
         place: str,
@@ -62,67 +84,94 @@ class ControlPlane:
     ) -> None:
         self.rank, self.size, self.place, self.grace = rank, size, place, grace
         self.hang_timeout, self._timeout = hang_timeout, timeout
-        self.process, self._main_thread = process.identity(), main_thread or MainThread()
         self._lock = threading.Lock()  # guards what both threads write
+        self._failed, self._closing = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._interval = seconds_between_beats(size, hang_timeout)
+        self.processes: dict[int, Sequence[str]] = {}  # the identities of ranks on this machine
+        self._stuck, self._main_thread = process.StuckDetector(), main_thread or MainThread()
 
-        self.doing, self.progressed_at, self._has_begun = "starting", time.monotonic(), False
-        self.batches = self.barriers = 0  # begun; reached
-        self._arrival: Arrival | None = None  # at the barrier where this rank waits
+        # what this rank does
+        self.doing = "starting"
+        self._progress = self._batch = 0
+        self._progressed_at = self._answered_at = self._beat_at = self._seen_at = time.monotonic()
 
+        # other ranks
         self.failure: str | None = None
-        self._has_failed, self.is_closing = threading.Event(), threading.Event()
+        self._collective_broke = self._is_broken = False  # here; anywhere: then heartbeats are more frequent
+        self._next, self._seen = (rank + 1) % size, ""  # the rank that this one watches, and its last status
+        self._left = self._standstill = ""
+        self._look_at = 0.0
+        self._arrival: Arrival | None = None  # at the barrier where this rank waits
+        self._barriers = 0
 
-        # the common stop: this rank waits at batch `_hold_at` until `_stop_at` is known
+        # common stops: this rank waits at batch `_hold_at` until `_stop_at` is known
         self.stop_requested = self.requeue_requested = False
-        self._asked = ""
+        self._asked = {"requeue": 0, "stop": 0}
+        self._round = 0
         self._hold_at: int | None = None
         self._stop_at: int | None = None
 
-        if hang_timeout is not None and not faulthandler.is_enabled():
+    def start(self, store: Store, gather: Callable[..., list[Any]]) -> None:
+        """Start the thread. Collective.
+
+        Args:
+            store: A new part of a store, over a connection of this object's own.
+            gather: Returns at least the values of ranks with the same ``among``.
+        """
+        self._store = store
+        for key in _SHARED if self.rank == 0 else ():
+            store.compare_set(key, "", "")  # `set` returns before the store has the key
+        self._write_status()
+        own = process.identity()
+        if self.hang_timeout is not None and not faulthandler.is_enabled():
             faulthandler.enable(2)  # for `process.end_frozen`
-        self._keys = Keys(store, size)
-        self._watch = Watch(self, self._keys)
-        self._watch.start()
+        self.processes = {rank: who for rank, who in gather([self.rank, own], among=own[0]) if who[0] == own[0]}
+        self._answered_at = self._beat_at = self._seen_at = time.monotonic()
+        self._threads = [
+            threading.Thread(target=target, name="hiercomm-control", daemon=True)
+            for target in (self._run, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Leave; this does not count as a failure."""
-        self.is_closing.set()
-        self._watch.join()
+        if self._threads:
+            self._closing.set()
+            for thread in self._threads:
+                thread.join(timeout=max(2.0, 2 * self._interval) + self.grace / 2)
+            self._threads = []
 
-    # ---- progress and failures -----------------------------------------------------------------------------------
+    @property
+    def is_connected(self) -> bool:
+        """Whether :meth:`start` succeeded and :meth:`close` was not called."""
+        return bool(self._threads)
+
+    # ---- failures ------------------------------------------------------------------------------------------------
 
     def note_progress(self, doing: str) -> None:
         """Store what this rank does now; every call counts as progress."""
-        self.doing, self.progressed_at, self._has_begun = doing, time.monotonic(), True
+        self.doing, self._progressed_at = doing, time.monotonic()
+        self._progress += 1
 
-    def status(self) -> Status:
-        """Return what this rank does."""
-        arrival = self._arrival
-        return Status(
-            **asdict(self._main_thread.position()),
-            rank=self.rank,
-            place=self.place,
-            process=self.process,
-            doing=self.doing,
-            has_begun=self._has_begun,
-            idle=time.monotonic() - self.progressed_at,
-            batches=self.batches,
-            arrival=None if arrival is None else arrival.purpose,
-        )
+    def report_failure(self, error: BaseException) -> None:
+        """Report to all ranks that this one raised."""
+        if self.is_connected:
+            with contextlib.suppress(RuntimeError):  # the thread also finds that the store is lost
+                self._fail(self.description(error)[:2000], is_known=True)
 
-    def report_failure(self, error: BaseException) -> str:
-        """Report to all ranks that this one raised, and return the message."""
-        failed = f"failed: {type(error).__name__}: {error}"
-        message = f"{self.place} {'was interrupted' if isinstance(error, KeyboardInterrupt) else failed}"[:2000]
-        with contextlib.suppress(RuntimeError):  # the watch also finds that the store is lost
-            self.fail(message, is_own=True)
-        return message
+    def description(self, error: BaseException) -> str:
+        """Return a message that this rank raised an error."""
+        if isinstance(error, KeyboardInterrupt):
+            return f"{self.place} was interrupted"
+        return f"{self.place} failed: {type(error).__name__}: {error}"
 
-    def wait_for_failure(self, timeout: float) -> str | None:
-        """Wait up to ``timeout`` seconds for the failure that has broken a collective, and return it."""
-        with contextlib.suppress(RuntimeError):
-            self._keys.mark_broken()
-        self._has_failed.wait(timeout)
+    def wait_for_failure(self, timeout: float, collective_broke: bool = False) -> str | None:
+        """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
+        if self.is_connected:
+            self._collective_broke = collective_broke
+            self._failed.wait(timeout)
         return self.failure
 
     def check(self) -> None:
@@ -130,44 +179,25 @@ class ControlPlane:
         if self.failure is not None:
             raise RankFailure(self.failure)
 
-    def fail(self, message: str, is_own: bool = False, frozen: Sequence[str] | None = None) -> None:
-        """Report a failure to all ranks. The first one counts; later ones are its consequences."""
-        own = Failure(message, self.rank, is_own, frozen)
-        first = self._keys.write_failure(own)
-        if first == own and not is_own and self.failure is None:
-            _print(message)
-        self.learn(first)
-
-    def learn(self, failure: Failure) -> None:
-        """Receive the failure: raise it at the next batch, or end this process if it does not end by itself."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = failure.message
-        self._has_failed.set()
-        if failure.by != self.rank or not failure.is_own:
-            threading.Thread(target=self._end, args=[failure], daemon=True).start()
-
-    def _end(self, failure: Failure) -> None:
-        frozen = failure.frozen
-        if frozen is not None and frozen[0] == self.process[0] and frozen != self.process:
-            process.end_frozen(frozen)
-        if not self.is_closing.wait(self.grace):
-            first_line = failure.message.partition("\n")[0]
-            _print(f"{first_line}. Ending {self.place}.")
-            process.end_this()
-
-    # ---- the common stop -----------------------------------------------------------------------------------------
-    # One rank requests it. Each rank then waits at its next batch and writes that batch's number. The last one writes
-    # the largest number, at which all ranks stop.
+    # ---- common stops --------------------------------------------------------------------------------------------
+    # One rank appends a round to the list in the store. Each rank then waits at its next batch and writes that batch's
+    # number. The last one writes the largest number, at which all ranks stop. After a requeue they continue.
 
     def request_stop(self) -> None:
         """Request that all ranks stop at the same batch. Safe in a signal handler."""
-        self.stop_requested, self._asked = True, "stop"
+        self.stop_requested = True
+        self._asked["stop"] = 1
 
     def request_requeue(self) -> None:
-        """Request that all ranks stop at the same batch, and are queued again. Safe in a signal handler."""
-        self._asked = self._asked or "requeue"
+        """Request that all ranks save at the same batch and are queued again. Safe in a signal handler."""
+        self._asked["requeue"] += 1
+
+    def go_on(self) -> None:
+        """Continue training after all ranks have saved to be queued again."""
+        with self._lock:
+            self._hold_at = self._stop_at = None
+            self.requeue_requested = False
+            self._round += 1
 
     @property
     def stops_together(self) -> bool:
@@ -177,34 +207,42 @@ class ControlPlane:
     def should_stop(self) -> bool:
         """Return whether this rank stops before this batch, together with all others if :attr:`stops_together`.
 
+        If :attr:`requeue_requested`, the rank only saves here and then calls :meth:`go_on`.
+
         Raises:
             RankFailure: If another rank failed.
         """
         self.check()
         with self._lock:
-            self.batches += 1
-            if self._hold_at is None or self.batches < self._hold_at:
+            self._batch += 1
+            if self._hold_at is None or self._batch < self._hold_at:
                 return False
-        if self._stop_at is None:
-            self._stop_at = self._wait_for(self._keys.stop_at, None if self.requeue_requested else 30.0)
-        return self._stop_at is None or self.batches >= self._stop_at
+        # a rank without an answer may stop here, but must not train on while others wait for it in a save
+        if self._stop_at is None and self._is_there(f"at/{self._round}", None if self.requeue_requested else 30.0):
+            with self._lost_store_raises():
+                self._stop_at = int(self._store.get(f"at/{self._round}"))
+        return self._stop_at is None or self._batch >= self._stop_at
 
-    def follow_stop(self, kind: str) -> None:
-        """Wait at the next batch if a stop of some ``kind`` was requested; request that which this rank wants."""
-        if not kind and self._asked:
-            kind = self._keys.request_stop(self._asked)
-        if not kind or self._hold_at is not None:
+    def _follow_rounds(self, listed: str) -> None:
+        for kind, asked in self._asked.items():
+            if listed.split().count(kind) < asked:  # otherwise another rank has requested it already
+                listed = self._store.compare_set("rounds", listed, f"{listed} {kind}".strip()).decode()
+        rounds, number = listed.split(), self._round
+        if self._hold_at is not None or number >= len(rounds):
             return
         with self._lock:
-            self.requeue_requested = kind == "requeue"
-            self.stop_requested = self.stop_requested or kind == "stop"
-            self._hold_at = self.batches + 1
-        self._keys.hold(self.rank, self._hold_at)
+            self.requeue_requested = rounds[number] == "requeue"
+            self.stop_requested = self.stop_requested or rounds[number] == "stop"
+            self._hold_at = self._batch + 1
+        self._store.set(f"hold/{number}/{self.rank}", str(self._hold_at))
+        if self._store.add(f"held/{number}", 1) == self.size:
+            held = self._store.multi_get([f"hold/{number}/{rank}" for rank in range(self.size)])
+            self._store.set(f"at/{number}", str(max(map(int, held))))
 
     # ---- barriers ------------------------------------------------------------------------------------------------
 
     def barrier(self, purpose: Purpose = "average", what: str = "", steps: Sequence[int] = ()) -> None:
-        """Wait for all ranks, without a collective.
+        """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
         gloo matches a collective that only some ranks call with the next one of the others: it mixes their values, or
         ends the process if the sizes differ. At this barrier such a rank waits, and the run ends with its name.
@@ -218,174 +256,231 @@ class ControlPlane:
             RankFailure: If another rank failed, continued without this barrier, has taken another number of steps, or
                 does not arrive within the timeout.
         """
+        if not self.is_connected:
+            return
         self.check()
         line, is_saving = describe_caller()
         if is_saving and purpose == "average":
             purpose = "save"
         with self._lock:
-            self.barriers = number = self.barriers + 1
-        own = Arrival(number, self.rank, self.place, purpose, what, line, self.batches, [*steps])
-        self._arrival = own
-        if (difference := self._keys.arrive(own).difference(own)) is not None:
-            self.fail(difference)
-        else:
-            self._keys.count_arrival(number)
-        if self._wait_for(lambda: self._keys.has_passed(number), self._timeout) is None:
+            self._barriers = number = self._barriers + 1
+        self._arrival = own = Arrival(number, self.rank, self.place, purpose, what, line, self._batch, [*steps])
+        with self._lost_store_raises():
+            self._arrive(own)
+        if not self._is_there(f"passed/{number}", self._timeout):
             raise RankFailure(f"{self.place} has waited{in_line(line)} for other ranks for timeout={self._timeout} s")
         self._arrival = None
 
-    def _wait_for(self, find: Callable[[], Found | None], timeout: float | None) -> Found | None:
-        """Call ``find`` until it returns a value; return None after ``timeout`` seconds."""
+    def _arrive(self, own: Arrival) -> None:
+        number, text = own.number, json.dumps(asdict(own))
+        first = Arrival(**json.loads(self._store.compare_set(f"arrival/{number}", "", text)))
+        if first.rank == self.rank:
+            self._store.set("arrival", text)
+        if (difference := first.difference(own)) is not None:
+            self._fail(difference)
+        elif self._store.add(f"arrived/{number}", 1) == self.size:
+            self._store.set(f"passed/{number}", "")
+            for name in ("arrival", "arrived", "passed") if number > 1 else ():
+                self._store.delete_key(f"{name}/{number - 1}")
+
+    def _is_there(self, key: str, timeout: float | None) -> bool:
+        """Wait for a key; return False after ``timeout`` seconds."""
         pause, began = _FIRST_POLL, time.monotonic()
         while True:
             self.check()
-            left = self._watch.left  # before the call: a rank that passed this barrier may leave
-            if (found := find()) is not None:
-                return found
-            if left and self._arrival is not None:
-                self.fail(self._arrival.without_others(f"{left} has ended its run"))
+            left = self._left  # before the check: a rank that passed this barrier may leave
+            with self._lost_store_raises():
+                if self._store.check([key]):
+                    return True
+                if left and self._arrival is not None:
+                    self._fail(self._arrival.without_others(f"{left} has ended its run"))
             if timeout is not None and time.monotonic() - began > timeout:
-                return None
-            self._has_failed.wait(pause)
+                return False
+            self._failed.wait(pause)
             pause = min(1.5 * pause, max(0.1, self.size / 1000))
 
+    @contextlib.contextmanager
+    def _lost_store_raises(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._lose_store()
+            self.check()
+            line = "" if self._arrival is None else self._arrival.line
+            raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{in_line(line)} for it") from error
 
-@dataclass
-class Neighbor:
-    """The nearest rank in one direction, 1 or -1, that has not left."""
-
-    rank: int
-    direction: int
-    status: Status | None = None
-    silent: int = 0  # heartbeats of this rank since its last one; a process that is stopped itself counts none
-
-
-class Watch:
-    """The threads of a rank that send its heartbeats, and find and receive failures of other ranks.
-
-    Each rank watches both neighbors, of which one is on the same machine if any rank is.
-
-    - **Deaths.** A rank has died if its process on this machine is gone, or if it is silent after a collective broke.
-    - **Hangs.** A rank is frozen if it sends nothing for ``hang_timeout`` seconds. If no rank makes progress for as
-      long, the lowest rank that is there reads where all ranks wait.
-    - **The store.** If it is lost or does not answer, the process that hosts it has died or is frozen.
-
-    Args:
-        plane: This rank.
-        keys: Its part of the store.
-    """
-
-    def __init__(self, plane: ControlPlane, keys: Keys) -> None:
-        self.left = ""  # a rank that has left
-        self._plane, self._keys = plane, keys
-        self._interval = seconds_between_beats(plane.size, plane.hang_timeout)
-        self._neighbors = [Neighbor((plane.rank + side) % plane.size, side) for side in (1, -1)]
-        self._unanswered = 0  # seconds for which the store has not answered
-        self._reported_at: float | None = None  # the last progress before the standstill that was reported
-        self._threads = [
-            threading.Thread(target=target, name="hiercomm-control", daemon=True)
-            for target in (self._run, self._watch_store)
-        ]
-
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def join(self) -> None:
-        """Wait until the threads have ended, because the plane is closing."""
-        for thread in self._threads:
-            thread.join(timeout=max(2.0, 2 * self._interval) + self._plane.grace / 2)
+    # ---- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            while self._plane.failure is None:
+            while self.failure is None:
                 self._beat()
-                if self._plane.is_closing.wait(self._interval):
+                if self._closing.wait(self._interval / (4 if self._is_broken else 1)):
                     break
             self._leave()
         except RuntimeError:  # of torch's store
-            if not self.left and not self._plane.is_closing.is_set():
-                self._plane.learn(Failure(f"{_store_host()} died, and torch's store with it", self._plane.rank))
+            self._lose_store()
+
+    def _lose_store(self) -> None:
+        if not self._left and not self._closing.is_set():
+            self._learn(f"{self._host} died, and torch's store with it")
+
+    @property
+    def _host(self) -> str:
+        return "torchrun's agent" if is_agents_store() else "rank 0"
 
     def _beat(self) -> None:
-        """Write this rank's status, and read what concerns it: two requests to the store."""
-        plane, status = self._plane, self._plane.status()
-        self._keys.write_status(status)
-        shared = self._keys.read(*(neighbor.rank for neighbor in self._neighbors))
-        self._unanswered, self.left = 0, shared.left
-        if shared.failure is not None:
-            plane.learn(shared.failure)
+        """Write this rank's status, and read what concerns all ranks: two requests to the store."""
+        now = time.monotonic()
+        if now - self._beat_at > _STOPPED + self._interval:
+            self._seen_at = now
+        self._beat_at = now
+        status = self._write_status()
+        shared = self._store.multi_get([*_SHARED, f"status/{self._next}"])
+        failure, rounds, arrival, requested, self._left, broken, watched = (value.decode() for value in shared)
+        self._answered_at = time.monotonic()
+        if failure:
+            self._learn(**json.loads(failure))
             return
-        plane.follow_stop(shared.stop)
-        first = shared.barrier
-        # in this order: this rank may pass that barrier now, and begin a batch
-        if first is not None and plane.batches > first.batches and first.number > plane.barriers:
-            plane.fail(first.without_others(f"{plane.place} trains on with batch {plane.batches} of the run"))
-        for neighbor, now in zip(self._neighbors, shared.statuses, strict=True):
-            neighbor.silent = neighbor.silent + 1 if now == neighbor.status else 0
-            neighbor.status = now
-            self._check(neighbor, shared.a_collective_broke)
-        self._check_progress(status)  # each check does no harm after a failure: the first one counts
+        if requested != self._standstill:
+            self._standstill = requested
+            process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
+        if self._collective_broke and not broken:
+            self._store.set("broken", "1")
+        self._is_broken = self._collective_broke or bool(broken)
+        self._follow_rounds(rounds)
+        self._check_arrival(arrival)
+        self._check_machine()
+        self._check_next(watched, now)
+        self._check_all(status, now)  # each does no harm after a failure: the first one counts
 
-    def _check(self, neighbor: Neighbor, a_collective_broke: bool) -> None:
-        """End the run if a neighbor has died or is frozen."""
-        plane, rank = self._plane, neighbor.rank
-        status = neighbor.status or Status(rank=rank, place=f"rank {rank}")
-        if status.has_left or rank == plane.rank:
-            neighbor.rank, neighbor.status, neighbor.silent = (rank + neighbor.direction) % plane.size, None, 0
-        elif self._is_gone(status) or (a_collective_broke and neighbor.silent >= 3):
-            plane.fail(f"{status.place} died")
-        elif plane.hang_timeout is not None and neighbor.silent * self._interval > plane.hang_timeout:
-            how = f"it sent nothing for {plane.hang_timeout:g} s, and before it was {status.doing}"
-            plane.fail(f"{status.place} is frozen: {how}", frozen=status.process)
+    def _write_status(self) -> Status:
+        what, stuck = self._stuck.check()
+        wait, now = self._main_thread.wait(), time.monotonic()
+        arrival = self._arrival
+        status = Status(
+            self.rank,
+            self.place,
+            self.doing,
+            self._progress,
+            now - self._progressed_at,
+            self._batch,
+            wait if wait is not None and wait.seconds >= 1.0 else None,
+            self._main_thread.line() if wait is None else "",
+            stuck,
+            None if arrival is None else arrival.purpose,
+        )
+        self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
+        if self.hang_timeout is not None and stuck > self.hang_timeout:
+            self._fail_frozen(status, f"{what} has been stopped or stuck", silent=[])
+        return status
 
-    def _is_gone(self, status: Status) -> bool:
-        """Return whether a process of this machine has ended without leaving."""
-        if status.process[0] != self._plane.process[0] or not process.is_gone(status.process):
-            return False
-        (now,) = self._keys.read(status.rank).statuses
-        return now is not None and not now.has_left
+    def _check_arrival(self, arrival: str) -> None:
+        """End the run if this rank trains on, and another one waits at a barrier before."""
+        if arrival:
+            first = Arrival(**json.loads(arrival))
+            with self._lock:
+                has_passed = first.number > self._barriers and self._batch > first.batches
+            if has_passed:
+                self._fail(first.without_others(f"{self.place} trains on with batch {self._batch} of the run"))
 
-    def _check_progress(self, own: Status) -> None:
-        """Report who waits where if no rank makes progress; end the run if the ranks wait for each other."""
-        plane, is_lowest = self._plane, self._neighbors[1].rank >= own.rank
-        if plane.hang_timeout is None or own.idle < plane.hang_timeout or not is_lowest:
+    def _check_machine(self) -> None:
+        """End the run if the process of the next rank on this machine has ended without leaving."""
+        ranks = sorted(self.processes, key=lambda rank: (rank <= self.rank, rank))
+        if ranks and process.is_gone(self.processes[ranks[0]]):
+            del self.processes[ranks[0]]
+            status = self._status_of(ranks[0])
+            if not status.has_left:
+                self._fail(f"{status.place} died")
+
+    def _check_next(self, watched: str, now: float) -> None:
+        """End the run if the next rank that has not left is silent."""
+        if watched != self._seen:
+            self._seen, self._seen_at = watched, now
+        status = Status.of(json.loads(watched))
+        if status.has_left or status.rank == self.rank:
+            self._next, self._seen_at = (self._next + 1) % self.size, now
+        elif self._is_broken and now - self._seen_at > 3 * self._interval:
+            self._fail(f"{status.place} died")
+        elif self.hang_timeout is not None and now - self._seen_at > self.hang_timeout:
+            self._fail_frozen(status, "it sent nothing", silent=[status.rank])
+
+    def _check_all(self, own: Status, now: float) -> None:
+        """Look at all ranks if this one has made no progress for ``hang_timeout`` seconds."""
+        if self.hang_timeout is None or own.idle < self.hang_timeout or now < self._look_at:
             return
-        statuses = self._keys.read(*range(plane.size)).statuses
-        table, is_deadlock = standstill([status for status in statuses if status is not None], plane.hang_timeout)
-        if is_deadlock:
-            plane.fail(table)
-        elif table and self._reported_at != plane.progressed_at:  # it is reported once
-            self._reported_at = plane.progressed_at
-            _print(table)
+        self._look_at = now + max(self.hang_timeout / 10, self.size / 100)
+        statuses = [self._status_of(rank) for rank in range(self.size)]
+        table = deadlock(statuses, self.hang_timeout)
+        if table is not None:
+            self._fail(table, is_stuck=True)
+            return
+        text = standstill(statuses, self.hang_timeout, 2 * self._interval)
+        progress = sum(status.progress for status in statuses)
+        if text is not None and self._standstill.partition("/")[0] != f"{progress}":  # it is reported once
+            request = f"{progress}/{self.rank}"
+            if self._store.compare_set("standstill", self._standstill, request).decode() == request:
+                print(f"lightning_hiercomm: {text}", file=sys.stderr, flush=True)
+
+    def _status_of(self, rank: int) -> Status:
+        return Status.of(json.loads(self._store.get(f"status/{rank}")))
 
     def _leave(self) -> None:
-        plane, keys = self._plane, self._keys
-        if plane.failure is None:
-            keys.write_status(Status(rank=plane.rank, place=plane.place, has_left=True))
-            keys.leave(plane.place)
-        deadline, aware = time.monotonic() + max(2.0, 2 * self._interval), keys.count_aware(1)
-        while plane.rank == 0 and not is_agents_store() and aware < plane.size and time.monotonic() < deadline:
+        if self.failure is None:
+            status = Status(self.rank, self.place, has_left=True)
+            self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
+            self._store.set("left", self.place)
+        deadline = time.monotonic() + max(2.0, 2 * self._interval)
+        aware = self._store.add("aware", 1)
+        while self.rank == 0 and not is_agents_store() and aware < self.size and time.monotonic() < deadline:
             time.sleep(0.02)  # other ranks would take the end of this process, which has the store, for a death
-            aware = keys.count_aware(0)
+            aware = self._store.add("aware", 0)
 
     def _watch_store(self) -> None:
         """End this rank if the store does not answer: a call has no timeout if the store's process is stopped."""
-        plane, hang_timeout = self._plane, self._plane.hang_timeout
-        while hang_timeout is not None and not plane.is_closing.wait(1.0) and self._threads[0].is_alive():
-            self._unanswered += 1
-            if self._unanswered > hang_timeout + self._interval:
-                on_rank_0 = [] if is_agents_store() else [each.status for each in self._neighbors if each.rank == 0]
-                frozen = [status.process for status in on_rank_0 if status is not None]
-                message = f"{_store_host()} is frozen: torch's store there has not answered for {hang_timeout:g} s"
-                plane.learn(Failure(message, plane.rank, frozen=frozen[0] if frozen else None))
+        last = time.monotonic()
+        while not self._closing.wait(1.0) and self.failure is None and self._threads[0].is_alive():
+            now = time.monotonic()
+            if now - last > _STOPPED:
+                self._answered_at = now
+            last, silence = now, now - self._answered_at - self._interval
+            on_rank_0 = not is_agents_store()
+            if silence > 1.0 and on_rank_0 and 0 in self.processes and process.is_gone(self.processes[0]):
+                self._learn("rank 0 died, and torch's store with it")
+            elif self.hang_timeout is not None and silence > self.hang_timeout:
+                message = f"{self._host} is frozen: torch's store there has not answered for {self.hang_timeout:g} s"
+                self._learn(message, silent=[0] if on_rank_0 else [], is_frozen=True)
+
+    # ---- failures that this rank has found or received -----------------------------------------------------------
+
+    def _fail_frozen(self, status: Status, how: str, silent: Sequence[int]) -> None:
+        message = f"{status.place} is frozen: {how} for {self.hang_timeout:g} s, and before it was {status.doing}"
+        self._fail(message, silent=silent, is_frozen=True)
+
+    def _fail(self, message: str, is_known: bool = False, **more: Any) -> None:
+        """Report a failure to all ranks. The first one counts; later ones are its consequences."""
+        own = json.dumps({"message": message, **more})
+        first = self._store.compare_set("failure", "", own).decode()
+        if first == own and not is_known:
+            print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+        self._learn(**json.loads(first))
+
+    def _learn(self, message: str, silent: Sequence[int] = (), is_frozen: bool = False, is_stuck: bool = False) -> None:
+        """Receive the failure: raise it at the next batch, or end this process if it does not end by itself."""
+        with self._lock:
+            if self.failure is not None:
                 return
-
-
-def _store_host() -> str:
-    return "torchrun's agent" if is_agents_store() else "rank 0"
-
-
-def _print(message: str) -> None:
-    print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+            self.failure = message
+        self._failed.set()
+        # if this process ends by itself, before multiprocessing waits for its children
+        multiprocessing.util.Finalize(None, process.end_children, exitpriority=100)
+        if is_frozen:
+            process.dump_stacks(f"{message}. What {self.place} does:")
+        for rank in {*silent} & {*self.processes} - {self.rank}:
+            threading.Timer(self.grace / 2, process.end_frozen, [self.processes[rank]]).start()
+        if not message.startswith((f"{self.place} failed", f"{self.place} was interrupted")):
+            grace = min(self.grace, _STUCK_GRACE) if is_stuck else self.grace
+            why = "" if is_stuck or message.startswith(self.place) else ", which is waiting for it"
+            first_line = message.partition("\n")[0]
+            last = f"{first_line}. Ending {self.place}{why}."
+            threading.Thread(target=process.end_after, args=(grace, last, self._closing), daemon=True).start()

@@ -1,15 +1,36 @@
-"""The identity and the end of a rank's process."""
+"""Functions for a rank's own process: its stacks, its identity, and its end."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
 import socket
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+_STANDARD_ERROR = 2
+
+
+def dump_stacks(why: str) -> None:
+    """Write the Python stacks of all threads to standard error in one piece, because other ranks write there too."""
+    head = f"lightning_hiercomm: {why}\n".encode()
+    try:
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            text = head + file.read()
+    except OSError:  # a full disk, for instance
+        os.write(_STANDARD_ERROR, head)
+        faulthandler.dump_traceback(_STANDARD_ERROR, all_threads=True)
+    else:
+        os.write(_STANDARD_ERROR, text)
 
 
 def identity() -> list[str]:
@@ -23,14 +44,6 @@ def is_gone(who: Sequence[str]) -> bool:
     """Return whether a process of this host, given by its :func:`identity`, has ended."""
     _, pid, started = who
     return started != "" and _started(int(pid)) != started
-
-
-def _started(pid: int) -> str:
-    """Return the start time of a process, in ticks since boot; empty if it has ended, or is a zombie."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    return ""
 
 
 def end_frozen(who: Sequence[str], patience: float = 1.0) -> None:
@@ -47,8 +60,57 @@ def end_frozen(who: Sequence[str], patience: float = 1.0) -> None:
             time.sleep(patience)
 
 
-def end_this() -> None:
-    """End this process at once, and its children, such as a dataloader's workers: a stopped one would stay."""
+def _started(pid: int) -> str:
+    """Return the start time of a process, in ticks since boot; empty if it has ended, or is a zombie."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] in "ZX" else fields[19]
+    return ""
+
+
+class StuckDetector:
+    """Detects a main thread or a dataloader's worker that is stuck in the kernel or stopped; on Linux only.
+
+    A thread that waits for a hung file system is in an uninterruptible state and is never scheduled. Waits for data or
+    other ranks are in other states.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[tuple[str, ...], float]] = {}
+
+    def check(self) -> tuple[str, float]:
+        """Return what is stuck, and for how many seconds since the first check."""
+        workers = [child.pid for child in multiprocessing.active_children() if child.daemon]
+        seen = {pid: self._state(pid) for pid in (os.getpid(), *workers) if pid is not None}
+        self._seen = {pid: state for pid, state in seen.items() if state is not None}
+        if not self._seen:
+            return "", 0.0
+        pid, (_, since) = min(self._seen.items(), key=lambda item: item[1][1])
+        return "its main thread" if pid == os.getpid() else f"its worker {pid}", time.monotonic() - since
+
+    def _state(self, pid: int) -> tuple[tuple[str, ...], float] | None:
+        """Return the main thread's number of schedulings, and since when it is the same; None if it is not stuck."""
+        try:
+            lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
+        except OSError:
+            return None
+        states = ("State:\tD", "State:\tT", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+        now = tuple(line for line in lines if line.startswith(states))
+        before, since = self._seen.get(pid, ((), 0.0))
+        return None if len(now) < 3 else (now, since if now == before else time.monotonic())
+
+
+def end_children() -> None:
+    """Kill child processes of multiprocessing, such as a dataloader's workers, which may be stuck."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a dataloader's worker is killed
     for child in multiprocessing.active_children():
         child.kill()
-    os._exit(1)
+
+
+def end_after(grace: float, message: str, unless: threading.Event) -> None:
+    """Print ``message`` and end this process and its children after ``grace`` seconds, ``unless`` that is set."""
+    if not unless.wait(grace):
+        print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+        end_children()
+        os._exit(1)

@@ -94,7 +94,7 @@ class HierarchicalHooks(CheckpointHooks):
             bootstrap = Bootstrap(host, port, self.global_rank, self.world_size, self._timeout)
             if (found := use_reachable_interface(host, bootstrap.gather)) is not None:
                 pl.utilities.rank_zero_info(found)
-            self._start_control(bootstrap.store("control", own_connection=True))
+            self._start_control(bootstrap.store("control", own_connection=True), bootstrap.gather)
             store = bootstrap.store("process group")
         elif self.world_size > 1:
             self.barrier()  # a new process group would wait for an ended process until the timeout
@@ -120,7 +120,7 @@ class HierarchicalHooks(CheckpointHooks):
             # not by `self.broadcast`, which does nothing while the exception of a fit before is handled
             default, name = store_of_default_group(), world.all_gather_object(secrets.token_hex(8))[0]
             control = None if default is None else PrefixStore(f"hiercomm/{name}/control", connect_again(default))
-            self._start_control(control)
+            self._start_control(control, lambda own, among="": world.all_gather_object(own))
 
     def _start_process(self) -> None:
         """Let Lightning's strategy set up the device and the process group."""
@@ -129,14 +129,14 @@ class HierarchicalHooks(CheckpointHooks):
     def _place(self) -> Place:
         return place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks)
 
-    def _start_control(self, store: dist.Store | None) -> None:
+    def _start_control(self, store: dist.Store | None, gather: Callable[..., list[Any]]) -> None:
         node, sizes = self.node_rank, self._settings.ranks_per_node
         if sizes is not None:
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
         hang_timeout = self._settings.health.hang_timeout
         timeout = None if self._timeout is None else self._timeout.total_seconds()
-        self._control.start(self.global_rank, self.world_size, node, store, hang_timeout, timeout)
+        self._control.start(self.global_rank, self.world_size, node, store, hang_timeout, gather, timeout)
 
     # ---- a fit is set up -----------------------------------------------------------------------------------------
 
@@ -212,6 +212,7 @@ class HierarchicalHooks(CheckpointHooks):
         trainer = self._module.trainer
         if self._unequal is not None:
             self._unequal.check_program(trainer, self._run, self._ddp_kwargs)
+        self._control.note_start()
         self._checkpoints.check_equal(self._topology)
         self._control.steps = lambda: [scheme.state.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)

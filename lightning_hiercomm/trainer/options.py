@@ -22,11 +22,11 @@ class Health:
         on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
             to be sent to other nodes. ``"raise"``: all ranks end, and the error names the rank and the parameter.
             ``"ignore"``: nothing is checked, and all nodes get them.
-        hang_timeout: Seconds without a heartbeat after which a rank counts as frozen (stopped, on a lost machine, or
-            holding the interpreter's lock). Then the error names it and its last step, and the run ends. The run also
-            ends, with a table, if all ranks wait for each other for as long in different collectives or at different
-            batches. If no rank makes progress for another reason, the table is printed: long steps, validations and
-            waits in one place continue. None: never. Only with a Trainer.
+        hang_timeout: Seconds without a heartbeat after which a rank counts as frozen (stopped, on a lost machine,
+            holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
+            step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
+            each other for as long in different collectives or at different batches. Long steps, validations and waits
+            in one place continue. None: never. Only with a Trainer.
 
     Raises:
         ValueError: If a number is out of range.

@@ -11,7 +11,11 @@ from typing import Any
 
 from torch.distributed import Store
 
-from lightning_hiercomm._lightning.collectives import collectives_begun, collectives_of_default_group
+from lightning_hiercomm._lightning.collectives import (
+    collectives_begun,
+    collectives_of_default_group,
+    gpu_is_busy,
+)
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
     OneRank,
@@ -21,7 +25,7 @@ from lightning_hiercomm._lightning.trainer import (
 )
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure
-from lightning_hiercomm.control.reports import Purpose
+from lightning_hiercomm.control.verdict import Purpose
 from lightning_hiercomm.control.waiting import MainThread, is_of_collective
 
 log = logging.getLogger(__name__)
@@ -60,7 +64,9 @@ class RunControl:
     def __init__(self) -> None:
         self.plane: ControlPlane | None = None
         self.steps: Callable[[], Sequence[int]] | None = None
-        self._is_stopping_together = self._is_ending = False
+        self._is_stopping_together = False
+        self._has_noted_exception = False
+        self._is_ending = False
         self._ranks: ControlPlane | OneRank | None = None
         self._before_batch: Callable[[], None] | None = None
 
@@ -71,27 +77,38 @@ class RunControl:
         node: int,
         store: Store | None,
         hang_timeout: float | None,
+        gather: Callable[..., list[Any]],
         timeout: float | None = None,
     ) -> None:
-        """Connect this rank with the others, if there are several and it is not connected.
+        """Connect the ranks, if there are several and they are not connected; collective.
 
-        The arguments are those of :class:`ControlPlane`; ``store`` is None if the process group has none.
+        Args:
+            rank: This rank.
+            size: Number of ranks.
+            node: This rank's node, for messages.
+            store: A new part of a store; None if the process group has none.
+            hang_timeout: Seconds without a heartbeat after which a rank counts as frozen; None: never.
+            gather: Returns at least the values of ranks with the same ``among``.
+            timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
         """
         if self.plane is not None:
             return
-        self._is_stopping_together = self._is_ending = False  # of the run before
-        if size > 1 and store is None:
+        self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
+        if size == 1:
+            return
+        if store is None:
             log.warning("No control plane, because the default process group has no store: ranks wait for each other")
-        elif size > 1 and store is not None:
-            self.plane = ControlPlane(
-                store,
-                rank,
-                size,
-                f"rank {rank} (node {node})",
-                hang_timeout=hang_timeout,
-                main_thread=MainThread(collectives_begun, collectives_of_default_group),
-                timeout=timeout,
-            )
+            return
+        main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
+        self.plane = ControlPlane(
+            rank,
+            size,
+            f"rank {rank} (node {node})",
+            hang_timeout=hang_timeout,
+            main_thread=main_thread,
+            timeout=timeout,
+        )
+        self.plane.start(store, gather)
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
         """Stop this trainer's ranks together from now on."""
@@ -111,6 +128,11 @@ class RunControl:
         """Return the exception that ends training on this node, if one of its ranks received a signal."""
         is_due = self._ranks is not None and self._ranks.stop_requested
         return LeavesTogether() if is_due else None
+
+    def note_start(self) -> None:
+        """Report that this rank is about to train."""
+        if self.plane is not None:
+            self.plane.doing = "beginning to train"
 
     def note_progress(self, doing: str, trainer: pl.Trainer | None) -> None:
         """Report what this rank does, such as "training batch 7"."""
@@ -137,25 +159,34 @@ class RunControl:
 
     def note_exception(self, exception: BaseException, module: pl.LightningModule | None = None) -> None:
         """Report an exception to the other ranks, or add a note with the failure that caused it."""
-        was_ending, self._is_ending = self._is_ending, True
+        self._is_ending = True
         explain_unused_parameters(exception, module)
         if isinstance(exception, pl.utilities.exceptions.SIGTERMException):
             # without a control plane Lightning's own broadcast stops all ranks at the same batch
             self._is_stopping_together = (
                 self.plane is None or self.plane.stops_together or isinstance(exception, LeavesTogether)
             )
-        if was_ending or self.plane is None or self._is_stopping_together:
-            return
+            if self._is_stopping_together:
+                return
         if isinstance(exception, RankFailure):
             print_without_traceback(exception)
             return
+        if self.plane is None or self._has_noted_exception:
+            return
+        self._has_noted_exception = True
         if isinstance(exception, SystemExit) and not exception.code:
             exception.code = 1  # after 0 torchrun waits 300 s for other nodes
+        if isinstance(exception, KeyboardInterrupt):  # a terminal interrupts all ranks: rank 0 reports it
+            if self.plane.wait_for_failure(0.0 if self.plane.rank == 0 else 1.0) is None:
+                self.plane.report_failure(exception)
+                log.warning(self.plane.description(exception))
+            return
         # a collective with a dead peer fails before the report about it arrives
         may_be_consequence = isinstance(exception, RuntimeError) and is_of_collective(exception)
-        failure = self.plane.wait_for_failure(5.0) if may_be_consequence else self.plane.failure
+        failure = self.plane.wait_for_failure(5.0, collective_broke=True) if may_be_consequence else self.plane.failure
         if failure is None:
-            note = self.plane.report_failure(exception)
+            self.plane.report_failure(exception)
+            note = self.plane.description(exception)
         else:
             note = f"{self.plane.place} ends because {failure}"
             print_without_traceback(exception)

@@ -37,6 +37,14 @@ def test_values_reach_all_ranks(host):
     assert meet(0, 1, 2, size=3, work=work, host=host) == [expected] * 3
 
 
+def test_ranks_of_a_group_get_its_values_only():
+    def work(rank, joined):
+        return joined.gather(rank, among=f"host {rank % 2}"), joined.gather(rank)
+
+    even, odd = ([0, 2, 4], [0, 1, 2, 3, 4]), ([1, 3], [0, 1, 2, 3, 4])
+    assert meet(*range(5), size=5, work=work) == [even, odd, even, odd, even]
+
+
 def test_who_does_not_come_is_named_and_ends_the_wait(monkeypatch, caplog):
     monkeypatch.setattr(bootstrap, "_WARN_SECONDS", 0.3)
     with pytest.raises(TimeoutError, match=r"ranks 1, 3 of 4 did not come within the . s of timeout="):

@@ -15,50 +15,63 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_hiercomm.control import plane as control
-from lightning_hiercomm.control import process
-from lightning_hiercomm.control.keys import Keys
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure, seconds_between_beats
-from lightning_hiercomm.control.reports import Status
-from lightning_hiercomm.control.waiting import MainThread, Position
+from lightning_hiercomm.control.waiting import MainThread, Wait
 
 
-class Stands(MainThread):
-    """A main thread that stays somewhere."""
+class Silent(ControlPlane):
+    """A rank that has joined, and does nothing more."""
 
-    def __init__(self, position: Position) -> None:
-        self._position = position
-
-    def position(self) -> Position:
-        return self._position
+    def _run(self) -> None:
+        pass
 
 
-COMPUTES = Position(line="train.py:5 (log)")
-HERE = process.identity()
+class Waits(MainThread):
+    """A main thread that waits somewhere, or nowhere."""
+
+    def __init__(self, wait: Wait | None) -> None:
+        self._wait = wait
+
+    def wait(self) -> Wait | None:
+        return self._wait
+
+    def line(self) -> str:
+        return "train.py:5 (log)"
+
+
 Start = Callable[..., list[ControlPlane]]
 
 
 @pytest.fixture
 def start(monkeypatch) -> Iterator[Start]:
-    """``start(size, **settings)``: connected ranks, without the ``silent`` ones, which have written a last status."""
+    """``start(size, **settings)``: connected ranks, the ``silent`` ones of which do nothing."""
+    monkeypatch.setattr(control.process.StuckDetector, "check", lambda self: ("", 0.0))  # pytest has stopped children
     planes: list[ControlPlane] = []
 
     def connect(
         size: int,
-        silent: dict[int, dict] | None = None,
-        positions: tuple[Position, ...] = (),
+        silent: tuple[int, ...] = (),
+        waits: tuple[Wait | None, ...] = (),
         stores: Callable[[], Store] | None = None,
         hang_timeout: float | None = None,
     ) -> list[ControlPlane]:
-        shared = HashStore()
+        # `grace` is long: a rank that is not ended by its failure would take the test process with it
         for rank in range(size):
-            if silent and rank in silent:
-                last = {"process": [HERE[0], "", ""], "doing": "starting", **silent[rank]}
-                Keys(shared, size).write_status(Status(rank=rank, place=f"rank {rank} (node 0)", **last))
-                continue
-            thread = Stands(positions[rank]) if positions else None
-            # `grace` is long: a rank that is not ended by its failure would take the test process with it
-            store = stores() if stores else shared
-            planes.append(ControlPlane(store, rank, size, f"rank {rank} (node 0)", 60.0, hang_timeout, thread))
+            kind = Silent if rank in silent else ControlPlane
+            thread = Waits(waits[rank]) if waits else None
+            planes.append(kind(rank, size, f"rank {rank} (node 0)", 60.0, hang_timeout, thread))
+        shared, together, values = HashStore(), threading.Barrier(size, timeout=20.0), {}
+
+        def join(plane: ControlPlane) -> None:
+            def gather(own: list, among: str = "") -> list:
+                values[plane.rank] = own
+                together.wait()
+                return [[rank, ["", "", ""]] for rank in range(size)]
+
+            plane.start(stores() if stores else shared, gather)
+
+        with ThreadPoolExecutor(size) as threads:
+            [*threads.map(join, planes)]
         return planes
 
     yield connect
@@ -78,7 +91,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def test_a_failure_reaches_every_rank_by_name(start):
     planes = start(3)
-    assert planes[1].report_failure(ValueError("boom")) == "rank 1 (node 0) failed: ValueError: boom"
+    planes[1].report_failure(ValueError("boom"))
     for plane in (planes[0], planes[2]):
         assert plane.wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: boom"
         with pytest.raises(RankFailure, match=r"rank 1 \(node 0\) failed"):
@@ -92,10 +105,6 @@ def test_a_failure_of_many_words_is_cut(start):
     assert failure is not None
     assert failure.startswith("rank 1 (node 0) failed: ValueError: ää")
     assert len(failure) == 2000
-
-
-def test_an_interruption_is_reported_as_such(start):
-    assert start(2)[1].report_failure(KeyboardInterrupt()) == "rank 1 (node 0) was interrupted"
 
 
 def test_only_the_first_failure_counts(start):
@@ -114,15 +123,18 @@ def test_a_failure_just_before_a_rank_leaves_is_reported(start):
 
 
 def test_leaving_is_no_failure(start):
-    planes = start(3, positions=(COMPUTES,) * 3, hang_timeout=1.0)
+    planes = start(3, waits=(None,) * 3, hang_timeout=1.0)
     planes[2].close()
     planes[1].close()
-    assert planes[0].wait_for_failure(1.5) is None  # it sees neither of them as dead or frozen
+    assert planes[0].wait_for_failure(1.5) is None  # it sees neither of them as frozen
 
 
 @pytest.mark.parametrize("has_left", [False, True])
 def test_an_ended_process_of_this_machine_is_a_death_unless_it_left(start, capfd, has_left):
-    planes = start(2, silent={1: {"process": [HERE[0], "2147483647", "12"], "has_left": has_left}})
+    planes = start(2)
+    if has_left:
+        planes[1].close()
+    planes[0].processes = {1: ["here", "2147483647", "12"]}
     expected = None if has_left else "rank 1 (node 0) died"
     assert planes[0].wait_for_failure(1.5 if has_left else 5.0) == expected
     # it is printed at once, because a launcher may end everybody else
@@ -130,69 +142,62 @@ def test_an_ended_process_of_this_machine_is_a_death_unless_it_left(start, capfd
 
 
 def test_a_silent_rank_has_died_if_a_collective_broke(start):
-    planes = start(3, silent={2: {}}, hang_timeout=10.0)
-    time.sleep(1.0)
-    assert planes[1].failure is None
-    assert planes[0].wait_for_failure(5.0) == "rank 2 (node 0) died"
+    planes = start(3, silent=(2,), hang_timeout=10.0)
+    assert planes[1].wait_for_failure(1.0) is None
+    assert planes[0].wait_for_failure(10.0, collective_broke=True) == "rank 2 (node 0) died"
 
 
-def test_a_silent_rank_is_frozen_after_hang_timeout_and_ended(start, capfd, monkeypatch):
+def test_a_silent_rank_is_frozen_after_hang_timeout(start, capfd, monkeypatch):
     ended = []
     monkeypatch.setattr(control.process, "end_frozen", ended.append)
-    planes = start(3, silent={2: {}}, positions=(COMPUTES,) * 3, hang_timeout=1.0)
+    planes = start(3, silent=(2,), waits=(None,) * 3, hang_timeout=1.0)
+    for plane in planes[:2]:
+        plane.processes, plane.grace = {2: ["", "", ""]}, 0.2
+    monkeypatch.setattr(control.process, "end_after", lambda *_: None)
     message = "rank 2 (node 0) is frozen: it sent nothing for 1 s, and before it was starting"
-    wait_until(lambda: all(plane.failure == message for plane in planes))
-    wait_until(lambda: ended == [[HERE[0], "", ""]] * 2)
-    assert capfd.readouterr().err == f"lightning_hiercomm: {message}\n"
+    assert [plane.wait_for_failure(5.0) for plane in planes[:2]] == [message] * 2
+    wait_until(lambda: ended == [["", "", ""]] * 2)
+    said = capfd.readouterr().err
+    assert said.count(f"lightning_hiercomm: {message}\n") == 1
+    assert said.count(f"{message}. What rank ") == 2  # stacks
 
 
-def test_a_rank_that_does_not_end_by_itself_is_ended_after_the_grace(start, capfd, monkeypatch):
-    ended = []
-    monkeypatch.setattr(control.process, "end_this", lambda: ended.append(True))
-    planes = start(2)
-    planes[0].grace = 0.1
-    planes[1].report_failure(ValueError("no"))
-    wait_until(lambda: ended == [True])
-    assert "rank 1 (node 0) failed: ValueError: no. Ending rank 0 (node 0).\n" in capfd.readouterr().err
+def test_a_rank_whose_worker_is_stuck_reports_itself(start, monkeypatch):
+    planes = start(2, hang_timeout=1.0)
+    monkeypatch.setattr(control.process.StuckDetector, "check", lambda self: ("its worker 7", 1.5))
+    assert "is frozen: its worker 7 has been stopped or stuck for 1 s" in planes[0].wait_for_failure(5.0)
 
 
-def test_a_run_that_was_stopped_as_a_whole_goes_on(start, monkeypatch):
+def test_a_rank_that_was_stopped_itself_does_not_take_that_for_silence(start, monkeypatch):
     planes = start(2, hang_timeout=2.0)
     stopped, clock = threading.Event(), time.monotonic
     monkeypatch.setattr(control.time, "monotonic", lambda: clock() + 1000.0 * stopped.is_set())
     stopped.set()
-    time.sleep(1.0)
-    assert planes[0].failure is planes[1].failure is None
+    assert planes[0].wait_for_failure(1.0) is planes[1].failure is None
 
 
 # ---- ranks that make no progress -------------------------------------------------------------------------------------
 
-BACKWARD = Position(seconds=60.0, call="backward", digest="a", line="train.py:9 (main)", collectives=3)
-GATHER = Position(seconds=60.0, call="torch.distributed.all_gather", digest="b", collectives=3)
+BACKWARD = Wait(60.0, "backward", "a", "train.py:9 (main)", 3)
+GATHER = Wait(60.0, "torch.distributed.all_gather", "b", "", 3)
 
 
 def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(start, capfd):
-    planes = start(2, positions=(BACKWARD, GATHER), hang_timeout=1.0)
-    wait_until(lambda: planes[1].failure)
-    assert "rank 1 (node 0) | torch.distributed.all_gather | starting" in planes[1].failure
-    assert capfd.readouterr().err.count(f"lightning_hiercomm: {planes[1].failure}\n") == 1
+    planes = start(2, waits=(BACKWARD, GATHER), hang_timeout=1.0)
+    table = planes[1].wait_for_failure(5.0)
+    assert "rank 1 (node 0) | torch.distributed.all_gather | starting" in table
+    assert capfd.readouterr().err.count(f"lightning_hiercomm: {table}\n") == 1
 
 
-def test_the_lowest_rank_that_is_there_finds_a_deadlock(start):
-    planes = start(3, positions=(COMPUTES, BACKWARD, GATHER), hang_timeout=1.0)
-    planes[0].close()
-    wait_until(lambda: planes[2].failure)
-    assert "rank 0 (node 0) | has ended its run" in planes[2].failure
-
-
-def test_ranks_that_live_but_make_no_progress_are_reported_once(start, capfd):
-    planes = start(2, positions=(BACKWARD, COMPUTES), hang_timeout=1.0)
-    time.sleep(3.0)
-    assert planes[0].failure is None
+def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(start, capfd):
+    planes = start(2, waits=(BACKWARD, None), hang_timeout=1.0)
+    assert planes[0].wait_for_failure(3.0) is None
     said = capfd.readouterr().err
-    assert said.count("no rank made progress for 1 s (hang_timeout), and the run goes on\n") == 1
-    assert "rank 0 (node 0) | backward | starting | train.py:9 (main)\n" in said
-    assert "rank 1 (node 0) | is busy  | starting | train.py:5 (log)\n" in said
+    assert (
+        said.count("no rank made progress for 1 s (hang_timeout), and the run goes on: rank 0 (node 0), starting,") == 1
+    )
+    assert "waits in backward in train.py:9 (main); rank 1 (node 0), starting, is busy in train.py:5 (log)\n" in said
+    assert [said.count(f"what rank {rank} (node 0) does, which is starting:") for rank in (0, 1)] == [1, 1]
 
 
 # ---- barriers --------------------------------------------------------------------------------------------------------
@@ -221,9 +226,7 @@ def test_ranks_with_different_reasons_at_a_barrier_fail(start):
     planes = start(2)
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(planes[0].barrier, "save"), pool.submit(planes[1].barrier, "run", " trainer.fit")]:
-            with pytest.raises(
-                RankFailure, match=r"rank 1 .* called trainer\.fit.*, and rank 0 .* called trainer\.save_che"
-            ):
+            with pytest.raises(RankFailure, match=r"rank 1 called trainer\.fit.*, and rank 0 called trainer\.save_che"):
                 each.result(timeout=10)
 
 
@@ -285,25 +288,39 @@ def test_all_ranks_stop_at_one_batch_however_far_apart_they_are(start, asking):
     assert all(plane.stops_together for plane in planes)
 
 
-def test_all_ranks_stop_at_one_batch_to_be_queued_again(start):
+def test_all_ranks_save_at_one_batch_to_be_queued_again_and_train_on(start):
     planes, begun = start(3), (3, 10, 6)
     begin(planes, begun)
     for plane in planes[:2]:  # SLURM signals one a little before the other, and the third later
         plane.request_requeue()
     wait_until(lambda: all(plane.requeue_requested for plane in planes))
-    planes[2].request_requeue()
-    assert stopping_batches(planes, begun) == [11, 11, 11]
     assert not any(plane.stop_requested for plane in planes)
+    planes[2].request_requeue()
+    assert stopping_batches(planes[:2], begun[:2]) == [11, 11]
+    for plane in planes[:2]:
+        plane.go_on()
+    assert not any(planes[0].should_stop() for _ in range(4))
+    assert stopping_batches(planes[2:], begun[2:]) == [11]
+    planes[2].go_on()
+    planes[1].request_stop()
+    wait_until(lambda: all(plane.stop_requested for plane in planes))
+    assert not any(plane.requeue_requested for plane in planes)
+    assert stopping_batches(planes, (15, 11, 11)) == [16, 16, 16]
 
 
-def test_a_stop_during_a_requeue_changes_nothing(start):
+def test_stop_during_requeue_does_both(start):
     planes, begun = start(2), (3, 6)
     begin(planes, begun)
     planes[0].request_requeue()
-    wait_until(lambda: all(plane.requeue_requested for plane in planes))
     planes[0].request_stop()
+    wait_until(lambda: all(plane.requeue_requested for plane in planes))
     assert stopping_batches(planes, begun) == [7, 7]
-    assert all(plane.requeue_requested for plane in planes)
+    for plane in planes:
+        plane.go_on()
+    time.sleep(1.5)  # a heartbeat: the rank that asked does not show when it begins to wait
+    assert all(plane.stop_requested for plane in planes)
+    assert stopping_batches(planes, (7, 7)) == [8, 8]
+    assert not any(plane.requeue_requested for plane in planes)
 
 
 # ---- the store -------------------------------------------------------------------------------------------------------
@@ -328,15 +345,13 @@ def server() -> Iterator[tuple[subprocess.Popen, Callable[[], Store]]]:
         (signal.SIGSTOP, "rank 0 is frozen: torch's store there has not answered for 1 s"),
     ],
 )
-def test_a_store_that_is_lost_is_the_end_of_rank_zero(start, server, monkeypatch, number, named):
+def test_a_store_that_is_lost_is_the_end_of_rank_zero(start, server, number, named):
     planes = start(2, stores=server[1], hang_timeout=1.0)
-    wait_until(lambda: all(plane._watch._neighbors[0].status for plane in planes))  # noqa: SLF001
-    monkeypatch.setattr(control.process, "end_frozen", lambda who: None)
     os.kill(server[0].pid, number)
-    wait_until(lambda: [plane.failure for plane in planes] == [named] * 2)
+    assert [plane.wait_for_failure(8.0) for plane in planes] == [named] * 2
 
 
-def test_a_common_stop_after_the_end_of_rank_zero_raises(start, server):
+def test_a_requeue_after_the_end_of_rank_zero_raises(start, server):
     planes = start(2, stores=server[1])
     planes[0].close()
     planes[1].request_requeue()
@@ -345,7 +360,7 @@ def test_a_common_stop_after_the_end_of_rank_zero_raises(start, server):
         waiting = pool.submit(planes[1].should_stop)
         time.sleep(0.2)
         server[0].kill()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RankFailure, match=r"^rank 0 has ended its run, and rank 1 \(node 0\) waits for it$"):
             waiting.result(timeout=10)
 
 

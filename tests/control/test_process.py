@@ -1,4 +1,4 @@
-"""A rank's process: who it is, whether it has ended, and what ends one that is stopped."""
+"""What a rank knows of its own process and of its neighbours', and what ends them."""
 
 from __future__ import annotations
 
@@ -51,3 +51,37 @@ def test_no_other_process_is(stopped, started):
     process.end_frozen(identity)
     time.sleep(0.05)
     assert state_of(child) == "T"
+
+
+def test_stacks_are_written_where_no_file_can_be_made(monkeypatch, capfd):
+    """A full disk must not look like a lost connection to the thread that writes them."""
+
+    def full() -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(process.tempfile, "TemporaryFile", full)
+    process.dump_stacks("what rank 0 does:")
+    said = capfd.readouterr().err
+    assert said.startswith("lightning_hiercomm: what rank 0 does:")
+    assert "test_stacks_are_written_where_no_file_can_be_made" in said
+
+
+def test_a_stuck_worker_is_distinguished_from_a_waiting_one(stopped, monkeypatch):
+    child, _ = stopped
+    reader, writer = os.pipe()
+    waiting = os.fork()
+    if waiting == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    children = [type("Child", (), {"pid": pid, "daemon": True}) for pid in (child, waiting)]
+    monkeypatch.setattr(process.multiprocessing, "active_children", lambda: children)
+    stuck = process.StuckDetector()
+    stuck.check()
+    time.sleep(0.1)
+    what, seconds = stuck.check()
+    assert what == f"its worker {child}"
+    assert 0.1 <= seconds < 5
+    os.write(writer, b".")
+    os.waitpid(waiting, 0)
+    for end in (reader, writer):
+        os.close(end)

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_hiercomm.control import waiting
-from lightning_hiercomm.control.waiting import MainThread, Position
+from lightning_hiercomm.control.waiting import MainThread, Wait
 
 INSTALLED = "/x/site-packages"
 C10D = f"{INSTALLED}/torch/distributed/distributed_c10d.py"
@@ -45,20 +46,20 @@ def is_in(called: Callable[..., object]) -> bool:
 
 
 @pytest.fixture
-def wait_in() -> Callable[..., Position]:
+def wait_in() -> Callable[..., Wait | None]:
     """``wait_in(*functions)``: what another thread sees while the main thread is in those, the innermost last."""
 
-    def seen(*functions: Callable[..., object], seconds: float = 0.1) -> Position:
-        found: list[Position] = []
+    def seen(*functions: Callable[..., object], seconds: float = 0.1) -> Wait | None:
+        found: list[Wait | None] = []
         is_over = threading.Event()
 
         def look() -> None:
             while not is_in(functions[-1]):
                 time.sleep(0.01)
             main_thread = MainThread()
-            main_thread.position()
+            main_thread.wait()
             time.sleep(seconds)
-            found.append(main_thread.position())
+            found.append(main_thread.wait())
             is_over.set()
 
         looking = threading.Thread(target=look)
@@ -79,7 +80,7 @@ def test_a_collective_of_torch_is_a_wait_with_the_users_line(wait_in):
 
 def test_an_exchange_of_this_package_is_a_wait_named_by_its_hook(wait_in):
     assert wait_in(hook, step, exchange).call == "optimizer_step (lightning_hiercomm)"
-    assert wait_in(hook, step, exchange, gather).call == "optimizer_step (lightning_hiercomm)"
+    assert wait_in(hook, save, barrier).call == "trainer.save_checkpoint"
 
 
 def test_a_backward_pass_that_computes_nothing_is_a_wait(wait_in):
@@ -88,33 +89,53 @@ def test_a_backward_pass_that_computes_nothing_is_a_wait(wait_in):
 
 def test_a_broadcast_of_buffers_in_cpp_is_a_wait(wait_in):
     broadcast = function("_sync_buffers", f"{INSTALLED}/torch/nn/parallel/distributed.py")
-    assert wait_in(hook, broadcast).call == "torch.distributed._sync_buffers"
+    assert wait_in(hook, broadcast) is not None
+
+
+@pytest.mark.parametrize("work", [torch._C.Future([]), torch.futures.Future()])
+def test_waiting_for_the_work_of_a_collective_is_a_wait(work):
+    names = {}
+    exec(compile("def on_train_batch_end(work):\n    return work.wait()", "/home/me/train.py", "exec"), names)
+    found = []
+
+    def look() -> None:
+        while not is_in(names["on_train_batch_end"]):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        found.append(MainThread().wait())
+        work.set_result(None)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    names["on_train_batch_end"](work)
+    looking.join()
+    assert (found[0].call, found[0].line) == ("torch.distributed.Work.wait", "train.py:2 (on_train_batch_end)")
 
 
 def test_writing_a_checkpoint_is_no_wait(wait_in):
-    assert wait_in(hook, save, function("write", f"{PACKAGE}/checkpoints/durable.py")).call == ""
+    assert wait_in(hook, save, function("write", f"{PACKAGE}/checkpoints/durable.py")) is None
 
 
 def test_a_backward_pass_that_computes_is_no_wait(wait_in, monkeypatch):
     clock = iter([0.0, 0.0, 0.9, 0.9])  # processor seconds when it begins, and 0.5 s later
     monkeypatch.setattr(waiting.time, "process_time", lambda: next(clock))
-    assert wait_in(hook, backward, seconds=0.5).call == ""
+    assert wait_in(hook, backward, seconds=0.5) is None
 
 
 @pytest.mark.parametrize("functions", [(hook,), (save,), (backward, hook), (barrier, hook)])
 def test_other_calls_that_last_long_are_no_waits(wait_in, functions):
-    assert wait_in(*functions).call == ""
+    assert wait_in(*functions) is None
 
 
 def test_ranks_with_different_parts_in_one_exchange_wait_in_the_same_place(wait_in):
     leader = wait_in(hook, step, exchange, gather)
-    assert leader.digest == wait_in(hook, step, exchange).digest
-    assert leader.digest != wait_in(other_hook, step, exchange).digest
+    assert leader.place == wait_in(hook, step, exchange).place
+    assert leader.place != wait_in(other_hook, step, exchange).place
 
 
 def test_two_collectives_of_one_function_are_different_places(wait_in):
-    assert wait_in(hook, barrier).digest != wait_in(hook, gather).digest
-    assert wait_in(hook, barrier).digest == wait_in(hook, barrier).digest
+    assert wait_in(hook, barrier).place != wait_in(hook, gather).place
+    assert wait_in(hook, barrier).place == wait_in(hook, barrier).place
 
 
 def test_a_thread_that_begins_more_collectives_has_not_waited_since():
@@ -128,7 +149,9 @@ def test_a_thread_that_begins_more_collectives_has_not_waited_since():
             time.sleep(0.01)
         for _ in range(3):
             time.sleep(0.1)
-            seconds.append(main_thread.position().seconds)
+            wait = main_thread.wait()
+            assert wait is not None
+            seconds.append(wait.seconds)
         is_over.set()
 
     looking = threading.Thread(target=look)
@@ -141,5 +164,4 @@ def test_a_thread_that_begins_more_collectives_has_not_waited_since():
 
 def test_the_line_that_the_main_thread_runs_is_reported():
     with ThreadPoolExecutor(1) as pool:
-        line = pool.submit(MainThread().position).result().line
-    assert re.fullmatch(r"test_waiting\.py:\d+ \(test_the_line_.*\)", line)
+        assert re.fullmatch(r"test_waiting\.py:\d+ \(test_the_line_.*\)", pool.submit(MainThread().line).result())

@@ -52,6 +52,8 @@ class Oracle(pl.LightningModule):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if arguments.accident == "hold":
                 ctypes.PyDLL(None).pause()  # which keeps the interpreter's lock
+            if arguments.accident == "disk":
+                wait_as_for_a_disk(arguments.out / "fifo")
             if arguments.accident == "sleep":
                 time.sleep(arguments.hang_timeout * 2)
         return (0.5 * (self.x - TARGETS[self.global_rank]) ** 2).sum()
@@ -77,7 +79,24 @@ class Oracle(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader:
         samples = torch.arange(float(self.arguments.steps * self.trainer.world_size))
+        if self.arguments.accident == "worker" and self.global_rank == self.arguments.victim:
+            return DataLoader(samples, num_workers=2, worker_init_fn=self.stop_worker)
         return DataLoader(samples)
+
+    def stop_worker(self, worker: int) -> None:
+        (self.arguments.out / f"worker-{worker}").write_text(str(os.getpid()))
+        (self.arguments.out / "accident").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_as_for_a_disk(fifo: Path) -> None:
+    """Be stuck in the kernel as in a hung file system: until a child, here one that waits for a pipe, has executed."""
+    os.mkfifo(fifo)
+    libc = ctypes.CDLL(None)
+    actions, pid, nothing = ctypes.create_string_buffer(1024), ctypes.c_int(), (ctypes.c_char_p * 1)(None)
+    libc.posix_spawn_file_actions_init(actions)
+    libc.posix_spawn_file_actions_addopen(actions, 0, str(fifo).encode(), os.O_RDONLY, 0)
+    libc.posix_spawn(ctypes.byref(pid), b"/bin/true", actions, None, nothing, nothing)
 
 
 class Report(pl.Callback):
@@ -123,7 +142,9 @@ def main() -> None:
     )
     parser.add_argument("--victim", type=int, default=-1)
     parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--accident", choices=["raise", "kill", "term", "leave", "stop", "hold", "sleep"])
+    parser.add_argument(
+        "--accident", choices=["raise", "kill", "term", "leave", "stop", "hold", "disk", "sleep", "worker"]
+    )
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -15,7 +14,6 @@ import torch
 from fits import outcome
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from problems import Oracle, Stream, one_trainer
 from torch.utils.data import DataLoader
 
@@ -48,7 +46,7 @@ class Stopping(Uneven):
         return DataLoader(torch.ones(100_000, 1))  # or the other comes to its validation, too
 
 
-EQUALLY_MANY = r"rank 0 \(node 0\) .* and 5 optimizer steps.*, and rank 1 \(node 1\) .* and 8 optimizer steps"
+EQUALLY_MANY = r"rank 0 \(node 0\) has taken 5 optimizer steps and rank 1 \(node 1\) 8"
 BY_BATCHES = r"rank 0 \(node 0\) ended (an epoch|training) after 5 batches of the run.*, and rank 1"
 ALONE = r"rank 0 \(node 0\) (ended .*|asked .*|reduced .*) after 3 batches of the run.*, and rank 1"
 
@@ -138,8 +136,7 @@ def _requeued(folder):
             plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)],
             callbacks=callbacks,
         )
-        with contextlib.suppress(SIGTERMException):  # the second one, which all ranks end at the same batch
-            trainer.fit(module := Oracle(30, momentum=0.9))
+        trainer.fit(module := Oracle(30, momentum=0.9))
         modules.append(module.state_dict())
     return modules, asked.began, trainer.global_step
 
@@ -148,7 +145,7 @@ def _requeued(folder):
 def test_slurms_signal_saves_one_file_and_requeues_once(borrow, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\n')
     (tmp_path / "scontrol").chmod(0o755)
-    for (undisturbed, _, disturbed), began, steps in borrow(_requeued, ranks=2, folder=tmp_path):
+    for (undisturbed, disturbed, _), began, steps in borrow(_requeued, ranks=2, folder=tmp_path):
         for name, value in undisturbed.items():
             assert torch.equal(disturbed[name], value), name
         assert began == [0, torch.load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"]]
