@@ -176,15 +176,13 @@ class _Exchange:
             finish()
 
     def overlap(self, arrived: Sequence[int], leaving: Sequence[int]) -> None:
-        """Merge arrived fragments bucket by bucket, and send the next while the last buckets arrive."""
+        """Merge arrived fragments bucket by bucket, and send the next."""
         node = self._node
         held = [task for fragment in arrived for task in self._in_flight.pop(fragment)]
         waiting = deque(fragment for fragment in leaving for _ in self._groups)
         for index, task in enumerate(held):
             node.wait(task)
             self._merge(self._groups[index % len(self._groups)])
-            if index + 2 >= len(held):
-                self._send_all(waiting)
         self._send_all(waiting)
 
     def _send_all(self, waiting: deque[int]) -> None:

@@ -130,6 +130,7 @@ class MPICommunicator(Communicator):
         return values
 
     def close(self) -> None:
+        self._exit()
         atexit.unregister(self._exit)
         if not load_mpi().Is_finalized() and self.group:
             self.group.Free()

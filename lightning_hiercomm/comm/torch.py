@@ -166,20 +166,21 @@ class TorchCommunicator(Communicator):
     def _combine(self, parts: Sequence[Tensor], op: Reduction, output: Tensor, second_round: Launch | None) -> Handle:
         """Send ``parts[i]`` to every other member ``i``, and combine those that arrive with this member's own."""
         own = parts[self.rank]
-        spare = self._spares.take((self.size - 1) * own.numel(), own.dtype, own.device)
-        others = spare.view(self.size - 1, own.numel())
-        received = [*others[: self.rank], own, *others[self.rank :]]
+        spare = self._spares.take(self.size * own.numel(), own.dtype, own.device)
+        rows = spare.view(self.size, own.numel())
 
         def combine() -> None:
             if self.size == 2:
-                (torch.add if op == "sum" else torch.maximum)(own, others[0], out=output)
-            elif op == "sum":
-                torch.sum(torch.stack(received), 0, dtype=own.dtype, out=output)
+                (torch.add if op == "sum" else torch.maximum)(own, rows[1 - self.rank], out=output)
             else:
-                torch.amax(torch.stack(received), 0, out=output)
+                rows[self.rank].copy_(own)
+                if op == "sum":
+                    torch.sum(rows, 0, dtype=own.dtype, out=output)
+                else:
+                    torch.amax(rows, 0, out=output)
             self._spares.give_back(spare)
 
-        return self._launch(partial(self._swap, parts, received), [*parts, spare], combine, second_round)
+        return self._launch(partial(self._swap, parts, [*rows]), [*parts, spare], combine, second_round)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         if self.is_nccl:

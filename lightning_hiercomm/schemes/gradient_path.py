@@ -159,11 +159,12 @@ class WorldMean(GradientPath):
         elif group is not None and topology.world_size == topology.num_nodes and not self._codec.narrows(bucket.dtype):
             return group.all_reduce(bucket, weight=self._rank_weight)
         places = () if self.residuals is None else self.residuals.places_of(contents)
+        averaged: Handle = finished  # of all chunks so far: the last one's handle raises the error of any
         for number, chunk in enumerate(chunks):
             stages = self._stages(chunk, (index, number), places)
             next(stages)
             launched = self._outbound.submit(stages.__next__)
-            averaged = self._inbound.submit(partial(_after, launched, stages))
+            averaged = self._inbound.submit(partial(_after, (averaged, launched), stages))
         return averaged
 
     def _stages(self, chunk: Tensor, key: tuple[int, int], places: Places) -> Iterator[None]:
@@ -371,8 +372,9 @@ def gradient_path(
     return NodeMean(topology)
 
 
-def _after(launched: Handle, stages: Iterator[None]) -> None:
-    launched.wait()
+def _after(handles: Sequence[Handle], stages: Iterator[None]) -> None:
+    for handle in handles:
+        handle.wait()
     next(stages, None)
 
 

@@ -16,6 +16,7 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import AllReduce
 from lightning_hiercomm.schemes.gradient_path import InterNodeMean, WorldMean, gradient_path
+from lightning_hiercomm.schemes.reducers.inter_node_sum import InterNodeSum
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
@@ -47,6 +48,24 @@ def weighted_mean(ranks, numel, weights=None):
     weights = torch.tensor([1.0 if weights is None else weights[rank] for rank in ranks], dtype=torch.float64)
     values = torch.stack([gradient_of(rank, numel).double().cpu() for rank in ranks])
     return (weights[:, None] * values).sum(0) / weights.sum()
+
+
+def test_an_error_in_one_chunk_reaches_whoever_waits_for_the_bucket(monkeypatch):
+    launch, failed = InterNodeSum.launch, set()
+
+    def fails_first(self, *arguments):
+        if self not in failed:
+            failed.add(self)
+            raise MemoryError("for encoding")
+        return launch(self, *arguments)
+
+    def work(path, topology):
+        with pytest.raises(MemoryError, match="for encoding"):
+            mean_of(path, gradient_of(topology.rank, 100))
+
+    monkeypatch.setattr(InterNodeSum, "launch", fails_first)
+    on_ranks(work, ((0,), (1,)), wire="int4", chunk_bytes=160)
+    assert len(failed) == 2
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2, 3, 4)])

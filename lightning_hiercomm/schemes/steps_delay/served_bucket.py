@@ -69,7 +69,6 @@ class ServedBucket:
         self.optimizer = optimizer_like(optimizer, group)
         self.optimizer.param_groups[0]["params"] = [*self.parameters]
         self.parts = bucket.in_cache_sized()
-
         self.mean_square = self.pulled.new_empty(0)
 
     def restart(self) -> None:
