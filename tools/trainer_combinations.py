@@ -208,6 +208,8 @@ def goes_together(fit: Fit) -> bool:
         return False
     if fit.manual and (fit.averages == "swa" or fit.skip):
         return False  # the module's own to do
+    if fit.manual and fit.precision == "scaled" and fit.two and (fit.freeze or fit.unfreeze):
+        return False  # a scaler refuses to step an optimizer of which all is frozen, in Lightning's own strategies, too
     writes = any(kind in fit.module for kind in ("clamp", "reborn"))
     if fit.scheme == "steps_delay" and writes:
         return False  # pulls overwrite what is written
