@@ -198,6 +198,7 @@ def mean_curve(curves: list[list[dict[str, float]]]) -> list[dict[str, float]]:
     ]
 
 
-def first_to_reach(curve: list[dict[str, float]], target: float) -> dict[str, float] | None:
-    """The first point of a curve at or above an accuracy."""
-    return next((point for point in curve if point["accuracy"] >= target), None)
+def first_to_reach(curve: list[dict[str, float]], target: float, measure: str = "accuracy") -> dict[str, float] | None:
+    """The first point of a curve at or above an accuracy, or at or below a loss."""
+    sign = -1 if measure == "loss" else 1
+    return next((point for point in curve if sign * point[measure] >= sign * target), None)

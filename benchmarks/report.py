@@ -249,8 +249,7 @@ def sooner_table(runs: Mapping[str, Sequence[list[dict[str, float]]]], target: f
         baseline: The row that is compared with.
     """
     seconds = {
-        row: {seed: _seconds_until(curve, "accuracy", target) for seed, curve in enumerate(curves)}
-        for row, curves in runs.items()
+        row: {seed: _seconds_until(curve, target) for seed, curve in enumerate(curves)} for row, curves in runs.items()
     }
     return _sooner(seconds, f"reach {target:.3f}", baseline)
 
@@ -266,7 +265,7 @@ def sooner_to_loss(runs: Mapping[str, Sequence[list[dict[str, float]]]], step: i
     targets = [next(point["loss"] for point in curve if point["step"] == step) for curve in runs[baseline]]
     seconds = {
         row: {
-            seed: _seconds_until(curve, "loss", target)
+            seed: _seconds_until(curve, target, "loss")
             for seed, (curve, target) in enumerate(zip(curves, targets, strict=True))
         }
         for row, curves in runs.items()
@@ -274,9 +273,9 @@ def sooner_to_loss(runs: Mapping[str, Sequence[list[dict[str, float]]]], step: i
     return _sooner(seconds, f"reach the loss of step {step}", baseline)
 
 
-def _seconds_until(curve: list[dict[str, float]], measure: str, target: float) -> float | None:
-    sign = -1 if measure == "loss" else 1
-    return next((point["seconds"] for point in curve if sign * point[measure] >= sign * target), None)
+def _seconds_until(curve: list[dict[str, float]], target: float, measure: str = "accuracy") -> float | None:
+    there = first_to_reach(curve, target, measure)
+    return there["seconds"] if there else None
 
 
 def _sooner(seconds: Mapping[str, Mapping[int, float | None]], what: str, baseline: str) -> str:

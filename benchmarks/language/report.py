@@ -25,6 +25,7 @@ from benchmarks.language.runs import (
 from benchmarks.palette import COLOURS
 from benchmarks.papers.paired import Difference, difference
 from benchmarks.papers.report import table
+from lightning_hiercomm.planning.plan import BACKWARD
 
 BASELINE = "all_reduce"
 _MBIT = (100, 1000, 10_000)
@@ -160,7 +161,9 @@ def by_ratio(size: str, nodes: int = 8) -> str:
     rows: dict[str, list[float]] = {}
     for method in _simple(known):
         step, part = _step_at(_curve(known, method), target), share(known, method)
-        waits = [ratio * part - (0 if METHODS[method].family in ("periodic", "diloco") else 2 / 3) for ratio in _RATIOS]
+        waits = [
+            ratio * part - (0 if METHODS[method].family in ("periodic", "diloco") else BACKWARD) for ratio in _RATIOS
+        ]
         rows[METHODS[method].title] = [] if step is None else [step * (1 + max(0.0, wait)) for wait in waits]
     least = [min(column) for column in zip(*filter(None, rows.values()), strict=True)]
     cells = {

@@ -1,6 +1,6 @@
 """Launches of the Triton kernels of block codecs.
 
-Every function returns whether it has launched a kernel. If it has not, the caller calculates with PyTorch: on the CPU,
+A function that launches a kernel returns whether it has. If it has not, the caller calculates with PyTorch: on the CPU,
 without Triton, and on GPUs for which Triton does not compile the kernels. Both give the same bits (Triton before 3.6
 sends float32's denormal numbers as zeros, and leaves them in the residual), so ranks may differ in this.
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -240,3 +242,20 @@ class CountsInAttribute(Plain):
 def test_other_outer_optimizers_are_refused_with_the_reason(outer, reason):
     with pytest.raises(ValueError, match=reason):
         on_nodes(steps(1), DiLoCo(2, outer), TWO)
+
+
+def test_ranks_that_are_threads_try_one_after_another():
+    """torch crashes if dispatch modes of two threads look up a rule at once."""
+    inside, most = [], []
+
+    def make(parameters):
+        inside.append(None)
+        time.sleep(0.01)
+        most.append(len(inside))
+        inside.pop()
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(why_not, make, CPU) for why_not in (why_not_in_parts, why_not_without_gradient)]
+        assert [each.result() for each in found] == [None, None]
+    assert set(most) == {1}
