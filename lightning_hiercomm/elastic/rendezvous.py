@@ -116,11 +116,10 @@ class Rendezvous:
         assert around.lighthouse is not None
         assert around.store is not None
         self.me = me = replace(self.me, finished_at=self._value("finished", around.store))
-        answer = around.lighthouse.ask(me.replica_id, around.signer.signed(me.to_json()), _POLL)
+        answer = around.lighthouse.ask(me.replica_id, me.to_json(), _POLL)
         if answer is None:
             return None
-        sent = [(data, request) for data in answer if (request := Request.from_json(data)) is not None]
-        requests = [request for data, request in sent if around.signer.verifies(data)]
+        requests = [request for data in answer if (request := Request.from_json(data)) is not None]
         with_state = [each for each in requests if each.run == me.run and each.has_state]
         if around.lighthouse.was_silent and me.has_state:
             self._check_others_live(with_state, around.lighthouse.address)
@@ -128,9 +127,6 @@ class Rendezvous:
             self.me = replace(me, begins_at=me.begins_at or MUST_NOT_BEGIN)
             syncs = max(each.progress.syncs for each in with_state)
             self._has_seen_end = max(each.finished_at for each in with_state) >= syncs
-        if len(requests) < len(sent) and not any(each.has_state for each in requests):
-            strangers = [request.node for _, request in sent if request not in requests]
-            return Quorum(waits=f"nodes {strangers} have another HIERCOMM_TOKEN, or none")
         quorum = compute_quorum(requests, me.replica_id, around.elastic.min_nodes)
         if quorum.waits and not me.has_state and self._has_seen_end:
             return replace(quorum, ends_by=RunFinished())
@@ -182,8 +178,8 @@ class Rendezvous:
         others = [member.store for member in self._others()]
         around.transport.ask_all(others, partial(self._publish, "finished"))
         self.me = replace(self.me, number=self.me.number + 1, position=FINISHED, finished_at=progress.syncs)
-        data = around.signer.signed(self.me.to_json())
-        around.lighthouse.ask(self.me.replica_id, data, around.elastic.dead_after + 1.0)  # lost nodes may delay it
+        # lost nodes may delay it
+        around.lighthouse.ask(self.me.replica_id, self.me.to_json(), around.elastic.dead_after + 1.0)
 
     def _end(self, reason: BaseException) -> NoReturn:
         if self._around.is_first:
@@ -231,10 +227,9 @@ class Rendezvous:
         return self.is_behind if syncs else None
 
     def _publish(self, name: str, store: Store) -> None:
-        store.set(self._around.signer.key(name), f"{self.me.progress.fit} {self.me.progress.syncs}")
+        store.set(name, f"{self.me.progress.fit} {self.me.progress.syncs}")
 
     def _value(self, name: str, store: Store) -> int:
         """Return a number of synchronizations that :meth:`_publish` has stored for this fit; -1 if there is none."""
-        key = self._around.signer.key(name)
-        fit, _, syncs = store.get(key).decode().partition(" ") if store.check([key]) else ("", "", "")
+        fit, _, syncs = store.get(name).decode().partition(" ") if store.check([name]) else ("", "", "")
         return int(syncs) if fit and fit == self.me.progress.fit else -1

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from torch.distributed import Store
 
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse
-from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transport import GlooTransport
 
@@ -46,7 +45,6 @@ class Surroundings:
         lighthouse: Forms quorums; on the node's first rank only.
         transport: Reaches other nodes.
         store: This node's store, which others read; on its first rank only.
-        signer: Signs requests, and makes keys.
     """
 
     elastic: Elastic
@@ -54,7 +52,6 @@ class Surroundings:
     lighthouse: TorchftLighthouse | None
     transport: GlooTransport
     store: Store | None = None
-    signer: Signer = field(default_factory=Signer)
 
     @property
     def is_first(self) -> bool:

@@ -20,7 +20,6 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.comm.torch import REDUCE_OPS, TorchCommunicator, messages_of
 from lightning_hiercomm.elastic.quorum import Quorum
-from lightning_hiercomm.elastic.signature import Signer
 
 T = TypeVar("T")
 
@@ -28,9 +27,8 @@ T = TypeVar("T")
 class GlooTransport:
     """Queries other nodes' stores, and connects gloo groups through the first member's store."""
 
-    def __init__(self, address: str, dead_after: float, signer: Signer | None = None) -> None:
+    def __init__(self, address: str, dead_after: float) -> None:
         self.address = address
-        self._signer = signer or Signer()
         self._dead_after = timedelta(seconds=dead_after)
         self._set_up = timedelta(seconds=max(0.5, dead_after / 2))
         self._stores: dict[str, Store] = {}
@@ -89,7 +87,7 @@ class GlooTransport:
         ``index`` is this node's among the members; ``name``, of the group, contains the local rank.
         """
         size, first = len(quorum.members), quorum.members[0].store
-        prefix = self._signer.key(f"{quorum.token}/{name}")
+        prefix = f"{quorum.token}/{name}"
 
         def all_are_there(whole: Store) -> None:
             # finds an absent member in half of the time that a message may take

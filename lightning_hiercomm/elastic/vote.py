@@ -87,4 +87,4 @@ class Vote:
                 time.sleep(0.02)
 
     def _within(self, store: Store, quorum: Quorum) -> Store:
-        return PrefixStore(self._around.signer.key(f"{quorum.token}/vote"), store)
+        return PrefixStore(f"{quorum.token}/vote", store)

@@ -30,7 +30,6 @@ from lightning_hiercomm.elastic.lighthouse import TorchftLighthouse, own_address
 from lightning_hiercomm.elastic.membership import Membership
 from lightning_hiercomm.elastic.quorum import MUST_NOT_BEGIN, SIGTERM_EXIT_CODE, Request
 from lightning_hiercomm.elastic.rendezvous import has_ended_here
-from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.surroundings import Surroundings
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
@@ -231,7 +230,6 @@ def elastic_node(
     """Connect to the lighthouse, and return an :class:`ElasticNode`; for ``leaves_by`` see ``Participant``."""
     address = elastic.address()
     host = os.environ.get("HIERCOMM_ADDRESS") or _address_towards(address)
-    signer = Signer(os.environ.get("HIERCOMM_TOKEN", ""))
     is_first = topology.local_rank == 0
     store = _own_store(host) if is_first else None
     lighthouse = TorchftLighthouse(address, elastic.dead_after) if is_first else None
@@ -244,8 +242,8 @@ def elastic_node(
         store=f"{host}:{store.port if store is not None else 0}",
         begins_at=step or (MUST_NOT_BEGIN if was_restarted() else 0),
     )
-    transport = GlooTransport(host, elastic.dead_after, signer)
-    around = Surroundings(elastic, topology, lighthouse, transport, store, signer)
+    transport = GlooTransport(host, elastic.dead_after)
+    around = Surroundings(elastic, topology, lighthouse, transport, store)
     return ElasticNode(trainer, run, Membership(me, around, run.replicas.device), checkpoints, leaves_by)
 
 

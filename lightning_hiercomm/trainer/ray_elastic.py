@@ -35,8 +35,7 @@ class ElasticTorchConfig(TorchftConfig):  # type: ignore[misc]
     """Ray's ``torch_config`` for :class:`~lightning_hiercomm.trainer.ray.RayHierarchicalStrategy` with ``elastic``.
 
     Every worker is a replica group of Ray and an elastic node: if it dies, Ray starts it again on its place, and the
-    others train on. The lighthouse is an actor on the node of Ray's controller, and ends with the run. For signatures,
-    set ``HIERCOMM_TOKEN`` in ``RunConfig(worker_runtime_env={"env_vars": ...})``.
+    others train on. The lighthouse is an actor on the node of Ray's controller, and ends with the run.
 
     Example::
 

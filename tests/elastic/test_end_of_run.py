@@ -1,4 +1,4 @@
-"""Elastic nodes that are asked to leave, or come when others have finished: on threads."""
+"""Elastic nodes that are asked to leave, come when others have finished, or see data of other programs: on threads."""
 
 from __future__ import annotations
 
@@ -157,3 +157,30 @@ def test_node_restarted_in_the_first_period_of_a_later_fit_waits(origin):
 
     results = nodes.play(work)
     assert_equal(results["0", 0], results["1", 0])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "replica_id",
+        {"replica_id": "x", "node": 5},
+        {"replica_id": "x"},
+        {"replica_id": "x", "node": "x", "run": "run", "ranks": 1, "store": "x:1", "admits": 5},
+    ],
+    ids=str,
+)
+def test_data_of_other_programs_at_the_lighthouse_is_ignored(data):
+    nodes = threads("periodic")
+    ask = nodes.lights.ask
+
+    def ask_among_strangers(*args):
+        answer = ask(*args)
+        return None if answer is None else [data, *answer]
+
+    nodes.lights.ask = ask_among_strangers
+
+    def work(own: ElasticRank):
+        train(own)
+        return own.membership.history.nodes
+
+    assert nodes.play(work) == {("0", 0): 2, ("1", 0): 2}

@@ -19,7 +19,6 @@ from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.membership import Membership
 from lightning_hiercomm.elastic.quorum import MUST_NOT_BEGIN, Quorum, Request
-from lightning_hiercomm.elastic.signature import Signer
 from lightning_hiercomm.elastic.surroundings import Surroundings
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transaction import Transaction
@@ -240,13 +239,11 @@ class Threads:
         scheme: Of every rank.
         elastic: The user's configuration.
         training: See `harness.attached`.
-        tokens: HIERCOMM_TOKEN by node.
     """
 
     scheme: Scheme
     elastic: Elastic = field(default_factory=lambda: Elastic(dead_after=0.5))
     training: dict[str, Any] = field(default_factory=dict)
-    tokens: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lights, self.wires = ThreadLighthouse(), ThreadTransport()
@@ -313,7 +310,6 @@ class Threads:
             self.lights if is_first else None,
             self.wires,
             self.wires.stores[address] if is_first else None,
-            Signer(self.tokens.get(name, "")),
         )
         membership = Membership(me, around)
         yield ElasticRank(rank, name, local, membership, self)
