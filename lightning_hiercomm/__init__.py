@@ -24,7 +24,7 @@ from lightning_hiercomm.schemes import (
 from lightning_hiercomm.trainer.fabric import HierarchicalFabricStrategy
 from lightning_hiercomm.trainer.model_parallel import HierarchicalModelParallelStrategy
 from lightning_hiercomm.trainer.monitor import CommunicationMonitor
-from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
+from lightning_hiercomm.trainer.options import Health, Transport
 from lightning_hiercomm.trainer.settings import register_schemes
 from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
@@ -55,7 +55,6 @@ __all__ = [
     "StepsDelay",
     "Topology",
     "Transport",
-    "UnequalData",
 ]
 
 register_schemes(HierarchicalStrategy, pl.strategies.StrategyRegistry)

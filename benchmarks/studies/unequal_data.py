@@ -25,18 +25,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.papers.paired import difference
-from lightning_hiercomm import AllReduce, DiLoCo, Health, HierarchicalStrategy, PeriodicAveraging, UnequalData
+from lightning_hiercomm import AllReduce, DiLoCo, Health, HierarchicalStrategy, PeriodicAveraging
 
 BATCH, EPOCHS = 7, 6
 Samples = tuple[Tensor, Tensor]
-RUNS: dict[str, tuple[Any, Any]] = {
-    "AllReduce": (AllReduce(), True),
-    "PeriodicAveraging(10)": (PeriodicAveraging(10), True),
-    "PeriodicAveraging(10), normalized": (PeriodicAveraging(10), UnequalData(mean="normalized")),
-    "PeriodicAveraging(None)": (PeriodicAveraging(None), True),
-    "PeriodicAveraging(None), normalized": (PeriodicAveraging(None), UnequalData(mean="normalized")),
-    "DiLoCo(10)": (DiLoCo(10), True),
-    "DiLoCo(10), normalized": (DiLoCo(10), UnequalData(mean="normalized")),
+RUNS = {
+    "AllReduce": AllReduce(),
+    "PeriodicAveraging(10)": PeriodicAveraging(10),
+    "PeriodicAveraging(None)": PeriodicAveraging(None),
+    "DiLoCo(10)": DiLoCo(10),
 }
 
 
@@ -98,10 +95,9 @@ def of_rank(rank: int, chosen: argparse.Namespace, folder: Path) -> None:
             _alone(module)
             found.setdefault("pooled", []).append(module.accuracy())
         for name in chosen.only:
-            scheme, unequal = RUNS[name]
             module = Digits(nodes[rank], test, BATCH, seed, chosen.lr)
             strategy = HierarchicalStrategy(
-                scheme, ranks_per_node=1, unequal_data=unequal, health=Health(hang_timeout=60.0)
+                RUNS[name], ranks_per_node=1, unequal_data=True, health=Health(hang_timeout=60.0)
             )
             quiet(devices=len(nodes), strategy=strategy).fit(module)
             found.setdefault(name, []).append(module.accuracy())

@@ -16,14 +16,12 @@ class Round:
         step: The optimizer steps that all ranks have taken.
         nodes: The ranks that take part, by node.
         weights: A weight per rank; they sum to 1. A rank without samples has weight 0.
-        of_differences: The weights of the ranks' differences from reference parameters, if these are others (FedNova).
     """
 
     number: int
     step: int
     nodes: Sequence[Sequence[int]]
     weights: Sequence[float]
-    of_differences: Sequence[float] = ()
 
     @cached_property
     def of_nodes(self) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -107,13 +107,6 @@ class Exchanger:
     ) -> None:
         self._config = config
         self._samples, self._topology, self._wire = context.samples, context.topology, context.wire
-        self._is_normalized = self._samples is not None and self._samples.is_normalized
-        if self._is_normalized and config.reducer == "leader":
-            raise ValueError(
-                "UnequalData(mean='normalized') averages differences, of which every rank of a node holds a shard, but"
-                " reducer='leader' sends them from one rank: use reducer='sharded'"
-            )
-        self._has_reference = config.merging.keeps_reference or self._is_normalized
         self._state = state
         self._guard = guard
         self._inbound = inbound
@@ -156,7 +149,7 @@ class Exchanger:
         self.reference.follow(self.reducer)
 
     def _new_reducer(self, buckets: list[Bucket], wire: Wire) -> Reducer:
-        update = self.reference.update if self._has_reference else None
+        update = self.reference.update if self._config.merging.keeps_reference else None
         kind = self._config.reducer
         if not isinstance(kind, str):
             check = partial(self._guard.check, weight=1.0)
@@ -175,7 +168,11 @@ class Exchanger:
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that are reduced with the parameters whenever training waits for all fragments."""
-        return [] if self._has_reference or not self._averages_all_nodes else self._replica.buckets_of_buffers
+        return (
+            []
+            if self._config.merging.keeps_reference or not self._averages_all_nodes
+            else self._replica.buckets_of_buffers
+        )
 
     @property
     def all_fragments(self) -> Sequence[int]:
@@ -199,8 +196,7 @@ class Exchanger:
         checked = buffers if self._averages_all_nodes else []
         number = self._next_number()
         round_ = self.reducer.begin(state.steps, number, leaving + checked, self._samples, fragments).round
-        of_parameters = replace(round_, weights=round_.of_differences) if self._is_normalized else round_
-        for bucket, mean in self.reducer.means(of_parameters, indexes):
+        for bucket, mean in self.reducer.means(round_, indexes):
             if bucket.keeps_equal:  # it holds buffers
                 bucket.unpack(mean)
             else:

@@ -147,7 +147,7 @@ class HierarchicalHooks(CheckpointHooks):
             super().setup(trainer)
             return
         check_initialized(self._module)
-        if self._settings.unequal_data is not None:
+        if self._settings.unequal_data:
             self._unequal = UnequalNodes(self._settings.unequal_data, self.scheme, self._topology, self.root_device)
             self._unequal.attach(trainer)
         if self._settings.batches is not None:  # setting up optimizers may need the dataloaders' length

@@ -78,35 +78,3 @@ class Transport:
     def __post_init__(self) -> None:
         if not 0 < self.bucket_mb < 2**40:
             raise ValueError(f"bucket_mb={self.bucket_mb} must be positive, and a size that memory can have")
-
-
-@checked_fields
-@dataclass(frozen=True)
-class UnequalData:
-    """How nodes with unequal numbers of batches train together.
-
-    Example::
-
-        HierarchicalStrategy(PeriodicAveraging(50), unequal_data=UnequalData(samples="tokens"))
-
-    Args:
-        samples: The name of a number that ``training_step`` logs at every step, by which nodes are weighted, such as
-            ``"tokens"``. None: the batch size, read as ``LightningModule.log`` does.
-        mean: ``"weighted"``: the mean by samples since the last synchronization. ``"normalized"``: FedNova's, which
-            also corrects for unequal numbers of optimizer steps (Wang et al. 2020, Eq. 6 and 7).
-
-    Raises:
-        TypeError: If an argument has a wrong type.
-    """
-
-    samples: str | None = None
-    mean: Literal["weighted", "normalized"] = "weighted"
-
-    __repr__ = as_call
-
-    @staticmethod
-    def of(given: bool | UnequalData) -> UnequalData | None:
-        """Return the options that a strategy's argument stands for; None if nodes have equal data."""
-        if isinstance(given, bool):
-            return UnequalData() if given else None
-        return given

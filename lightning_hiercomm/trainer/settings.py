@@ -27,7 +27,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.gradient_path import GradientPath
 from lightning_hiercomm.schemes.samples import SampleWeights
-from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
+from lightning_hiercomm.trainer.options import Health, Transport
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -36,7 +36,6 @@ _GROUPS: dict[str, Callable[..., object]] = {
     "health": Health,
     "transport": Transport,
     "elastic": Elastic,
-    "unequal_data": UnequalData,
 }
 _IN_OTHER_PLACES = {
     name: (group.__name__, f"{argument}={group.__name__}({name}=...)")
@@ -81,11 +80,8 @@ _CONTRADICTIONS: Contradictions = (
         " out",
     ),
     (
-        lambda given: (
-            given.unequal_data and given.unequal_data.mean == "normalized" and given.scheme.gradients == "world"
-        ),
-        "unequal_data: {given.scheme.__class__.__name__} averages gradients at every step, so nodes take equally many"
-        " steps: use mean='weighted'",
+        lambda given: given.unequal_data == "",
+        "unequal_data='' must be True, False or the name of a number that training_step logs",
     ),
     (
         lambda given: given.elastic and given.scheme.requirements.needs_fixed_nodes,
@@ -158,7 +154,7 @@ class Settings:
     health: Health = Health()
     transport: Transport = Transport()
     elastic: Elastic | None = None
-    unequal_data: UnequalData | None = None
+    unequal_data: bool | str = False
 
     def __post_init__(self) -> None:
         sizes = self.ranks_per_node
@@ -194,9 +190,8 @@ class Settings:
         if isinstance(given["wire_dtype"], torch.dtype):
             given["wire_dtype"] = str(given["wire_dtype"]).removeprefix("torch.")
         given["scheme"] = scheme_named(given["scheme"], schemes)
-        for name, convert in (("elastic", Elastic.of), ("unequal_data", UnequalData.of)):
-            if name in given:
-                given[name] = convert(given[name])
+        if "elastic" in given:
+            given["elastic"] = Elastic.of(given["elastic"])
         settings = cls(**given)
         settings._refuse(further)
         return settings
@@ -231,7 +226,7 @@ class Settings:
             on_nonfinite=self.health.on_nonfinite,
             # each elastic node has a default process group of its own
             collectives=(lambda: 0) if self.elastic is not None else collectives_of_default_group,
-            samples=None if self.unequal_data is None else SampleWeights(self.unequal_data.mean == "normalized"),
+            samples=SampleWeights() if self.unequal_data else None,
         )
 
     def node_process_group(self, topology: Topology) -> dist.ProcessGroup | None:

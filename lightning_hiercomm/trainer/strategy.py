@@ -35,7 +35,7 @@ from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradient_path import GradientPath
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
-from lightning_hiercomm.trainer.options import Health, Transport, UnequalData
+from lightning_hiercomm.trainer.options import Health, Transport
 from lightning_hiercomm.trainer.settings import (
     Settings,
     WireDtype,
@@ -79,7 +79,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         health: Health = Health(),
         transport: Transport = Transport(),
         elastic: Elastic | str | None = None,
-        unequal_data: bool | UnequalData = False,
+        unequal_data: bool | str = False,
         **kwargs: Any,
     ) -> None:
         """Check the arguments, and pass all others to Lightning's strategy.
@@ -111,9 +111,10 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             transport: How parameters travel between nodes; see ``lightning_hiercomm.Transport``.
             elastic: Nodes may leave and join; see ``lightning_hiercomm.Elastic``. A
                 string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.
-            unequal_data: Nodes may have unequal numbers of batches: a node without
-                batches waits in the synchronizations with weight 0, and the others are weighted by their samples. See
-                ``lightning_hiercomm.UnequalData``.
+            unequal_data: Nodes may have unequal numbers of batches: a node without batches waits in the
+                synchronizations with weight 0, and the others are weighted by their samples. These are the batch size,
+                read as ``LightningModule.log`` does, or a number that ``training_step`` logs at every step under the
+                given name, such as ``"tokens"``.
             **kwargs: Arguments of Lightning's ``DDPStrategy``, and of ``DistributedDataParallel``, such as
                 ``find_unused_parameters`` and ``gradient_as_bucket_view``.
 

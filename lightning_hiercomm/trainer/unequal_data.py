@@ -35,7 +35,6 @@ from lightning_hiercomm.schemes import ParameterSync, Scheme
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.schemes.preflight import launch
 from lightning_hiercomm.schemes.samples import SampleWeights
-from lightning_hiercomm.trainer.options import UnequalData
 
 log = logging.getLogger(__name__)
 
@@ -224,7 +223,7 @@ class UnequalNodes(pl.Callback):
     """Determines for each batch whether this node idles, and counts its samples.
 
     Args:
-        options: The user's.
+        samples: The name of a logged number that counts them. True: the batch size.
         scheme: The scheme of the run.
         topology: The nodes.
         device: The device of the ranks' tensors.
@@ -233,8 +232,8 @@ class UnequalNodes(pl.Callback):
         is_idle: Whether this node has no batch of its own at present.
     """
 
-    def __init__(self, options: UnequalData, scheme: Scheme, topology: Topology, device: torch.device) -> None:
-        self._options = options
+    def __init__(self, samples: bool | str, scheme: Scheme, topology: Topology, device: torch.device) -> None:
+        self._logged_name = samples if isinstance(samples, str) else None
         self._scheme = scheme
         self._topology = topology
         self._device = device
@@ -281,13 +280,13 @@ class UnequalNodes(pl.Callback):
         self.is_idle = self._loader.is_idle(batch_idx)
         self._batches += not self.is_idle
         self._size = None
-        if not self.is_idle and self._options.samples is None:
+        if not self.is_idle and self._logged_name is None:
             try:
                 self._size = pl.utilities.data.extract_batch_size(batch)
             except (fabric.utilities.exceptions.MisconfigurationException, RecursionError) as error:
                 raise ValueError(
                     f"unequal_data: the number of samples of a batch ({type(batch).__name__}) is unknown. Log a number"
-                    " in training_step, self.log('samples', ...), and set unequal_data=UnequalData(samples='samples')"
+                    " in training_step, self.log('samples', ...), and set unequal_data='samples'"
                 ) from error
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -296,8 +295,8 @@ class UnequalNodes(pl.Callback):
     def _logged(self, trainer: pl.Trainer, name: str) -> float:
         if name not in trainer.callback_metrics:
             raise ValueError(
-                f"unequal_data: UnequalData(samples={name!r}) needs self.log({name!r}, ...) in training_step at every"
-                " step, with on_step=True"
+                f"unequal_data: the name {name!r} needs self.log({name!r}, ...) in training_step at every step, with"
+                " on_step=True"
             )
         return float(trainer.callback_metrics[name])
 
@@ -361,7 +360,7 @@ class UnequalNodes(pl.Callback):
             output = step()
         finally:
             self._is_in_step = False
-        size = self._size if self._options.samples is None else self._logged(trainer, self._options.samples)
+        size = self._size if self._logged_name is None else self._logged(trainer, self._logged_name)
         assert size is not None
         self._samples += size
         _samples_of(run).count(size)
@@ -388,7 +387,6 @@ class UnequalNodes(pl.Callback):
         """Take an optimizer step; one without gradients if this node had no batch since the last one."""
         try:
             if self._batches or run.gradients_over == "world":
-                _samples_of(run).count_step()
                 return step()
             return step_without_gradients()  # weight decay and momentum would change the parameters
         finally:

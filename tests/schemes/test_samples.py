@@ -38,7 +38,7 @@ def traces(scheme, samples, nodes=((0,), (1,)), **chosen):
             rank.train_on(own)
         return [values[0] for values in rank.trace]
 
-    chosen = {"targets": (4.0, 8.0), "dtype": torch.float64, "unequal_data": "weighted", **chosen}
+    chosen = {"targets": (4.0, 8.0), "dtype": torch.float64, "unequal_data": True, **chosen}
     every = on_nodes(work, scheme, nodes, **chosen)
     return [every[ranks[0]] for ranks in nodes]
 
@@ -65,33 +65,6 @@ def test_node_that_ends_within_a_period_weighs_by_its_samples():
     ]
 
 
-@pytest.mark.parametrize("scheme", [PeriodicAveraging(2), ParameterSync(2), DiLoCo(2, PLAIN_SUM)], ids=repr)
-def test_normalized_mean_is_that_of_fednova(scheme):
-    # p = (2/3, 1/3), tau = (2, 1): the mean per step, (2/3) 3/2 + (1/3) 4/1 = 7/3, times the mean of tau, 5/3
-    result = traces(scheme, [[1, 1], [1, 0]], unequal_data="normalized")
-    assert result == [[2, pytest.approx(35 / 9)], [4, pytest.approx(35 / 9)]]
-
-
-def test_normalized_mean_of_many_rounds_follows_the_formula():
-    rounds = [((2, 2), (1, 0)), ((0, 0), (3, 3)), ((4, 1), (1, 1)), ((0, 0), (0, 0)), ((5, 0), (0, 0))]
-    samples = [[own for round_ in rounds for own in round_[node]] for node in (0, 1)]
-    result = traces(PeriodicAveraging(2), samples, unequal_data="normalized")
-    x = 0.0
-    for index, round_ in enumerate(rounds):
-        ends = [x, x]
-        for node, target in enumerate((4.0, 8.0)):
-            for own in round_[node]:
-                ends[node] -= 0.5 * (ends[node] - target) if own else 0.0
-        total = sum(map(sum, round_))
-        shares = [sum(own) / total if total else 0.5 for own in round_]
-        steps = [sum(map(bool, own)) for own in round_]
-        effective = sum(share * count for share, count in zip(shares, steps, strict=True))
-        x += effective * sum(
-            share * (end - x) / count for share, end, count in zip(shares, ends, steps, strict=True) if count
-        )
-        assert [trace[2 * index + 1] for trace in result] == [pytest.approx(x)] * 2
-
-
 def test_each_fragment_weighs_by_samples_since_its_own_synchronization():
     def work(rank: Rank) -> list[list[float]]:
         for own in ([1, 1, 1], [1, 0, 0])[rank.node]:
@@ -99,9 +72,7 @@ def test_each_fragment_weighs_by_samples_since_its_own_synchronization():
         return rank.trace
 
     scheme = DiLoCo(2, PLAIN_SUM, fragments=2)
-    result = on_nodes(
-        work, scheme, targets=(4.0, 8.0), shapes=((1,), (1,)), dtype=torch.float64, unequal_data="weighted"
-    )
+    result = on_nodes(work, scheme, targets=(4.0, 8.0), shapes=((1,), (1,)), dtype=torch.float64, unequal_data=True)
     third = pytest.approx(10 / 3)  # node 0 has trained on two samples since the start, node 1 on one
     assert result[0][:2] == [[3, 2], [3.5, third]]
     assert result[1][:2] == [[3, 4], [3, third]]
@@ -116,7 +87,7 @@ def test_averaged_model_leaves_out_a_node_without_samples():
         return rank.averaged().item()  # evaluating again gives the same
 
     # the mean after two steps is 4.5, from which node 0 alone steps to 4.25
-    assert on_nodes(work, PeriodicAveraging(2), targets=(4.0, 8.0), unequal_data="weighted") == [4.25, 4.25]
+    assert on_nodes(work, PeriodicAveraging(2), targets=(4.0, 8.0), unequal_data=True) == [4.25, 4.25]
 
 
 def test_all_reduce_averages_gradients_over_samples():
@@ -127,7 +98,7 @@ def test_all_reduce_averages_gradients_over_samples():
         return rank.trace
 
     # 0.5 * (1/4 * 4 + 3/4 * 8) = 3.5, and then the gradient is that of node 0 alone
-    result = on_nodes(work, AllReduce(), targets=(4.0, 8.0), unequal_data="weighted")
+    result = on_nodes(work, AllReduce(), targets=(4.0, 8.0), unequal_data=True)
     assert result == [[[3.5], [3.75]]] * 2
 
 
@@ -144,14 +115,13 @@ def test_equal_samples_keep_all_bits(scheme, wire):
         return [*rank.trace, rank.values.tolist()]
 
     chosen = {"nodes": ((0,), (1, 2), (3, 4)), "targets": None, "shapes": ((5, 3), (7,)), "wire": wire, "epochs": 1}
-    assert on_nodes(work, scheme, **chosen) == on_nodes(work, scheme, **chosen, unequal_data="weighted")
+    assert on_nodes(work, scheme, **chosen) == on_nodes(work, scheme, **chosen, unequal_data=True)
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int8"])
-@pytest.mark.parametrize("mean", ["weighted", "normalized"])
-def test_encoded_averages_stay_near_the_unencoded_ones(wire, mean):
+def test_encoded_averages_stay_near_the_unencoded_ones(wire):
     samples = [[2, 2, 2, 2, 2, 2], [1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]]
-    chosen = {"targets": (4.0, 8.0, 16.0), "dtype": torch.float32, "nodes": ((0,), (1,), (2,)), "unequal_data": mean}
+    chosen = {"targets": (4.0, 8.0, 16.0), "dtype": torch.float32, "nodes": ((0,), (1,), (2,))}
     exact, encoded = (traces(PeriodicAveraging(2), samples, wire=each, **chosen) for each in (None, wire))
     assert [trace[-1] for trace in encoded] == [pytest.approx(exact[0][-1], rel=0.02)] * 3
 
@@ -167,7 +137,7 @@ def test_resumed_run_continues_with_its_samples():
         rank.train_on(2)
         return [whole, rank.values.item()]
 
-    for whole, resumed in on_nodes(work, PeriodicAveraging(2), targets=(4.0, 8.0), unequal_data="weighted"):
+    for whole, resumed in on_nodes(work, PeriodicAveraging(2), targets=(4.0, 8.0), unequal_data=True):
         assert whole == resumed
 
 
@@ -175,9 +145,9 @@ def test_without_any_samples_the_topology_weighs():
     def work(topology):
         samples = SampleWeights()
         samples.count(3.0 if topology.rank else 0.0)
-        first = weighed(topology, *samples.since())
+        first = weighed(topology, samples.since())
         samples.end()
-        return first.weights, weighed(topology, *samples.since()).weights
+        return first.weights, weighed(topology, samples.since()).weights
 
     assert on_ranks(work, ((0,), (1,)), weights=(1.0, 3.0)) == [((0.0, 1.0), (0.25, 0.75))] * 2
 
@@ -190,9 +160,3 @@ def test_weights_of_gradients_in_a_node_do_not_follow_samples():
     results = on_ranks(work, ((0, 1), (2, 3)))
     assert [in_node for in_node, _ in results] == [0.5] * 4
     assert [of_node for _, of_node in results] == [0.0, 0.0, 1.0, 1.0]
-
-
-def test_leader_reducer_refuses_the_normalized_mean():
-    """The other ranks of a node had no differences to update their reference parameters with."""
-    with pytest.raises(ValueError, match=r"reducer='leader' .* use reducer='sharded'"):
-        traces(ParameterSync(2, reducer="leader"), [[1], [1]], unequal_data="normalized")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -168,7 +168,6 @@ class Rank:
         assert self.scheme.samples is not None
         if samples:
             self.scheme.samples.count(samples)
-            self.scheme.samples.count_step()
             self.train()
         else:
             self.scheme.step(lambda: None)
@@ -252,7 +251,7 @@ def attached(
     epochs: int | None = None,
     steps: int | None = None,
     begins_epoch: bool = True,
-    unequal_data: Literal["weighted", "normalized"] | None = None,
+    unequal_data: bool = False,
 ) -> Iterator[Rank]:
     """What ``scheme`` makes for parameters, ready to train; it is closed in the end.
 
@@ -271,7 +270,7 @@ def attached(
         epochs: How long the run will be.
         steps: The same, in steps.
         begins_epoch: Whether the first epoch has begun.
-        unequal_data: The mean of nodes with unequal data; None if ranks keep their weights.
+        unequal_data: Whether nodes are weighted by their samples; otherwise ranks keep their weights.
     """
     named = shapes.items() if isinstance(shapes, Mapping) else ((str(i), shape) for i, shape in enumerate(shapes))
     dtypes = dtype if isinstance(dtype, Mapping) else defaultdict(lambda: dtype)
@@ -293,7 +292,7 @@ def attached(
     paths = {over: gradient_path(over, topology, place.device, wire, bucket_bytes) for over in phases}
     replicas = Replicas(module, [optimizer], bucket_bytes)
     settings = vars(scheme).get("settings_of_test", {})
-    samples = None if unequal_data is None else SampleWeights(unequal_data == "normalized")
+    samples = SampleWeights() if unequal_data else None
     with ExitStack() as closing:
         for path in paths.values():
             closing.callback(path.close, timeout=1.0)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from trainer.uneven import BATCH, LR, Uneven, calculated, each_sample_once, ends_of, fit_uneven, numbers_of
 
-from lightning_hiercomm import AllReduce, DiLoCo, Health, HierarchicalStrategy, PeriodicAveraging, UnequalData
+from lightning_hiercomm import AllReduce, DiLoCo, Health, HierarchicalStrategy, PeriodicAveraging
 
 pooled = pytest.mark.pooled
 ISSUE = (100, 70, 31)
@@ -54,13 +54,6 @@ BY_FOUR, LAST_WINDOWS = {"accumulate_grad_batches": 4}, (22, 13, 7)  # whose las
 @pytest.mark.parametrize(
     ("batches", "kind", "scheme", "arguments", "expected"),
     [
-        (
-            ISSUE,
-            "map",
-            PeriodicAveraging(10),
-            {"unequal_data": UnequalData(mean="normalized")},
-            partial(calculated, mean="normalized"),  # of FedNova
-        ),
         *(
             (LAST_WINDOWS, kind, scheme, BY_FOUR, partial(calculated, accumulate=4))
             for scheme, kind in ((AllReduce(), "map"), (PeriodicAveraging(3), "stream"), (DiLoCo(3), "map"))
@@ -152,7 +145,7 @@ def test_resume_within_an_epoch_is_exact(fit, tmp_path, scheme, step):
 
 @pooled
 def test_logged_tokens_weigh_nodes(fit):
-    reports = fit_uneven(fit, Uneven((4, 4), tokens=True), PeriodicAveraging(None), unequal_data=UnequalData("tokens"))
+    reports = fit_uneven(fit, Uneven((4, 4), tokens=True), PeriodicAveraging(None), unequal_data="tokens")
     ends = []
     for rank in (0, 1):
         x = 0.0
@@ -241,7 +234,7 @@ class ManualUneven(Manual):
     [
         (LogsAtSteps((4, 2)), {}, "sync_dist=True.* in training_step waits for all ranks"),
         (OfObjects((4, 2)), {}, r"number of samples of a batch \(object\) is unknown"),
-        (Uneven((4, 2)), {"unequal_data": UnequalData("tokens")}, r"needs self.log\('tokens', ...\)"),
+        (Uneven((4, 2)), {"unequal_data": "tokens"}, r"needs self.log\('tokens', ...\)"),
         (WithLBFGS((4, 2)), {}, "LBFGS evaluates the loss several times"),
         (ManualUneven(), {}, "manual optimization"),
         (Unsized((4, 2)), {}, r"dataloaders of ranks \[1\] have no length"),

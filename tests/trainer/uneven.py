@@ -103,12 +103,10 @@ class Uneven(pl.LightningModule):
         return DataLoader(torch.zeros(1))
 
 
-def calculated(
-    scheme: Any, batches: Sequence[int], epochs: int = 1, accumulate: int = 1, mean: str = "weighted"
-) -> float:
+def calculated(scheme: Any, batches: Sequence[int], epochs: int = 1, accumulate: int = 1) -> float:
     """Return the parameter at the end of a run of nodes of one rank, step by step in plain Python."""
     loaded = [numbers_of(rank, own).split(BATCH) for rank, own in enumerate(batches)]
-    nodes = [SimpleNamespace(x=0.0, batches=each, samples=0, steps=0) for each in loaded]
+    nodes = [SimpleNamespace(x=0.0, batches=each, samples=0) for each in loaded]
     period = getattr(scheme, "sync_every", None)
     reference, velocity, steps = 0.0, 0.0, 0
 
@@ -118,13 +116,6 @@ def calculated(
         if total:
             shares = [node.samples / total for node in nodes]
             change = sum(share * (node.x - reference) for share, node in zip(shares, nodes, strict=True))
-            if mean == "normalized":
-                tau = sum(share * node.steps for share, node in zip(shares, nodes, strict=True))
-                change = tau * sum(
-                    share * (node.x - reference) / node.steps
-                    for share, node in zip(shares, nodes, strict=True)
-                    if node.steps
-                )
         else:
             change = 0.0
         if isinstance(scheme, DiLoCo):  # SGD with learning rate 0.7 and Nesterov momentum 0.9
@@ -133,7 +124,7 @@ def calculated(
         else:
             reference += change
         for node in nodes:
-            node.x, node.samples, node.steps = reference, 0, 0
+            node.x, node.samples = reference, 0
 
     for _ in range(epochs):
         for first in range(0, max(batches), accumulate):
@@ -150,9 +141,8 @@ def calculated(
                 for node in nodes:
                     node.x -= LR * gradient
                 continue
-            for node, gradient, own in zip(nodes, gradients, windows, strict=True):
+            for node, gradient in zip(nodes, gradients, strict=True):
                 node.x -= LR * gradient
-                node.steps += bool(own)
             steps += 1
             in_epoch = first // accumulate + 1
             if period and (in_epoch if isinstance(scheme, PeriodicAveraging) else steps) % period == 0:

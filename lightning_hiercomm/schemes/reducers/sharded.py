@@ -105,12 +105,12 @@ class ShardedAllReduce(Reducer):
         if self._is_alone:
             return Preflight(self.topology, self.topology.new_round(step, number))
         unfit = self._is_unfit(self.buckets if leaving is None else leaving)
-        counts = () if samples is None else samples.since(fragments)
+        counts = () if samples is None else (samples.since(fragments),)
         preflight = launch(self.topology, step, unfit, number, self._through, inbound, counts)
         if inbound is None and preflight.is_unfit:
             raise self.error(step)
         if samples is not None:
-            preflight.round = samples.weighed(preflight.round, preflight.counts)
+            samples.round = preflight.round
         return preflight
 
     def _is_unfit(self, leaving: Sequence[Bucket]) -> Tensor:
