@@ -104,13 +104,9 @@ class TrainingRun:
     @property
     def gradients(self) -> GradientPath:
         """Averages the module's gradients in the present phase."""
-        if self._first_path is None:
+        if self._first_path is None or self.gradients_over == self._scheme.gradients:
             return self._path
-        if self.gradients_over != self._scheme.gradients:
-            return self._first_path
-        if self._first_path.residuals is not None:
-            self._first_path.residuals.forget()
-        return self._path
+        return self._first_path
 
     @property
     def module(self) -> torch.nn.Module:
@@ -227,6 +223,8 @@ class TrainingRun:
 
         with autocast.left():
             result = scheme.step(run_and_check, last=last)
+        if self._first_path is not None and self.gradients is not self._first_path:
+            self._first_path.load_state_dict({})  # its residuals are of no more use
         return result
 
     @outside_autocast()

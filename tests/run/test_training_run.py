@@ -34,6 +34,18 @@ def test_every_optimizer_has_a_scheme_that_counts_its_own_steps():
     assert on_two_nodes(PeriodicAveraging(2), work) == [[3.0, 1.0], [3.0, 2.0]]
 
 
+def test_residuals_of_gradients_are_dropped_when_the_first_phase_ends():
+    def work(run: TrainingRun) -> list[int]:
+        path, (weight,) = run.gradients, run.module.parameters()
+        path.reduce(torch.full_like(weight, 0.3).view(-1), 0, [(weight, 0)]).wait()
+        kept = [len(path.state_dict()["feedback"])]
+        step(run)
+        return [*kept, len(path.state_dict()["feedback"])]
+
+    scheme = PeriodicAveraging(8, warmup_steps=1)
+    assert on_two_nodes(scheme, work, lambda: nn.Linear(64, 1, bias=False), wire="int4") == [[1, 0], [1, 0]]
+
+
 def test_replaced_optimizer_is_refused_with_a_remedy():
     def work(run: TrainingRun) -> None:
         fresh = torch.optim.SGD(run.module[0].parameters(), lr=1.0)
