@@ -7,13 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from harness import (
-    TWO_BY_TWO,
-    attached,
-    on_nodes,
-    on_ranks,
-)
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from harness import TWO_BY_TWO, attached, on_nodes, on_ranks
 from problems import Oracle
 
 from lightning_hiercomm.schemes import DASO, Epochs, Plateau
@@ -278,12 +272,3 @@ def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, o
     length = {"max_epochs": -1, **length}
     (report, *_) = fit(Phases(optimizers), {"scheme": "daso"}, limit_val_batches=0, **length)
     assert report["report"] == ["warm-up"] * quarter + ["cycling"] * 2 * quarter + ["cool-down"] * quarter
-
-
-@pytest.mark.pooled
-def test_a_run_whose_epochs_accumulate_more_and_more_ends_when_it_does(fit):
-    scheme = DASO(2, 1, warmup=0, cooldown=4)
-    callbacks = [GradientAccumulationScheduler({1: 4})]  # 8 batches an epoch: 8 steps, and then 2 and 2
-    (report, *_) = fit(Phases(), {"scheme": scheme}, limit_val_batches=0, max_epochs=3, callbacks=callbacks)
-    phases = [phase for batch, phase in enumerate(report["report"]) if batch < 8 or batch % 4 == 3]
-    assert phases == ["cycling"] * 8 + ["cool-down"] * 4

@@ -19,17 +19,15 @@ UNEQUAL = ((0, 1), (2,))
 SEVENS = {"a": 7, "b": 5, "c": 11}  # odd sizes, so that shards, buckets and fragments cut tensors
 
 
-def constant(*gradients):
-    """Train ``steps`` steps with a constant gradient per rank; all values after each."""
+def constant(steps, *gradients):
+    """Train with a constant gradient per rank; all values after each step."""
 
-    def work(rank, steps):
-        seen = []
+    def work(rank):
         for _ in range(steps):
-            rank.train(lambda x: torch.full_like(x, gradients[rank.rank]))
-            seen.append(rank.values.tolist())
-        return seen
+            rank.train(gradients[rank.rank])
+        return rank.trace
 
-    return lambda steps: lambda rank: work(rank, steps)
+    return work
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def constant(*gradients):
     ids=["DiLoCo", "unequal nodes", "unequal ranks", "stale by two"],
 )
 def test_one_weight_follows_the_trace(on_nodes, scheme, nodes, gradients, expected):
-    for rank, seen in enumerate(on_nodes(constant(*gradients)(9), scheme, nodes)):
+    for rank, seen in enumerate(on_nodes(constant(9, *gradients), scheme, nodes)):
         for step, values in expected.items():
             assert seen[step - 1] == pytest.approx([values[rank]], abs=1e-6), step
 
@@ -75,7 +73,7 @@ def test_streamed_fragments_follow_the_trace(on_nodes):
         12: [(-1.102865, -1.51281), (-2.152865, -2.21281)],
     }
     for shapes in ({"f0": 1, "f1": 1}, {"both": 2}):
-        for rank, seen in enumerate(on_nodes(constant(1.0, 3.0)(12), scheme, TWO, shapes=shapes)):
+        for rank, seen in enumerate(on_nodes(constant(12, 1.0, 3.0), scheme, TWO, shapes=shapes)):
             for step, values in expected.items():
                 assert seen[step - 1] == pytest.approx(values[rank], abs=1e-6), step
 

@@ -19,11 +19,7 @@ from lightning_hiercomm.comm.base import Communicator, Connect
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes import (
-    Context,
-    DiLoCo,
-    Gossip,
-)
+from lightning_hiercomm.schemes import Context, DiLoCo, Gossip
 from lightning_hiercomm.trainer.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one

@@ -19,10 +19,9 @@ from lightning_hiercomm.schemes import DiLoCo, Scheme, StepsDelay
 package = pytest.importorskip("pytorch_optimizer")
 pytestmark = pytest.mark.nightly
 
-NODES, WEIGHTS = ((0, 1), (2,)), (2 / 3, 1 / 3)
+NODES = ((0, 1), (2,))
 SHAPES = {"a": (6, 5), "b": (6,), "c": (1,)}
-STEPS, PERIOD, START = 6, 2, 0.5
-INNER_RATE = 0.05
+STEPS, PERIOD, START, INNER_RATE = 6, 2, 0.5, 0.05
 NEEDS = {"ranger21": {"num_iterations": 100}, "bsam": {"num_data": 100}}
 IN_GROUPS = ("adago", "adamuon", "muon", "muonclip", "normuon")
 """They want matrices and other parameters in groups."""
@@ -61,94 +60,62 @@ def maker(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimiz
     return make
 
 
-def targets(shapes: Any) -> list[torch.Tensor]:
-    numel = sum(map(math.prod, shapes.values()))
-    return [2 * torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+WAYS = ("DiLoCo", "StepsDelay")
 
 
-def of_nodes(shapes: Any) -> list[torch.Tensor]:
-    """The mean targets of the nodes."""
-    own = targets(shapes)
-    return [torch.stack([own[rank] for rank in ranks]).mean(0) for ranks in NODES]
+def target_of(shapes: Any) -> torch.Tensor:
+    """Return the target of all ranks, so that their mean gradient is that of one process."""
+    return 2 * torch.randn(sum(map(math.prod, shapes.values())), generator=torch.Generator().manual_seed(0))
 
 
-class OneProcess:
-    """A replica of the parameters in this process."""
-
-    def __init__(self, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], shapes: Any) -> None:
-        self.parameters = [torch.nn.Parameter(torch.full(shape, START)) for shape in shapes.values()]
-        self.optimizer = make(self.parameters)
-
-    @property
-    def values(self) -> torch.Tensor:
-        return parameters_to_vector(self.parameters).detach()
-
-    @torch.no_grad()
-    def set_values(self, values: torch.Tensor) -> None:
-        for parameter, part in zip(self.parameters, values.split([p.numel() for p in self.parameters]), strict=True):
-            parameter.copy_(part.view_as(parameter))
-
-    def step(self, gradient: torch.Tensor) -> None:
-        for parameter, part in zip(self.parameters, gradient.split([p.numel() for p in self.parameters]), strict=True):
-            parameter.grad = part.view_as(parameter).clone()
-        self.optimizer.step()
-
-
-SGD = partial(torch.optim.SGD, lr=INNER_RATE)
-
-
-def together(make: Any, *, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
-    """Train as DDP does."""
-    model, target = OneProcess(make, shapes), torch.stack(targets(shapes)).mean(0)
+def alone(make: Any, way: str, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
+    """Step in one process, with gradients, or with the difference that a period of SGD makes."""
+    parameters = [torch.nn.Parameter(torch.full(shape, START)) for shape in shapes.values()]
+    optimizer, target = make(parameters), target_of(shapes)
     for _ in range(STEPS):
-        model.step((1 + nearly * target) * (model.values - target))
-    return model.values
+        values = parameters_to_vector(parameters).detach()
+        gradient = (1 + nearly * target) * (values - target)
+        if way == "DiLoCo":
+            local = values
+            for _ in range(PERIOD):
+                local = local - INNER_RATE * (1 + nearly * target) * (local - target)
+            gradient = values - local
+        for parameter, part in zip(parameters, gradient.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+        optimizer.step()
+    return parameters_to_vector(parameters).detach()
 
 
-def apart(make: Any, *, shapes: Any, nearly: float = 0.0) -> torch.Tensor:
-    """Train a replica for each node, and every second step let the optimizer step with their mean difference."""
-    replicas, reference = [OneProcess(SGD, shapes) for _ in NODES], OneProcess(make, shapes)
-    for step in range(STEPS):
-        for replica, target in zip(replicas, of_nodes(shapes), strict=True):
-            replica.step((1 + nearly * target) * (replica.values - target))
-        if step % PERIOD == PERIOD - 1:
-            mean = sum(weight * replica.values for weight, replica in zip(WEIGHTS, replicas, strict=True))
-            reference.step(reference.values - mean)
-            for replica in replicas:
-                replica.set_values(reference.values)
-    return reference.values
+def on_shards(make: Any, way: str, shapes: Any) -> list[torch.Tensor]:
+    """Step by shards that lie on the ranks of two nodes."""
+    target = target_of(shapes)
 
+    def work(rank: Rank) -> torch.Tensor:
+        for _ in range(PERIOD * STEPS if way == "DiLoCo" else STEPS):
+            rank.train(lambda x: x - target)
+        return rank.values
 
-WAYS: dict[str, tuple[Callable[[Any], tuple[Scheme, Any]], Callable[..., torch.Tensor]]] = {
-    "DiLoCo": (lambda make: (DiLoCo(PERIOD, make), SGD), apart),
-    "StepsDelay": (lambda make: (StepsDelay(2, 2 * STEPS, local_update="sgd"), make), together),
-}
+    scheme: Scheme = StepsDelay(2, 2 * STEPS, local_update="sgd")
+    if way == "DiLoCo":
+        scheme, make = DiLoCo(PERIOD, make), partial(torch.optim.SGD, lr=INNER_RATE)
+    return on_nodes(work, scheme, NODES, shapes=shapes, start=START, inner=make, bucket_bytes=64)
 
 
 def outcome(name: str, way: str) -> tuple[str, str]:
     """``"right"``, ``"refused"``, ``"unusable"`` (in one process, too), ``"random"`` or ``"wrong"``; and the reason."""
-    make, (scheme_of, alone) = maker(name), WAYS[way]
-    shapes = {"a": (6, 5)} if name == "torch.Muon" else SHAPES
+    make, shapes = maker(name), {"a": (6, 5)} if name == "torch.Muon" else SHAPES
     try:
         torch.manual_seed(0)
-        expected = alone(make, shapes=shapes)
-        other = alone(make, shapes=shapes, nearly=1e-6)
+        expected = alone(make, way, shapes)
+        other = alone(make, way, shapes, nearly=1e-6)
         torch.manual_seed(1)
-        random = alone(make, shapes=shapes)
+        random = alone(make, way, shapes)
     except Exception as error:
         return "unusable", f"{type(error).__name__}: {error}"
     if not torch.equal(expected, random):
         return "random", ""
-    own_targets = targets(shapes)
-
-    def work(rank: Rank) -> torch.Tensor:
-        for _ in range(STEPS):
-            rank.train(lambda x: x - own_targets[rank.rank])
-        return rank.values
-
-    scheme, inner = scheme_of(make)
     try:
-        values = on_nodes(work, scheme, NODES, shapes=shapes, start=START, inner=inner, bucket_bytes=64)
+        values = on_shards(make, way, shapes)
     except Exception as error:
         is_named = KINDS[name].__name__.lower() in str(error).lower()
         return ("refused" if is_named and isinstance(error, ValueError) else "wrong"), f"{type(error)}: {error}"

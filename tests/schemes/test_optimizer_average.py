@@ -7,7 +7,7 @@ from functools import partial
 import harness
 import pytest
 import torch
-from harness import TWO_BY_TWO, on_nodes, on_ranks, steps
+from harness import on_nodes, on_ranks, steps
 from torch.optim import SGD, Adam
 
 from lightning_hiercomm.comm.wire import Wire
@@ -121,17 +121,6 @@ def test_optimizer_state_costs_the_bytes_of_its_codec():
             assert tensors * whole / of_state(wire, inner) >= share * 0.99, wire
 
 
-def test_without_a_wire_the_state_is_averaged_as_it_is():
-    def work(topology):
-        own = Own(topology, None)
-        return [own.averaged(exp_avg=[0.1 + own.rank, -0.2], exp_avg_sq=[0.3, 0.1 * own.rank]) for _ in range(2)]
-
-    for found in on_ranks(work, TWO):
-        for each in found:
-            assert each["exp_avg"] == torch.tensor([0.6, -0.2]).tolist()
-            assert each["exp_avg_sq"] == torch.tensor([0.3, 0.05]).tolist()
-
-
 def test_a_tensor_that_becomes_negative_is_no_second_moment_from_then_on():
     def work(topology):
         own = Own(topology, "int8")
@@ -155,25 +144,3 @@ def test_a_first_moment_without_negative_elements_is_averaged_itself(name):
 
     # the mean of the roots would be 2, and its square 4
     assert on_ranks(work, TWO) == [[5.0, 4.0], [5.0, 4.0]]
-
-
-@pytest.mark.parametrize("wire", LOSSY)
-@pytest.mark.parametrize("saved_after", [1, 3, 4])
-def test_a_resumed_run_equals_one_that_never_stopped(wire, saved_after):
-    scheme = harness.with_policy(PeriodicAveraging(2), average_optimizer_state=True)
-    training = {"shapes": [(300,)], "targets": None, "wire": wire, "inner": partial(Adam, lr=0.1)}
-
-    def saving(rank):
-        state = steps(saved_after)(rank).state()
-        return state, steps(7)(rank).values
-
-    before = on_nodes(saving, scheme, TWO_BY_TWO, **training)
-
-    def resuming(rank):
-        rank.load(before[rank.rank][0])
-        return steps(7)(rank).values
-
-    after = on_nodes(resuming, scheme, TWO_BY_TWO, **training)
-    for (state, expected), values in zip(before, after, strict=True):
-        assert torch.equal(expected, values)
-        assert ("optimizer_average" in state["scheme"]) == (saved_after > 1)

@@ -9,40 +9,12 @@ import torch
 from harness import TWO_BY_TWO, place, steps
 from torch.optim import SGD, Adam
 
-from lightning_hiercomm.schemes import (
-    DiLoCo,
-    Every,
-    Graph,
-    OuterOptimizer,
-    ParameterSync,
-    PeriodicAveraging,
-    RandomPermutation,
-    Staggered,
-)
+from lightning_hiercomm.schemes import Every, Graph, OuterOptimizer, ParameterSync, RandomPermutation, Staggered
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 SEVENS = {"a": 7, "b": 5, "c": 11}
 FOUR = ((0,), (1,), (2,), (3,))
-
-
-@pytest.mark.parametrize(
-    ("named", "composition"),
-    [
-        (PeriodicAveraging(3), ParameterSync(3)),
-        (
-            DiLoCo(6, fragments=2, staleness=1),
-            ParameterSync(Staggered(6), 2, merge=OuterOptimizer(keep_local=0.5), staleness=1),
-        ),
-    ],
-    ids=["periodic averaging", "streaming DiLoCo"],
-)
-def test_a_named_scheme_is_its_composition(on_nodes, named, composition):
-    ours, theirs = (
-        [rank.trace for rank in on_nodes(steps(9), scheme, ((0, 1), (2,)), shapes=SEVENS, targets=None)]
-        for scheme in (composition, named)
-    )
-    assert ours == theirs
 
 
 def noloco(targets, number, *, every, graph, outer, lengths, staleness):

@@ -17,12 +17,7 @@ pytestmark = pytest.mark.usefixtures("device")
 PLAIN_SUM = partial(torch.optim.SGD, lr=1.0)
 """An outer optimizer whose step is the mean."""
 
-SCHEMES = [
-    PeriodicAveraging(2),
-    ParameterSync(2),
-    ParameterSync(2, reducer="leader"),
-    DiLoCo(2, PLAIN_SUM),
-]
+SCHEMES = [PeriodicAveraging(2), ParameterSync(2), ParameterSync(2, reducer="leader"), DiLoCo(2, PLAIN_SUM)]
 
 
 def weighed(topology, *counts):

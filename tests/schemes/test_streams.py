@@ -18,15 +18,7 @@ from pairwise import selected
 from zoo import CYCLING, ZOO
 
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.schemes import (
-    DASO,
-    AllReduce,
-    DiLoCo,
-    ParameterSync,
-    PeriodicAveraging,
-    Scheme,
-    StepsDelay,
-)
+from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, ParameterSync, PeriodicAveraging, Scheme, StepsDelay
 
 ANY_NODES = ((0, 1, 2), (3, 4))
 SHAPES = {"a": 7, "b": 5, "c": 11}

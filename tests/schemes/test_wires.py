@@ -70,16 +70,6 @@ def test_encoded_run_ends_on_equal_bits_near_the_float32_run(on_nodes, name, nod
     assert 0 < distance <= (0.8 if "gossip" in name or name == "streaming" else 0.4) * scale * exact[0].abs().max()
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("name", ["periodic", "daso", "daso, waiting", "diloco", "late"])
-def test_a_blocking_sync_gives_all_ranks_the_same_bits(on_nodes, name, wire):
-    scheme = DiLoCo(4, staleness=2, keep_local=0.0) if name == "late" else ZOO[name]
-    for nodes in (TWO_OF_TWO, UNEQUAL, THREE):
-        traces = on_nodes(training, scheme, nodes, shapes=SEVENS, wire=wire, bucket_bytes=40)
-        assert all(torch.equal(trace[-1], traces[0][-1]) for trace in traces), nodes
-        assert not all(torch.equal(trace[step], traces[0][step]) for trace in traces for step in (0, 1))
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("nodes", [TWO_OF_TWO, ((0,), (1,), (2,), (3,)), ((0, 1), (2,), (3,))], ids=str)

@@ -282,12 +282,3 @@ def test_a_plain_state_restores_the_outer_optimizer_in_other_fragments(
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
-def test_an_outer_optimizer_of_whole_tensors_is_refused(on_nodes, name):
-    if not hasattr(torch.optim, name):
-        pytest.skip("it comes later than this torch")
-    outer = partial(getattr(torch.optim, name), lr=0.1)
-    with pytest.raises(ValueError, match=f"outer optimizer {name} cannot update the model's shards"):
-        on_nodes(steps(1), DiLoCo(2, outer), TWO, shapes=SEVENS)

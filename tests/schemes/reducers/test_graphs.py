@@ -80,17 +80,6 @@ def test_the_roulette_never_runs_out_of_partners(size, steps):
     assert all(is_derangement(graph.receive_from(size, step, 0)) for step in range(steps))
 
 
-@pytest.mark.parametrize(("size", "factor"), [(4, 1 / 3), (8, 3 / 7)])
-def test_uniform_mixing_contracts_the_distance_as_predicted(size, factor):
-    graph, trials = RandomPermutation(), 4000
-    values = torch.linspace(-1, 3, size, dtype=torch.float64).exp()
-    values -= values.mean()
-    sources = torch.tensor([graph.receive_from(size, step, 0) for step in range(trials)])
-    ratios = ((values + values[sources]) / 2).square().sum(1) / values.square().sum()
-    assert factor == pytest.approx((size - 2) / (2 * (size - 1)))
-    assert abs(ratios.mean() - factor) < 4 * ratios.std() / trials**0.5
-
-
 @pytest.mark.parametrize(("size", "peers"), [(2, 1), (4, 1), (16, 1), (64, 1), (9, 2), (27, 2), (16, 3)])
 def test_a_round_of_the_exponential_graph_averages_powers_exactly(size, peers):
     graph, product, rounds = DirectedExponential(peers), torch.eye(size, dtype=torch.float64), 0

@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
-    Rank,
-    needs_a_background_thread,
-    steps,
-)
+from harness import Rank, needs_a_background_thread, steps
 from problems import train_with_momentum as train
 
 from lightning_hiercomm.nodes import bucket
