@@ -116,14 +116,12 @@ def main() -> None:
         "equal": HeterogeneousBatches(args.batch_size, equal),
         "ideal (true shares given)": HeterogeneousBatches(args.batch_size, shares),
         "measured": HeterogeneousBatches(args.batch_size),
-        "rebalanced in training": HeterogeneousBatches(args.batch_size, equal, rebalance_every_n_epochs=1),
     }
     seconds = {}
     print("| batches | sizes | s per epoch, median | against equal | against ideal |\n|---|---|---|---|---|")
     for name, batches in rows.items():
-        rebalances = batches.rebalance_every_n_epochs is not None
-        record = epochs(batches, shares, args, args.epochs + 2 * rebalances)
-        seconds[name] = statistics.median(record["seconds"][2 * rebalances :])
+        record = epochs(batches, shares, args, args.epochs)
+        seconds[name] = statistics.median(record["seconds"])
         ideal = seconds.get("ideal (true shares given)")
         print(
             f"| {name} | {record['sizes'][-1]} | {seconds[name]:.2f} | {seconds['equal'] / seconds[name]:.2f} x faster"

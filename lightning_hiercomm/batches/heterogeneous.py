@@ -44,8 +44,6 @@ class HeterogeneousBatches(Value):
             ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks).
         max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. Fast
             ranks take more than an equal share.
-        rebalance_every_n_epochs: Time the ranks' steps during training and divide again after every n epochs, if that
-            makes steps at least 5 % faster. None: never.
 
     Raises:
         ValueError: If an argument is out of range. Once the ranks are known: if there are fewer samples than ranks,
@@ -62,12 +60,9 @@ class HeterogeneousBatches(Value):
         speeds: Literal["measure"] | list[float] = "measure",
         weighting: Weighting = "samples",
         max_batch_size: int | list[int] | None = None,
-        rebalance_every_n_epochs: int | None = None,
     ) -> None:
         if global_batch_size < 1:
             raise ValueError(f"global_batch_size={global_batch_size} must be positive")
-        if rebalance_every_n_epochs is not None and rebalance_every_n_epochs < 1:
-            raise ValueError(f"rebalance_every_n_epochs={rebalance_every_n_epochs} must be positive, or None for never")
         if speeds != "measure":
             _check_speeds(speeds)
         limits = max_batch_size if isinstance(max_batch_size, list) else [max_batch_size]
@@ -77,7 +72,6 @@ class HeterogeneousBatches(Value):
         self.speeds = speeds
         self.weighting = weighting
         self.max_batch_size = max_batch_size
-        self.rebalance_every_n_epochs = rebalance_every_n_epochs
 
     def limits_of_ranks(self, ranks: int) -> list[int | None]:
         """Return ``max_batch_size`` of each of so many ranks."""

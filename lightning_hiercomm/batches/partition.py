@@ -27,11 +27,6 @@ class StepCost:
         """Return the time of a step with ``size`` samples."""
         return self.fixed + size / self.speed
 
-    def through(self, size: int, seconds: float) -> StepCost:
-        """Scale both parts so that a step of ``size`` samples takes ``seconds``."""
-        factor = seconds / self.seconds(size)
-        return StepCost(self.fixed * factor, self.speed / factor)
-
 
 @dataclass(frozen=True)
 class Speeds:

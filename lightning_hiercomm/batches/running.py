@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -19,11 +18,6 @@ from lightning_hiercomm.batches.sampler import DividedBatchSampler, Division, di
 from lightning_hiercomm.batches.speed import SpeedMeasurement, StepClock
 from lightning_hiercomm.batches.table import table
 from lightning_hiercomm.nodes.topology import Topology
-
-log = logging.getLogger(__name__)
-
-_WORTH_A_CHANGE = 0.05
-"""Ranks keep their sizes if others would make a step faster by less than this part."""
 
 _LEAST_PART = 0.25
 """A rank whose speed is measured takes at least this part of an equal share."""
@@ -49,7 +43,6 @@ class RunningBatches:
     Attributes:
         config: As above.
         division: Samples per batch of every rank.
-        clock: Times this rank's steps while that is needed.
     """
 
     def __init__(
@@ -70,9 +63,8 @@ class RunningBatches:
         of_ranks = topology.world.all_gather_object((int(os.environ.get("PL_GLOBAL_SEED", 0)), least))
         self._seed, self._least = of_ranks[0][0], max(fewest for _, fewest in of_ranks)
         self._speeds, sizes = self._known_speeds(state or {})
-        is_measured = not self._speeds.costs
-        self.clock = StepClock(topology.meter, device) if is_measured or config.rebalance_every_n_epochs else None
-        self._measurement = SpeedMeasurement(self.clock) if is_measured and self.clock is not None else None
+        is_known = bool(self._speeds.costs)
+        self._measurement = None if is_known else SpeedMeasurement(StepClock(topology.meter, device))
         self._loaders: list[tuple[DividedBatchSampler, int | None]] = []  # with the user's batch size
         self._has_begun = False
         self._first_batch: int | None = None  # of the loader's iteration, in the Trainer's count
@@ -99,7 +91,7 @@ class RunningBatches:
         if self._has_begun:
             self._loaders, self._has_begun = [], False
         batch_size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        on_load = self.clock.load if self.clock is not None else None
+        on_load = None if self._measurement is None else self._measurement.clock.load
         divided = divide_dataloader(loader, self.division, self._seed, on_load)
         sampler: Any = divided.batch_sampler
         lengths = self._topology.world.all_gather_object(len(sampler.sampler))
@@ -128,7 +120,7 @@ class RunningBatches:
             warnings.warn(
                 f"the step times of rank {rank} scattered by ±{spreads[rank]:.0%} while they were measured, so"
                 " the division may be off by as much, and was not changed for less: something else keeps that machine"
-                " busy. Measure when it is idle, give the speeds=[...] you know, or use rebalance_every_n_epochs=1.",
+                " busy. Measure when it is idle, or give the speeds=[...] you know.",
                 stacklevel=2,
             )
 
@@ -143,7 +135,7 @@ class RunningBatches:
         return any(sampler.is_stale(epoch) for sampler, _ in self._loaders)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch, and divide again if that is due and makes steps faster. Collective."""
+        """Begin an epoch, with new sizes if they were measured in the one before. Collective."""
         self._has_begun, self._first_batch = True, None
         if self.division.change is not None:
             self._change(self.division.change[1])
@@ -153,10 +145,6 @@ class RunningBatches:
                 "the train dataloader's sampler draws different samples on different ranks: it has a random generator"
                 " of its own. Give it the same seed on all ranks, or let it use the global generators."
             )
-        if self.clock is not None and self.config.rebalance_every_n_epochs is not None:
-            self.pause()
-            if epoch and epoch % self.config.rebalance_every_n_epochs == 0 and self._measurement is None:
-                self._rebalance(epoch)
 
     def begin_step(self, batch: int, accumulated: int = 1) -> None:
         """Begin a training step, after its batch is loaded. Collective where speeds are measured.
@@ -167,24 +155,24 @@ class RunningBatches:
         """
         if self._first_batch is None:
             self._first_batch = batch  # not 0 in a run that is resumed in mid-epoch, whose loader begins again
-        if self.clock is not None:
-            self.clock.end_load()
+        if self._measurement is not None:
+            self._measurement.clock.end_load()
         change = self.division.change
         if change is not None and change[0] == batch - self._first_batch:
             self._change(change[1])
         elif change is None and self._measurement is not None and self._measurement.is_due():
             self._measure(self._measurement, accumulated)
-        if self.clock is not None:
-            self.clock.start()
+        if self._measurement is not None:
+            self._measurement.clock.start()
 
     def end_step(self) -> None:
-        if self.clock is not None:
-            self.clock.stop()
+        if self._measurement is not None:
+            self._measurement.clock.stop()
 
     def pause(self) -> None:
         """End the timing of steps before something else, such as a validation."""
-        if self.clock is not None:
-            self.clock.end_block()
+        if self._measurement is not None:
+            self._measurement.clock.end_block()
 
     # ---- present values, and the checkpoint ----------------------------------------------------------------------
 
@@ -243,28 +231,9 @@ class RunningBatches:
 
     def _change(self, sizes: Sequence[int]) -> None:
         self._take(sizes)
-        if self.clock is not None:
-            self.clock.reset()
+        if self._measurement is not None:
+            self._measurement.clock.reset()
         self.announce()
-        if self._measurement is None and self.config.rebalance_every_n_epochs is None:
-            self.clock = None
-
-    def _rebalance(self, epoch: int) -> None:
-        assert self.clock is not None
-        sizes, costs = list(self.division.sizes), self._speeds.costs
-        times = self._topology.world.all_gather_object(self.clock.seconds)
-        if any(seconds is None for seconds in times):
-            return
-        costs = [cost.through(size, seconds) for cost, size, seconds in zip(costs, sizes, times, strict=True)]
-        self._speeds = replace(self._speeds, costs=costs)
-        new = self._divided()
-        if _gain(costs, sizes, new) < _WORTH_A_CHANGE:
-            return
-        self._take(new)
-        self.clock.reset()
-        if self._topology.rank == 0:
-            changes = ", ".join(f"rank {rank}: {sizes[rank]} -> {new[rank]}" for rank in range(len(new)))
-            log.warning("epoch %d: speeds changed, samples per step are now %s", epoch, changes)
 
     def _take(self, sizes: Sequence[int]) -> None:
         self.division.sizes[:], self.division.change = sizes, None

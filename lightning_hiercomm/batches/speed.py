@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from statistics import median, quantiles
 
@@ -40,13 +39,13 @@ def fit_cost(seconds: Mapping[int, float]) -> StepCost:
 class StepClock:
     """Measures the seconds per step in which this rank computes, without waiting for other ranks.
 
-    It takes the moving median over blocks of a fifth of a second. On CUDA it synchronizes the device once a block.
+    It takes the median over blocks of a fifth of a second. On CUDA it synchronizes the device once a block.
     """
 
-    def __init__(self, meter: Meter, device: torch.device, window: int = 16) -> None:
+    def __init__(self, meter: Meter, device: torch.device) -> None:
         self._meter = meter
         self._device = device
-        self._blocks: deque[float] = deque(maxlen=window)
+        self._blocks: list[float] = []
         self._loading_since: float | None = None
         self._load_seconds = 0.0  # of the step that comes next
         self._started: Mark | None = None
@@ -114,7 +113,7 @@ class StepClock:
 
     @property
     def seconds(self) -> float | None:
-        """The moving median, or None if there is no block yet."""
+        """The median over the blocks, or None if there is no block yet."""
         return median(self._blocks) if self._blocks else None
 
     def _waited(self) -> float:
@@ -134,10 +133,13 @@ class SpeedMeasurement:
 
     All ranks count the same steps. They compare their measurements after a few steps, and after each doubling, until
     every rank has enough of them.
+
+    Attributes:
+        clock: Times this rank's steps.
     """
 
     def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._seconds: dict[int, float] = {}
         self._rounds = self._steps = 0
         self._steps_timed = _STEPS_TIMED
@@ -146,26 +148,26 @@ class SpeedMeasurement:
         """Count a step that begins; return whether ranks compare now."""
         steps, self._steps = self._steps, self._steps + 1
         if steps == _FIRST_STEPS:
-            self._clock.reset()
+            self.clock.reset()
         if steps < _FIRST_STEPS + self._steps_timed:
             return False
         self._steps_timed *= 2
-        self._clock.drop_block()  # comparing is not part of a step
+        self.clock.drop_block()  # comparing is not part of a step
         return True
 
     def cost(self, size: int) -> tuple[StepCost, float] | None:
         """Return the cost of a step with batches of this size, and the spread of its time; None after too few steps."""
-        own = self._clock.seconds
-        if own is None or self._clock.blocks < _BLOCKS_TIMED:
+        own = self.clock.seconds
+        if own is None or self.clock.blocks < _BLOCKS_TIMED:
             return None
         seconds = {**self._seconds, size: own}
         are_apart = max(seconds) >= _APART * min(seconds)
-        return fit_cost(seconds if are_apart else {size: own}), self._clock.spread
+        return fit_cost(seconds if are_apart else {size: own}), self.clock.spread
 
     def end_round(self, size: int) -> bool:
         """End a round, after all ranks have found their costs; return whether it was the last one."""
-        assert self._clock.seconds is not None
-        self._seconds[size] = self._clock.seconds
+        assert self.clock.seconds is not None
+        self._seconds[size] = self.clock.seconds
         self._rounds += 1
         self._steps, self._steps_timed = 0, _STEPS_TIMED
         return self._rounds == _ROUNDS

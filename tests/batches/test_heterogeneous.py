@@ -31,7 +31,6 @@ def test_a_run_leaves_its_configuration_as_it_was_written():
         ({"speeds": [1, float("nan")]}, "one positive number per rank"),
         ({"weighting": "mass"}, "weighting='mass' must be"),
         ({"max_batch_size": [3, 0]}, "max_batch_size=\\[3, 0\\] must be positive"),
-        ({"rebalance_every_n_epochs": 0}, "rebalance_every_n_epochs=0 must be positive"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -104,12 +104,6 @@ def test_a_rank_at_its_limit_leaves_the_rest_to_the_others():
     assert divide(32, at_speeds(4, 3, 1), [8, None, None]) == [8, 18, 6]
 
 
-def test_a_step_that_took_longer_scales_fixed_cost_and_speed_alike():
-    cost = StepCost(0.01, 100).through(4, 0.1)
-    assert (cost.fixed, cost.speed) == (pytest.approx(0.02), pytest.approx(50))
-    assert cost.seconds(4) == pytest.approx(0.1)
-
-
 def test_fewer_samples_than_ranks_are_refused():
     with pytest.raises(ValueError, match="global_batch_size=2 is less than one sample for each of the 3 ranks"):
         divide(2, at_speeds(1, 1, 1))

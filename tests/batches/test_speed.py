@@ -59,21 +59,6 @@ def test_the_clock_of_training_leaves_waiting_out_and_counts_loading(clock):
     assert watch.seconds == pytest.approx(0.012)
 
 
-def test_the_clock_follows_a_rank_that_slows_down(clock):
-    watch = StepClock(Meter(), torch.device("cpu"), window=5)
-
-    def train(steps, seconds):
-        for _ in range(steps):
-            watch.start()
-            clock.advance(seconds)
-            watch.stop()
-
-    train(100, 0.01)
-    assert watch.seconds == pytest.approx(0.01)
-    train(30, 0.04)
-    assert watch.seconds == pytest.approx(0.04)
-
-
 def test_a_block_that_validation_cuts_short_counts(clock):
     watch = StepClock(Meter(), torch.device("cpu"))
     watch.start()
