@@ -92,23 +92,6 @@ def test_fixed_periods_stay_whatever_the_loss_does(run_oracle):
     assert (trace.scheme.period, trace.scheme.staleness) == (4, 2)
 
 
-@pytest.mark.parametrize("scheme", [DASO(2, 1, warmup=3, cooldown=2), DASO(2, 1, warmup=0.3, cooldown=0.2)])
-def test_phases_in_steps_begin_and_end_inside_epochs(scheme):
-    def work(rank):
-        scheme = rank.scheme
-        phases = []
-        for epoch in range(2):
-            scheme.begin_epoch(epoch)
-            for _ in range(5):
-                rank.train()
-                phases.append(scheme.phase)
-        scheme.finish()
-        return phases
-
-    expected = ["warm-up"] * 3 + ["cycling"] * 5 + ["cool-down"] * 2
-    assert on_four_ranks(work, scheme, epochs=None, steps=10) == [expected] * 4
-
-
 def test_phase_changes_are_announced_once_on_rank_zero(run_oracle, caplog):
     caplog.set_level(logging.INFO)
     run_oracle(lambda: DASO(4, 1, Epochs(1), Epochs(1)), epochs=4, losses=[1.0] * 4)
@@ -168,75 +151,41 @@ def test_phases_without_cycling_steps_warn_once(caplog, arguments, run, said):
     assert all(said in message for message in warned)
 
 
+ENDS = [(1, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (15, 3), (16, 4), (17, 4), (40, 4)]
+
+
 @pytest.mark.parametrize(
-    ("epochs", "waiting"),
-    [(1, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (15, 3), (16, 4), (17, 4), (40, 4), (None, 4)],
+    ("scheme", "run", "lengths", "phases"),
+    [
+        *((scheme, (None, 10), [5, 5], (3, 5, 2)) for scheme in (DASO(2, 1, 3, 2), DASO(2, 1, 0.3, 0.2))),
+        *((DASO(), (n, None), [1] * n, (quarter, n - 2 * quarter, quarter)) for n, quarter in ENDS),
+        (DASO(), (None, None), [1] * 6, (4, 2, 0)),  # without an end there is no cool-down
+        *((DASO(), (epochs, 13), [13], (3, 7, 3)) for epochs in (None, 1, 3)),  # a short run: a quarter of the steps
+        *((DASO(), (epochs, 13), [12, 1], (12, 1, 0)) for epochs in (4, 7)),  # a quarter of the epochs
+    ],
+    ids=str,
 )
-def test_warm_up_and_cool_down_default_to_four_epochs_or_a_quarter(epochs, waiting):
-    begun = epochs or 6  # without an end there is no cool-down
-
+def test_phases_last_for_their_epochs_steps_or_shares(scheme, run, lengths, phases):
     def work(rank):
-        phases = []
-        for epoch in range(begun):
+        seen = []
+        for epoch, length in enumerate(lengths):
             rank.scheme.begin_epoch(epoch)
-            phases.append(rank.scheme.phase)
-        return phases
+            for _ in range(length):
+                rank.train()
+                seen.append(rank.scheme.phase)
+        return [seen.count(phase) for phase in ("warm-up", "cycling", "cool-down")], seen
 
-    cool_down = waiting if epochs else 0
-    expected = ["warm-up"] * waiting + ["cycling"] * (begun - waiting - cool_down) + ["cool-down"] * cool_down
-    (phases, *_) = on_four_ranks(work, DASO(), epochs=epochs, begins_epoch=False)
-    assert phases == expected
-
-
-@pytest.mark.parametrize("epochs", [None, 1, 3])
-def test_short_runs_take_a_quarter_of_the_steps(epochs):
-    def work(rank):
-        phases = []
-        for step in range(13):
-            rank.train(last=step == 12)
-            phases.append(rank.scheme.phase)
-        return phases
-
-    (phases, *_) = on_four_ranks(work, DASO(), epochs=epochs, steps=13)
-    assert phases == ["warm-up"] * 3 + ["cycling"] * 7 + ["cool-down"] * 3
-
-
-@pytest.mark.parametrize("epochs", [4, 7])
-def test_quarter_of_four_epochs_is_one_epoch(epochs):
-    def work(rank):
-        for _ in range(12):
-            rank.train()
-        before = rank.scheme.phase
-        rank.scheme.begin_epoch(1)
-        return before, rank.scheme.phase
-
-    assert on_four_ranks(work, DASO(), epochs=epochs, steps=13) == [("warm-up", "cycling")] * 4
+    epochs, steps = run
+    ((counts, seen), *_) = on_four_ranks(work, scheme, epochs=epochs, steps=steps, begins_epoch=False)
+    assert tuple(counts) == phases
+    assert seen == sorted(seen, key=["warm-up", "cycling", "cool-down"].index)
 
 
 class Watched(Oracle):
-    """``report`` is B as it acts after each of 8 batches."""
+    """``report`` is the phase and B after each batch; if there are ``optimizers``, they step by hand in every batch."""
 
-    def __init__(self, learning_rate: float = 0.5) -> None:
+    def __init__(self, optimizers: int = 0, learning_rate: float = 0.5) -> None:
         super().__init__(8, learning_rate=learning_rate)
-
-    def on_train_batch_end(self, *_):
-        self.report.append(self.trainer.strategy.schemes[0].period)
-
-
-@pytest.mark.pooled
-def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit):
-    # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
-    scheme = DASO(4, 1, warmup=Epochs(1), cooldown=Epochs(1), plateau=Plateau(patience=0))
-    reports = fit(Watched(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
-    for report in reports:
-        assert report["report"][::2] == [4, 4, 4, 2, 1, 4, 2]
-
-
-class Phases(Watched):
-    """``report`` is the phase after each batch; with ``optimizers``, as many step by hand in every batch."""
-
-    def __init__(self, optimizers: int = 0) -> None:
-        super().__init__()
         self.automatic_optimization = not optimizers
         self.others = torch.nn.ParameterList(torch.zeros(1) for _ in range(optimizers - 1))
 
@@ -249,11 +198,20 @@ class Phases(Watched):
             optimizer.zero_grad()
 
     def configure_optimizers(self):
-        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+        return [torch.optim.SGD([parameter], lr=self.learning_rate) for parameter in self.parameters()]
 
     def on_train_batch_end(self, *_):
-        strategy = self.trainer.strategy
-        self.report.append(strategy.phase if self.automatic_optimization else strategy.schemes[0].phase)
+        scheme = self.trainer.strategy.schemes[0]
+        self.report.append((scheme.phase, scheme.period))
+
+
+@pytest.mark.pooled
+def test_a_loss_that_stays_halves_b_and_returns_it_in_a_real_run(fit):
+    # nothing is learnt at learning rate 0; every epoch after the first cycling one is a plateau
+    scheme = DASO(4, 1, warmup=Epochs(1), cooldown=Epochs(1), plateau=Plateau(patience=0))
+    reports = fit(Watched(learning_rate=0.0), {"scheme": scheme}, max_epochs=7, limit_train_batches=2)
+    for report in reports:
+        assert [period for _, period in report["report"][::2]] == [4, 4, 4, 2, 1, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -270,5 +228,6 @@ class Phases(Watched):
 @pytest.mark.pooled
 def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, optimizers, quarter):
     length = {"max_epochs": -1, **length}
-    (report, *_) = fit(Phases(optimizers), {"scheme": "daso"}, limit_val_batches=0, **length)
-    assert report["report"] == ["warm-up"] * quarter + ["cycling"] * 2 * quarter + ["cool-down"] * quarter
+    (report, *_) = fit(Watched(optimizers), {"scheme": "daso"}, limit_val_batches=0, **length)
+    phases = [phase for phase, _ in report["report"]]
+    assert phases == ["warm-up"] * quarter + ["cycling"] * 2 * quarter + ["cool-down"] * quarter

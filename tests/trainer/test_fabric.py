@@ -118,22 +118,6 @@ def test_a_loop_without_epochs_accumulates_and_clips(launched):
     launched(PeriodicAveraging(2), without_epochs)
 
 
-def two_modules(fabric, strategy):
-    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
-    one, sgd = by_sgd(fabric, first)
-    two, adam = fabric.setup(second, torch.optim.Adam(second.parameters(), 0.1))
-    for number in range(4):
-        batch = torch.full((2, 2), float(fabric.global_rank + number))
-        step(fabric, two(one(batch)).square().mean(), sgd, adam)
-    assert [scheme.state.synchronizations for scheme in strategy.schemes] == [2, 2]
-    strategy.finish()
-    assert all(is_equal_on_all_ranks(fabric, module.weight) for module in (first, second))
-
-
-def test_every_module_has_a_scheme_of_its_own(launched):
-    launched(PeriodicAveraging(2), two_modules)
-
-
 def one_after_the_other(fabric, strategy):
     learned = []
     for together in (True, False):

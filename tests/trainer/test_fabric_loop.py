@@ -7,15 +7,7 @@ import torch
 from torch import nn
 from trainer.conftest import by_sgd, is_equal_on_all_ranks, linear, step
 
-from lightning_hiercomm import (
-    DASO,
-    DiLoCo,
-    Epochs,
-    HierarchicalFabricStrategy,
-    PeriodicAveraging,
-    Plateau,
-    StepsDelay,
-)
+from lightning_hiercomm import DASO, DiLoCo, Epochs, HierarchicalFabricStrategy, PeriodicAveraging, Plateau, StepsDelay
 
 
 def test_a_state_of_another_format_is_refused():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_utilities.core import rank_zero
-from problems import Oracle, warnings_with
+from problems import Oracle, one_trainer, warnings_with
 
 from lightning_hiercomm import (
     DiLoCo,
@@ -91,8 +91,7 @@ def test_a_strategy_has_few_classes_and_they_precede_lightnings(strategy):
 @pytest.mark.parametrize(("sync_every", "warned"), [(4, False), (5, True)])
 def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every, warned):
     strategy = HierarchicalStrategy(PeriodicAveraging(sync_every), ranks_per_node=1)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, max_epochs=2, **quiet)
+    trainer = one_trainer(None, strategy=strategy, limit_train_batches=4)
     with warnings_with("sync_every") as said:
         trainer.fit(BoringModel())
     assert len(said) == warned
@@ -118,8 +117,7 @@ def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every,
 )
 def test_a_run_shorter_than_the_period_warns(scheme, limits, warned):
     strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, limit_train_batches=4, **limits, **quiet)
+    trainer = one_trainer(None, strategy=strategy, limit_train_batches=4, **{"max_epochs": None, **limits})
     with warnings_with("the run ends after") as said:
         trainer.fit(BoringModel())
     assert len(said) == (warned is not None)
@@ -149,8 +147,7 @@ def test_a_run_logs_its_nodes_and_scheme_at_the_start(nodes, said, tmp_path):
                 (tmp_path / "heard").write_text("\n".join(self.heard))
 
     strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=2 // nodes, start_method="fork")
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_steps": 2}
-    pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Listening()], **quiet).fit(BoringModel())
+    one_trainer(None, devices=2, strategy=strategy, callbacks=[Listening()], max_steps=2).fit(BoringModel())
     assert sum(line.startswith(said) for line in (tmp_path / "heard").read_text().splitlines()) == 1
 
 
@@ -158,8 +155,7 @@ def test_random_streams_of_a_file_are_not_put_back_in_the_next_run(tmp_path):
     """Nothing was trained in the one that read it: it had come to its last step."""
     saves = ModelCheckpoint(tmp_path, "saved", every_n_train_steps=2)
     strategy = HierarchicalStrategy(ranks_per_node=1, checkpoint_replicas=True)
-    made = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    run = pl.Trainer(strategy=strategy, devices=1, max_steps=2, callbacks=[saves], default_root_dir=tmp_path, **made)
+    run = one_trainer(tmp_path, strategy=strategy, max_steps=2, callbacks=[saves], enable_checkpointing=True)
     run.fit(BoringModel())
     run.fit(BoringModel(), ckpt_path=tmp_path / "saved.ckpt")
     assert run.global_step == 2

@@ -9,13 +9,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from problems import one_trainer
 
-from lightning_hiercomm import (
-    CommunicationMonitor,
-    HierarchicalStrategy,
-    ParameterSync,
-    PeriodicAveraging,
-)
+from lightning_hiercomm import CommunicationMonitor, HierarchicalStrategy, ParameterSync, PeriodicAveraging
 from lightning_hiercomm.schemes import Schedule
 from lightning_hiercomm.trainer.monitor import _compared
 
@@ -28,18 +24,12 @@ def model_sized(factor, ranks_per_node=1):
     return pytest.approx(factor * (MODEL_BYTES + preflight), abs=8 * factor)
 
 
-def trainer(tmp_path, scheme, *, devices=2, ranks_per_node=1, start_method="fork", callbacks=(), **kwargs):
-    return Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, start_method=start_method),
-        callbacks=[CommunicationMonitor(), *callbacks],
-        default_root_dir=tmp_path,
-        **{"max_steps": 8, "log_every_n_steps": 4, "limit_val_batches": 0, "enable_checkpointing": False}
-        | {"enable_model_summary": False, "enable_progress_bar": False}
-        | {"logger": CSVLogger(tmp_path, name="", version="")}
-        | kwargs,
-    )
+def trainer(tmp_path, scheme, *, devices=2, ranks_per_node=1, start_method="fork", callbacks=(), **chosen):
+    arguments = {"max_epochs": None, "max_steps": 8, "log_every_n_steps": 4, "limit_val_batches": 0}
+    arguments |= {"logger": CSVLogger(tmp_path, name="", version=""), **chosen}
+    strategy = HierarchicalStrategy(scheme, ranks_per_node=ranks_per_node, start_method=start_method)
+    callbacks = [CommunicationMonitor(), *callbacks]
+    return one_trainer(tmp_path, devices=devices, strategy=strategy, callbacks=callbacks, **arguments)
 
 
 def logged(tmp_path):

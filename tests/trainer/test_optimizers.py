@@ -29,13 +29,7 @@ class Sharded(Quadratic):
 
 
 @pytest.mark.parametrize(
-    ("over", "scheme"),
-    [
-        ("node", PeriodicAveraging(3)),
-        ("node", AllReduce()),
-        ("world", AllReduce()),
-    ],
-    ids=repr,
+    ("over", "scheme"), [("node", PeriodicAveraging(3)), ("node", AllReduce()), ("world", AllReduce())], ids=repr
 )
 def test_zero_equals_adam_where_ranks_hold_equal_parameters(borrow, over, scheme):
     def resumed(folder, over):

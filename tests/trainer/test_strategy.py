@@ -19,15 +19,7 @@ from problems import Oracle, fitted, one_trainer, same_bits
 from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    DASO,
-    AllReduce,
-    DiLoCo,
-    Epochs,
-    Health,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-)
+from lightning_hiercomm import DASO, AllReduce, DiLoCo, Epochs, Health, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.control.plane import RankFailure
 
 pytestmark = pytest.mark.pooled
@@ -88,25 +80,14 @@ def test_ranks_follow_the_table_to_the_digit(fit, scheme, ranks_per_node, device
     same_bits(reports)
 
 
-ONE_NODE = [AllReduce(), PeriodicAveraging(3)]
-
-
-def on_one_node(launch, devices):
-    """Weights that DDP, and then every scheme, ends with."""
-
-    def train(folder):
-        strategies = [DDPStrategy(), *(HierarchicalStrategy(s, ranks_per_node=devices) for s in ONE_NODE)]
-        return [fitted(folder, Net(), strategy, devices=devices)["state_dict"] for strategy in strategies]
-
-    ddp, *ours = launch(train, ranks=devices)[0]
-    assert len(ours) == len(ONE_NODE)
-    return ddp, ours
-
-
 @pytest.mark.parametrize(("devices", "shares_memory"), [(2, "1"), (3, "0")], ids=["shared memory", "gloo"])
 def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, monkeypatch, devices, shares_memory):
+    def train(folder):
+        ours = [HierarchicalStrategy(scheme, ranks_per_node=devices) for scheme in (AllReduce(), PeriodicAveraging(3))]
+        return [fitted(folder, Net(), each, devices=devices)["state_dict"] for each in (DDPStrategy(), *ours)]
+
     monkeypatch.setenv("HIERCOMM_SHARED_MEMORY", shares_memory)
-    ddp, ours = on_one_node(launch, devices)
+    ddp, *ours = launch(train, ranks=devices)[0]
     for state in ours:
         for name, expected in ddp.items():
             assert torch.equal(state[name], expected), name
@@ -121,20 +102,6 @@ def test_values_set_in_on_train_start_are_trained_from(fit):
     assert [report["report"][0] for report in reports] == [4.5, 4.5, 7.5, 7.5]
     # the nodes reach 2.75 and 7.25, 3 below the reference; SGD with momentum makes that 0.7 * (1 + 0.9) * 3
     assert [report["report"][1] for report in reports] == pytest.approx([8 - 3.99] * 4)
-
-
-class BecomesNonfinite(Oracle):
-    """The gradient of node 1 is no number in the third batch."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.global_rank in (2, 3) and self.global_step == 2:
-            self.x.grad.fill_(torch.nan)
-
-
-def test_an_invalid_node_ends_the_run_and_is_named(fit):
-    message = r"rank 2 \(node 1\): parameter x \(1 of 1 elements\); rank 3 \(node 1\): parameter x"
-    with pytest.raises(Exception, match=message):
-        fit(BecomesNonfinite(9), {"scheme": PeriodicAveraging(4)}, forked=True)
 
 
 class Diverges(Oracle):
@@ -167,20 +134,6 @@ def test_reduce_takes_operations_of_each_rank_and_leaves_numbers_alone(fit):
 
     reports = fit(Reducing(), {"ranks_per_node": 1, "health": Health(hang_timeout=3.0)}, devices=2)
     assert [report["report"] for report in reports] == [(2.0, 2.0), (2.0, 0.0)]
-
-
-def test_the_optimizer_state_is_averaged_on_request(fit):
-    class Momentum(Oracle):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.5)
-
-        def on_train_batch_end(self, *_):
-            self.report.append(self.optimizers().state[self.x]["momentum_buffer"].item())
-
-    reports = fit(Momentum(2), {"scheme": PeriodicAveraging(2), "average_optimizer_state": True})
-    # by hand: node gradients -1, -7 at 0, then -0.5, -3.5 at 0.5, 3.5: momenta -1, -7, then -1, -7 (mean -4)
-    assert [report["report"][0] for report in reports] == [-1, -1, -7, -7]
-    assert [report["report"][1] for report in reports] == [-4] * 4
 
 
 class GivenUp(Exception):
