@@ -13,8 +13,6 @@ from types import ModuleType
 import pytest
 import torch
 from harness import Rank, on_nodes
-from lightning.pytorch.callbacks import ModelCheckpoint
-from problems import Oracle
 from torch.optim import SGD
 
 from lightning_hiercomm import schemes
@@ -28,7 +26,6 @@ BLOCKS = {
 }
 SCHEME, ITS_TEST = "schemes/quadratic.py", "schemes/test_quadratic.py"
 COMPOSITIONS = dict(re.findall(r"^\| (\S+) .* \| `(ParameterSync\(.*\))` \|$", PAGE, re.MULTILINE))
-TABLE = [(0, 4), (3, 3), (2.25, 4.25), (1.6875, 5.1875), (1.265625, 5.890625), (3.68359375, 3.68359375)]
 
 
 @pytest.fixture(scope="module")
@@ -121,30 +118,6 @@ def test_every_composition_of_the_page_is_the_method(name):
     traces = on_nodes(work, scheme, targets=(0.0, 8.0), inner=partial(SGD, lr=0.02), dtype=torch.float64)
     for node, trace in enumerate(traces):
         assert trace == pytest.approx([values[node] for values in expected], abs=1e-12)
-
-
-class Decaying(Oracle):
-    """The learning rate is 0.5 for two steps, then 0.25."""
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def test_the_scheme_trains_and_resumes_in_a_trainer(page, fit, tmp_path):
-    scheme: Scheme = page(SCHEME).QuadraticAveraging(2, growth=0.5)
-    strategy = {"scheme": scheme, "ranks_per_node": 1, "checkpoint_replicas": True}
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4)
-    arguments = {"devices": 2, "enable_checkpointing": True}
-    module = partial(Decaying, steps=6, targets=(0.0, 8.0))
-    for node, report in enumerate(fit(module(), strategy, callbacks=[save], **arguments)):
-        assert report["report"] == [values[node] for values in TABLE]
-        assert report["state_dict"]["x"].item() == TABLE[-1][0]
-    (path,) = tmp_path.glob("*step=4*.ckpt")
-    resumed = fit(module(), strategy, fit_arguments={"ckpt_path": path}, **arguments)
-    for node, report in enumerate(resumed):
-        assert report["report"] == [values[node] for values in TABLE[4:]]
 
 
 # ---- averaging at a plateau --------------------------------------------------------------------------------------

@@ -174,41 +174,27 @@ def test_a_scheme_needs_no_more_memory_than_its_copies_of_the_model(name, gpu):
     assert beyond <= COPIES[name] + 0.5, beyond
 
 
+@pytest.mark.parametrize("how", ["compiled", "in CUDA graphs"])
 @pytest.mark.parametrize("name", ALL)
-def test_a_compiled_model_trains_as_it_is(name, gpu):
-    def work(topology: Topology, compiled: bool) -> torch.Tensor:
+def test_a_compiled_or_captured_model_trains_as_it_is(name, how, gpu):
+    one_after_another, together = threading.Lock(), threading.Barrier(2)
+
+    def work(topology: Topology, is_changed: bool) -> torch.Tensor:
         model = layers(gpu)
-        if compiled:
+        together.wait()
+        if is_changed and how == "compiled":
             model.compile()
-        with training(topology, ALL[name](), model) as step:
-            for _ in range(PERIOD + 2):
-                step()
-        return values(model)
-
-    plain, compiled = (on_ranks(partial(work, compiled=compiled), NODES, timeout=120.0) for compiled in (False, True))
-    torch.testing.assert_close(compiled[0], plain[0], rtol=1e-4, atol=1e-5)  # kernels that are fused round otherwise
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_model_in_cuda_graphs_trains_as_it_is(name, gpu):
-    one_after_another = threading.Lock()
-    together = threading.Barrier(2)
-
-    def work(topology: Topology, in_graphs: bool) -> torch.Tensor:
-        model = layers(gpu)
-        together.wait()
-        if in_graphs:  # no other thread may use the device while a graph is captured
+        elif is_changed:  # no other thread may use the device while a graph is captured
             with one_after_another:
-                sample = torch.randn(64, 256, device=gpu)
-                model = torch.cuda.make_graphed_callables(model, (sample,))
+                model = torch.cuda.make_graphed_callables(model, (torch.randn(64, 256, device=gpu),))
         together.wait()
         with training(topology, ALL[name](), model) as step:
             for _ in range(PERIOD + 2):
                 step()
         return values(model)
 
-    plain, graphed = (on_ranks(partial(work, in_graphs=in_graphs), NODES, timeout=60.0) for in_graphs in (False, True))
-    torch.testing.assert_close(graphed[0], plain[0], rtol=1e-4, atol=1e-5)  # kernels of graphs are others, too
+    plain, changed = (on_ranks(partial(work, is_changed=each), NODES, timeout=120.0) for each in (False, True))
+    torch.testing.assert_close(changed[0], plain[0], rtol=1e-4, atol=1e-5)  # other kernels round otherwise
 
 
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -231,7 +217,7 @@ def test_oracle_traces_pass_checks_of_memory_and_order(environment, tool):
     """They run in a process of their own."""
     if tool and shutil.which(tool[0]) is None:
         pytest.skip("compute-sanitizer, of the CUDA toolkit, is not installed")
-    paths = ["tests/schemes/test_plain_means.py", "tests/schemes/test_periodic.py"]
+    paths = ["tests/schemes/test_periodic.py", "tests/schemes/reducers/test_sharded.py"]
     command = [*tool, sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", *paths]
     ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:]

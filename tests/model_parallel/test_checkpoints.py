@@ -27,10 +27,7 @@ from lightning_hiercomm import (
     Transport,
 )
 
-SCHEMES = {
-    "daso": lambda: DASO(3, 2, 0, 0, reducer="sharded"),
-    "diloco": lambda: DiLoCo(6, fragments=2, staleness=2),
-}
+SCHEMES = {"daso": lambda: DASO(3, 2, 0, 0, reducer="sharded"), "diloco": lambda: DiLoCo(6, fragments=2, staleness=2)}
 KINDS = {"file": False, "directory": True}
 SAVED_AS = {"daso": "directory", "diloco": "file"}
 SAVED_AT, DIES_AT = 7, 9

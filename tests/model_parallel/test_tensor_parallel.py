@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import LanguageModel, Meta, Resumable, TensorParallel
 
@@ -79,7 +78,6 @@ def _on_four(_):
         )
         for name in ON_PUSH
     }
-    results["plain"] = _fit(TensorParallel("adamw", replicas=2), ModelParallelStrategy(2, 2), 4)
     return {**results, "meta": _begin_on_meta(), "example": _fit_example()}
 
 
@@ -161,10 +159,6 @@ def test_a_module_like_lightnings_example_trains_unchanged(on_four):
             assert all(torch.equal(a, b) for a, b in zip(ours[place], theirs[place], strict=True))
         assert ours["losses"] != theirs["losses"]
         assert ours["losses"][-1] < 0.5 * ours["losses"][0]
-
-
-def test_the_same_module_trains_under_lightnings_own_strategy(on_four):
-    assert on_four[0]["plain"]["losses"][-1] < on_four[0]["plain"]["losses"][0]
 
 
 def test_nodes_that_begin_on_the_meta_device_begin_equal(on_four):

@@ -99,8 +99,7 @@ def test_a_difference_is_shown_in_its_unit():
 
 
 @pytest.mark.parametrize(
-    ("most", "found"),
-    [(2, [(2, "nats"), (8, "points"), (32, "points")]), (8, [(2, "nats"), (8, "nats"), (8, "nats")])],
+    ("most", "found"), [(2, [(2, "nats"), (8, "points"), (32, "points")]), (8, [(2, "nats"), (8, "nats"), (8, "nats")])]
 )
 def test_the_language_model_counts_before_the_small_one_unless_it_ran_on_too_few_nodes(most, found, monkeypatch):
     settings = [
