@@ -67,7 +67,7 @@ class TorchCommunicator(Communicator):
     ) -> None:
         super().__init__(ranks, rank, level, meter)
         self.group = group
-        self._launching = launching
+        self.launching = launching
         self._last_tag = _EXCHANGE
         self.is_nccl = self._is_nccl()
         self._is_connected = False
@@ -81,13 +81,11 @@ class TorchCommunicator(Communicator):
         return "nccl" in dist.get_backend(self.group).replace(",", ":").split(":")
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        try:
+        with self.naming_errors():
             if not self.is_nccl and dist.get_backend(self.group) == "gloo":
                 return self._gather_over_tree(value)
             values: list[Any] = [None] * self.size
             dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:
-            raise self.failure(error) from error
         return values
 
     def _gather_over_tree(self, own: Any) -> list[Any]:
@@ -144,10 +142,9 @@ class TorchCommunicator(Communicator):
             in_one_round = self.size == 2 or sent <= _ONE_ROUND
             if in_one_round or (waiting and sent <= _TWO_ROUNDS):
                 return self._all_reduce_directly(tensor.view(-1), op, in_one_round)
-        return self._launch(partial(self._start_all_reduce, tensor, op), [tensor])
-
-    def _start_all_reduce(self, tensor: Tensor, op: Reduction) -> Sequence[dist.Work | None]:
-        return [dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=True)]
+        with self._launches():
+            work = dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=True)
+        return _TorchHandle(self, [work], [tensor])
 
     def _all_reduce_directly(self, tensor: Tensor, op: Reduction, in_one_round: bool) -> Handle:
         """All-reduce by messages between all pairs.
@@ -180,13 +177,16 @@ class TorchCommunicator(Communicator):
                     torch.amax(rows, 0, out=output)
             self._spares.give_back(spare)
 
-        return self._launch(partial(self._swap, parts, [*rows]), [*parts, spare], combine, second_round)
+        with self._launches():
+            return _TorchHandle(self, self._swap(parts, [*rows]), [*parts, spare], combine, second_round)
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Handle:
         if self.is_nccl:
             if tensor.is_complex():  # the only collective of torch that does not convert complex tensors itself
                 output, tensor = (torch.view_as_real(each).flatten() for each in (output, tensor))
-            return self._launch(partial(self._works, dist.reduce_scatter_tensor, output, tensor), [output, tensor])
+            with self._launches():
+                work = dist.reduce_scatter_tensor(output, tensor, group=self.group, async_op=True)
+            return _TorchHandle(self, [work], [output, tensor])
         # gloo's own reduce-scatter is an all-reduce, with twice the bytes
         if not streams.has(tensor.device):
             return self._combine(tensor.chunk(self.size), "sum", output, None)
@@ -196,19 +196,20 @@ class TorchCommunicator(Communicator):
             streams.keep_here(arrived)  # allocated on the launching stream
             torch.sum(arrived.view(self.size, -1), dim=0, dtype=output.dtype, out=output)
 
-        start = partial(self._works, dist.all_to_all_single, arrived, tensor)
-        return self._launch(start, [output, tensor, arrived], finish=sum_up)
+        with self._launches():
+            work = dist.all_to_all_single(arrived, tensor, group=self.group, async_op=True)
+        return _TorchHandle(self, [work], [output, tensor, arrived], sum_up)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Handle:
         if self.is_nccl or streams.has(tensor.device):
-            return self._launch(partial(self._works, dist.all_gather_into_tensor, output, tensor), [output, tensor])
+            with self._launches():
+                work = dist.all_gather_into_tensor(output, tensor, group=self.group, async_op=True)
+            return _TorchHandle(self, [work], [output, tensor])
         parts = output.chunk(self.size)
         if parts[self.rank].data_ptr() != tensor.data_ptr():
             parts[self.rank].copy_(tensor)
-        return self._launch(partial(self._swap, [tensor] * self.size, parts), [output, tensor])
-
-    def _works(self, collective: Callable[..., dist.Work | None], *tensors: Tensor) -> Sequence[dist.Work | None]:
-        return [collective(*tensors, group=self.group, async_op=True)]
+        with self._launches():
+            return _TorchHandle(self, self._swap([tensor] * self.size, parts), [output, tensor])
 
     def _swap(self, sent: Sequence[Tensor], received: Sequence[Tensor], tag: int = 0) -> Sequence[dist.Work | None]:
         """Send ``sent[i]`` to every other rank ``i``, and receive ``received[i]`` from it."""
@@ -233,17 +234,20 @@ class TorchCommunicator(Communicator):
         return works
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return self._launch(partial(self._start_broadcast, tensor, source), [tensor])
-
-    def _start_broadcast(self, tensor: Tensor, source: int) -> Sequence[dist.Work | None]:
-        return [dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)]
+        with self._launches():
+            work = dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
+        return _TorchHandle(self, [work], [tensor])
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         tensors = [tensor for tensor, _ in (*send, *receive)]
         device = tensors[0].device
         if streams.has(device) and not self.is_nccl:
             return self._exchange_on_host(send, receive)
-        launch = partial(self._launch, partial(self._post, send, receive, _EXCHANGE), tensors)
+
+        def launch() -> Handle:
+            with self._launches():
+                return _TorchHandle(self, self._post(send, receive, _EXCHANGE), tensors)
+
         if self._thread is None or streams.has(device):
             return launch()
         return Timed(self._thread.submit(lambda: launch().wait()), self.meter, self.level, device)
@@ -264,37 +268,35 @@ class TorchCommunicator(Communicator):
                 buffer.copy_(copy, non_blocking=True)
 
         copies = [copy for copy, _ in (*sent, *received)]
-        return self._launch(partial(self._post, sent, received, _EXCHANGE), copies, finish)
+        with self._launches():
+            return _TorchHandle(self, self._post(sent, received, _EXCHANGE), copies, finish)
 
-    def _launch(
-        self,
-        start: Launch,
-        tensors: Sequence[Tensor],
-        finish: Callable[[], object] | None = None,
-        second_round: Launch | None = None,
-    ) -> Handle:
+    @contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Raise torch's errors in the context as errors of this group."""
         try:
-            return _TorchHandle(self, self.started(start), tensors, finish, second_round)
+            yield
         except RuntimeError as error:
             raise self.failure(error) from error
 
-    def started(self, start: Launch) -> list[dist.Work]:
-        """Start messages, and return those that are not done."""
-        with self._launching():
-            return [work for work in start() if work is not None]
+    @contextmanager
+    def _launches(self) -> Iterator[None]:
+        """Launch collectives in the context."""
+        with self.naming_errors(), self.launching():
+            yield
 
 
 class _TorchHandle(Handle):
     def __init__(
         self,
         communicator: TorchCommunicator,
-        works: list[dist.Work],
+        works: Sequence[dist.Work | None],
         tensors: Sequence[Tensor],
-        finish: Callable[[], object] | None,
-        second_round: Launch | None,
+        finish: Callable[[], object] | None = None,
+        second_round: Launch | None = None,
     ) -> None:
         self._communicator = communicator
-        self._works = works
+        self._works = [work for work in works if work is not None]
         # keeps the memory alive until wait(). torch no longer calls record_stream
         # (https://github.com/pytorch/pytorch/pull/148590), so callers call streams.keep_here if another stream waits
         self._tensors = tensors
@@ -305,20 +307,20 @@ class _TorchHandle(Handle):
         if not self._tensors:
             return
         communicator = self._communicator
-        try:
-            # with nccl only the stream waits
-            # (https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations);
-            # with gloo the host waits, and training too if its stream has no work
-            with communicator.meter.waiting(communicator.level, self._tensors[0].device):
-                for work in self._works:
+        # with nccl only the stream waits
+        # (https://docs.pytorch.org/docs/stable/distributed.html#synchronous-and-asynchronous-collective-operations);
+        # with gloo the host waits, and training too if its stream has no work
+        waiting = communicator.meter.waiting(communicator.level, self._tensors[0].device)
+        with communicator.naming_errors(), waiting:
+            for work in self._works:
+                work.wait()
+            if self._finish is not None:
+                self._finish()
+            if self._second_round is not None:
+                with communicator.launching():
+                    second = self._second_round()
+                for work in filter(None, second):
                     work.wait()
-                if self._finish is not None:
-                    self._finish()
-                if self._second_round is not None:
-                    for work in communicator.started(self._second_round):
-                        work.wait()
-        except RuntimeError as error:
-            raise communicator.failure(error) from error
         self._tensors, self._works = (), []
 
     def future(self, value: Tensor) -> Future[Tensor]:

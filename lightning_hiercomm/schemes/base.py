@@ -153,7 +153,7 @@ class RunningScheme(Generic[S]):
         """
         self.replica = replica
         self.state.unsynchronized_steps = 0
-        self.guard.follow(self.replica)
+        self.guard.replica = replica
         if self.samples is not None:
             self.samples.end()
 
@@ -212,7 +212,6 @@ class RunningScheme(Generic[S]):
         if not (self.is_alone or self.topology.may_grow):  # elastic nodes communicate in synchronizations only
             launch(self.topology, self.state.steps, torch.zeros((), dtype=torch.int64, device=self.replica.device))
         self.state.unsynchronized_steps = 0
-        self.guard.follow(self.replica)
         self.close()
 
     def close(self, timeout: float = 10.0) -> None:
@@ -254,8 +253,7 @@ class RunningScheme(Generic[S]):
         state |= self.state.saved(Scope.LOCAL)
         if self.samples is not None:
             state["samples"] = self.samples.state_dict()
-        optimizer_average = self.guard.state_dict()
-        return {**state, "optimizer_average": optimizer_average} if optimizer_average else state
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`. From shared state, all ranks resume with the averaged parameters."""
@@ -264,7 +262,6 @@ class RunningScheme(Generic[S]):
             self.samples.end()
             if "samples" in state:
                 self.samples.load_state_dict(state["samples"])
-        self.guard.load_state_dict(state.get("optimizer_average", {}))
 
     def before_nodes_change(self) -> Callable[[], None]:
         """Prepare for a change of nodes; return a function to call after it. Collective over the node."""

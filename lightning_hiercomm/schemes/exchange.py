@@ -18,6 +18,7 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.guard import NonFiniteGuard
+from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 from lightning_hiercomm.schemes.reducers.base import Reducer
 from lightning_hiercomm.schemes.reducers.neighbors import NeighborExchange
 from lightning_hiercomm.schemes.reducers.pending import Pending, PendingExchange
@@ -95,6 +96,7 @@ class Exchanger:
         fragments: The model's fragments, each given by the indexes of its buckets.
         reducer: Averages the buckets of all fragments.
         reference: The reference parameters, with the outer optimizer.
+        optimizer_mean: Averages the optimizer's state with the parameters, if the user asks for it.
     """
 
     def __init__(
@@ -119,6 +121,11 @@ class Exchanger:
         )
         self._through = self._topology.duplicate() if config.staleness and not self._is_alone else self._topology
         self._second: Topology | None = None
+        self.optimizer_mean: OptimizerStateMean | None = None
+        if context.average_optimizer_state:
+            self.optimizer_mean = OptimizerStateMean(
+                context.optimizer, context.topology, context.wire, context.on_nonfinite
+            )
         self.fragments: list[range] = []
         self.reducer: Reducer
         self._overlapped: Reducer
@@ -128,6 +135,8 @@ class Exchanger:
     def cut(self, replica: Replica) -> None:
         """Cut a replica into fragments. Collective."""
         self._replica = replica
+        if self.optimizer_mean is not None:
+            self.optimizer_mean.forget()
         # averages in two rounds that overlap with training need communicators for the second; two nodes send each other
         # everything in one round, and an elastic node is alone when it begins
         has_rounds = not self._wire.codec.adds or any(map(is_short, replica.dtypes)) or self._buffers_with_parameters
@@ -208,7 +217,8 @@ class Exchanger:
         state.synchronizations += 1
         if is_all and self.reference.merge.makes_equal and self._averages_all_nodes:
             state.unsynchronized_steps = 0
-            self._guard.average_optimizer_state(round_)
+            if self.optimizer_mean is not None:
+                self.optimizer_mean(self._replica, round_)
         if self._samples is not None:
             self._samples.end(fragments)
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from torch import Tensor
 
 from lightning_hiercomm.nodes.bucket import Bucket
-from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError, find_unfit, is_unfit, values_of
-from lightning_hiercomm.schemes.optimizer_average import OptimizerStateMean
 from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 from lightning_hiercomm.schemes.scheme_state import SchemeState
 
@@ -24,8 +21,11 @@ class NonFiniteGuard:
     """Averages the replica, and reports non-finite values.
 
     Args:
-        context: The replica, its optimizer, the nodes and the user's settings.
+        context: The replica, the nodes and the user's settings.
         state: The state of the scheme.
+
+    Attributes:
+        replica: The replica.
     """
 
     def __init__(self, context: Context, state: SchemeState) -> None:
@@ -33,19 +33,6 @@ class NonFiniteGuard:
         self.on_nonfinite = context.on_nonfinite
         self._context = context
         self._state = state
-        self._state_mean: OptimizerStateMean | None = None
-        if context.average_optimizer_state:
-            self._state_mean = OptimizerStateMean(
-                context.optimizer, context.topology, context.wire, context.on_nonfinite
-            )
-
-    def follow(self, replica: Replica) -> None:
-        """Continue from averaged values, perhaps of other parameters."""
-        self.replica = replica
-        if self._state_mean is not None:
-            self._state_mean.forget()
-
-    # ---- averages ------------------------------------------------------------------------------------------------
 
     def average(
         self,
@@ -75,22 +62,6 @@ class NonFiniteGuard:
         else:
             for of_ranks, indexes in groupby(range(len(buckets)), key=weights.__getitem__):
                 reducer(replace(round_, weights=of_ranks), [*indexes])
-
-    def average_optimizer_state(self, round_: Round) -> None:
-        """Average the optimizer's state if the user asks for it; all nodes hold the same parameters."""
-        if self._state_mean is not None:
-            self._state_mean(self.replica, round_)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state for an exact resume; may be empty."""
-        return {} if self._state_mean is None else self._state_mean.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
-        if self._state_mean is not None:
-            self._state_mean.load_state_dict(state)
-
-    # ---- checks before an exchange -------------------------------------------------------------------------------
 
     def check(self, buckets: Sequence[Bucket], weight: float | None = None) -> None:
         """Check that values of this node are finite, without a collective over nodes.

@@ -319,6 +319,8 @@ class RunningParameterSync(RunningScheme[A]):
     def finish(self) -> None:
         super().finish()
         self.state.pending.drop()
+        if self.exchanger.optimizer_mean is not None:
+            self.exchanger.optimizer_mean.forget()
 
     # ---- exchanges -----------------------------------------------------------------------------------------------
 
@@ -383,6 +385,9 @@ class RunningParameterSync(RunningScheme[A]):
             self.reference.restart()
         if not shared:
             state |= self.reference.state_dict()
+            mean = self.exchanger.optimizer_mean
+            if mean is not None and (of_optimizer := mean.state_dict()):
+                state["optimizer_average"] = of_optimizer
         if not can_communicate:
             return state
         if self.reference.merge.keeps_reference:
@@ -401,6 +406,8 @@ class RunningParameterSync(RunningScheme[A]):
         own.pending.drop()
         own.pending.device = self.replica.device
         super().load_state_dict(state)
+        if self.exchanger.optimizer_mean is not None:
+            self.exchanger.optimizer_mean.load_state_dict(state.get("optimizer_average", {}))
         self._load_first_phase(state)
         if not self.is_alone:
             self.reference.load_state_dict(state, self.replica)

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_hiercomm.comm import torch as over_torch
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.comm.torch import TorchCommunicator, connect_torch
+from lightning_hiercomm.comm.torch import TorchCommunicator, _TorchHandle, connect_torch
 
 
 @pytest.mark.parametrize("is_nccl", [True, False])
@@ -213,17 +213,16 @@ class Work:
 
 def test_a_future_of_gloo_s_for_a_gpu_s_tensor_waits_for_the_copy_back(over_gloo, fake_device):
     work, bucket = Work(), torch.ones(3)
-    handle = over_gloo._launch(lambda: [work], [bucket])  # noqa: SLF001
+    handle = _TorchHandle(over_gloo, [work], [bucket])
     assert handle.future(bucket).wait() is bucket
     assert work.waits == 1
 
 
 def test_reduce_scatter_of_a_gpu_over_gloo_keeps_its_inputs_alive(over_gloo, fake_device, monkeypatch):
-    def all_to_all(move, arrived, tensor):
+    def all_to_all(arrived, tensor, group, async_op):
         arrived.copy_(tensor)
-        return []
 
-    monkeypatch.setattr(over_gloo, "_works", all_to_all)
+    monkeypatch.setattr("torch.distributed.all_to_all_single", all_to_all)
     with fake_device.watching():
         output, tensor = torch.zeros(3), torch.arange(3.0)
         background = Background(output.device, Meter())
