@@ -132,23 +132,21 @@ class Background:
     Args:
         device: The tensors' device.
         meter: Times the training thread's waits for the jobs.
-        level: The level of these waits.
         defers: Whether jobs block the host; without effect on CPU.
     """
 
-    def __init__(self, device: torch.device, meter: Meter, level: str = "inter", defers: bool = False) -> None:
+    def __init__(self, device: torch.device, meter: Meter, defers: bool = False) -> None:
         self._device = device
         self._meter = meter
-        self._level = level
         self._stream = streams.new(device) if streams.has(device) else None
         self._defers = defers
         self._queue: deque[_StreamJob] = deque()
-        self._thread = JobThread(f"hiercomm-{level}")
+        self._thread = JobThread("hiercomm-inter")
 
     def submit(self, work: Callable[[], object]) -> Handle:
         """Run ``work``, which may wait for handles, after everything submitted before. An error reaches the waiter."""
         job = self._thread.submit(work) if self._stream is None else self._enqueue(self._stream, work)
-        return Timed(job, self._meter, self._level, self._device)
+        return Timed(job, self._meter, "inter", self._device)
 
     def read(self, numbers: Callable[[], Tensor]) -> Reading:
         """Compute numbers for the host, after everything submitted before."""
@@ -161,7 +159,7 @@ class Background:
         job = _StreamJob(stream, self._device, work, self._queue, self._defers)
         if not self._defers:
             # gloo inside a node blocks the host here, and the stream of training runs out of work
-            with self._meter.waiting(self._level, self._device):
+            with self._meter.waiting("inter", self._device):
                 job.run()
         return job
 

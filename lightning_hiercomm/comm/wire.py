@@ -64,7 +64,3 @@ class Wire:
     def is_lossy(self) -> bool:
         """Whether tensors of any type are encoded."""
         return not isinstance(self.codec, AsIs)
-
-    def compresses(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of ``dtype`` are encoded in fewer bytes."""
-        return self.codec.narrows(dtype)

@@ -43,9 +43,28 @@ class Holders:
             [self.group.broadcast(flat[i * part : (i + 1) * part], source=i) for i in range(self.num_shards)]
         )
 
-    def broadcast(self, flat: Tensor, source: int) -> Handle:
-        """Broadcast ``flat`` from the holder with index ``source``."""
-        return finished if self.group is None else self.group.broadcast(flat, source)
+
+class OneSender(Holders):
+    """Ranks of a node that hold the same values, of which one sends all and broadcasts what it receives.
+
+    Args:
+        group: These ranks. None: this rank alone.
+        sender: The index of the one that sends.
+
+    Attributes:
+        sends: Whether this rank is the one.
+    """
+
+    def __init__(self, group: Communicator | None, sender: int) -> None:
+        super().__init__(group)
+        self._sender = sender
+        self.sends = self.place == sender
+
+    def shard(self, flat: Tensor, place: int | None = None) -> Tensor:
+        return flat if (self.place if place is None else place) == self._sender else flat[:0]
+
+    def gather(self, flat: Tensor) -> Handle:
+        return finished if self.group is None else self.group.broadcast(flat, self._sender)
 
 
 class Topology:

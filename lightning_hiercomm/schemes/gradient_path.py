@@ -147,8 +147,8 @@ class WorldMean(GradientPath):
         self.residuals = None if wire.codec.adds else Residuals(self._sum, parameters, device)
         self._codec = wire.codec
         self._chunk_bytes = None if streams.has(device) and not topology.waits_on_host else chunk_bytes
-        self._outbound = Background(device, topology.meter, "inter")
-        self._inbound = Background(device, topology.meter, "inter", defers=topology.waits_on_host)
+        self._outbound = Background(device, topology.meter)
+        self._inbound = Background(device, topology.meter, defers=topology.waits_on_host)
 
     def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
         topology, group = self._topology, self._duplicate.inter

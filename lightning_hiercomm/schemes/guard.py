@@ -89,14 +89,14 @@ class NonFiniteGuard:
 
     def _check(self, values: Sequence[Tensor], largest: float, are_gradients: bool = False) -> None:
         device, wire, topology = self.replica.device, self._context.wire, self._context.topology
-        narrowed = [value for value in values if wire.compresses(value.dtype)]
-        others = [value for value in values if not wire.compresses(value.dtype)]
+        narrowed = [value for value in values if wire.codec.narrows(value.dtype)]
+        others = [value for value in values if not wire.codec.narrows(value.dtype)]
         unfit = is_unfit(narrowed, largest).to(device) | is_unfit(others).to(device)
         if self.replica.held.shares:
             topology.intra.all_reduce(unfit, op="max").wait()
         if not unfit:
             return
-        limits = {id(p): largest for p in self.replica.parameters if wire.compresses(p.dtype)}
+        limits = {id(p): largest for p in self.replica.parameters if wire.codec.narrows(p.dtype)}
         found = find_unfit(self.replica, limits, are_gradients)
         if not any(found):
             found = ("values of another rank of the node", None)

@@ -82,7 +82,7 @@ class OptimizerStateMean:
             NonfiniteError: On all ranks, if a rank's state is non-finite, and that is the policy.
         """
         held = self._held(replica)
-        narrowed = [key for key, tensor in held.items() if self._wire.compresses(tensor.dtype)]
+        narrowed = [key for key, tensor in held.items() if self._wire.codec.narrows(tensor.dtype)]
         held, narrowed, negative = self._common(held, narrowed)
         if not narrowed:
             self.forget()

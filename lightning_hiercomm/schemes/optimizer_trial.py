@@ -222,17 +222,12 @@ class CollectiveError(RuntimeError):
 
 
 class NoCollectives(TorchDispatchMode):
-    """Raises an error before a collective of ``torch.distributed`` starts in this thread.
+    """Raises an error before a collective of ``torch.distributed`` starts in this thread."""
 
-    Args:
-        message: The error's.
-    """
-
-    def __init__(self, message: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._message = message
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
-            raise CollectiveError(self._message)
+            raise CollectiveError
         return func(*args, **(kwargs or {}))

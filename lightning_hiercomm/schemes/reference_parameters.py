@@ -100,10 +100,10 @@ class ReferenceParameters:
         reducer = self._held
         for index, reference in enumerate(reducer.references):
             bucket = reducer.buckets[index]
-            flat = bucket.empty(reducer.parts_of(index))
+            flat = bucket.empty(reducer.holders_of(index).num_shards)
             for piece, part in bucket.split(flat):
                 part.copy_(values[id(piece.tensor)].reshape(-1)[piece.start :][: piece.length])
-            reference.copy_(reducer.sent_part(flat, index))
+            reference.copy_(reducer.holders_of(index).shard(flat))
 
     def by_tensor(self, replica: Replica) -> list[Tensor]:
         """Return :meth:`values` in the order of the replica's tensors. Collective over the node."""

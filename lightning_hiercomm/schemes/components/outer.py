@@ -338,8 +338,8 @@ class RunningOuterOptimizer:
                 whole += between(state.runs, piece.start, piece.start + piece.length)
                 for name, values in state.values.items():
                     if name not in flats:
-                        flats[name] = bucket.empty(reducer.parts_of(index), dtype=values.dtype).zero_()
-                        parts[name] = reducer.sent_part(flats[name], index)
+                        flats[name] = bucket.empty(reducer.holders_of(index).num_shards, dtype=values.dtype).zero_()
+                        parts[name] = reducer.holders_of(index).shard(flats[name])
                     flats[name][offset:][: piece.length] = values.reshape(-1)[piece.start :][: piece.length]
                 offset += piece.length
             reference, begin = reducer.references[index], _first_sent(reducer, index)
@@ -356,6 +356,6 @@ class RunningOuterOptimizer:
 
 def _first_sent(reducer: Reducer, index: int) -> int:
     """Return the offset of this rank's shard in a packed bucket."""
-    parts = reducer.parts_of(index)
+    parts = reducer.holders_of(index).num_shards
     places = torch.arange(-(-reducer.buckets[index].numel // parts) * parts)
-    return next(iter(reducer.sent_part(places, index)[:1].tolist()), 0)
+    return next(iter(reducer.holders_of(index).shard(places)[:1].tolist()), 0)

@@ -1,4 +1,4 @@
-"""Base class of reducers: which rank sends which shard of a bucket, and how the node gathers the result."""
+"""Base class of reducers, which average buckets between nodes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.round import Round
-from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement
@@ -43,8 +42,8 @@ class Reducer(ABC):
     disagreement: Disagreement
 
     @abstractmethod
-    def parts_of(self, index: int) -> int:
-        """Return the number of equal shards of a packed bucket."""
+    def holders_of(self, index: int) -> Holders:
+        """Return the ranks of this node that hold a bucket; each sends its shard of it to other nodes."""
 
     @abstractmethod
     def begin(
@@ -109,23 +108,16 @@ class Reducer(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no preflight over all ranks")
 
     @abstractmethod
-    def sent_part(self, flat: Tensor, index: int) -> Tensor:
-        """Return the part of a packed bucket that this rank sends to other nodes: a view, perhaps empty."""
-
-    @abstractmethod
-    def gather(self, flat: Tensor, index: int) -> Handle:
-        """Gather a packed bucket on all ranks of the node, in place."""
-
-    @abstractmethod
     def set_references(self) -> None:
         """Set the reference values to the replica's current values, which are equal on all ranks."""
 
     @torch.no_grad()
     def whole(self, index: int, part: Tensor) -> Tensor:
         """Return a packed bucket, gathered from the parts of the node's ranks. Collective over the node."""
-        flat = self.buckets[index].empty(self.parts_of(index), dtype=part.dtype)
-        self.sent_part(flat, index).copy_(part)
-        self.gather(flat, index).wait()
+        holders = self.holders_of(index)
+        flat = self.buckets[index].empty(holders.num_shards, dtype=part.dtype)
+        holders.shard(flat).copy_(part)
+        holders.gather(flat).wait()
         return flat
 
     def state_dict(self) -> dict[str, Any]:

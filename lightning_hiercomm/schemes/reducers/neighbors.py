@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Handle
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
 from lightning_hiercomm.nodes.round import Round
-from lightning_hiercomm.nodes.topology import Holders, Topology
+from lightning_hiercomm.nodes.topology import Holders, OneSender, Topology
 from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
@@ -80,17 +79,10 @@ class Peers:
         """Return the nodes' push-sum weights of a fragment after an exchange, from those before it."""
         return self.partners(step, index).push(weights) if self._push_sum else list(weights)
 
-    def sender(self, index: int) -> int:
-        """Return the place, among its holders, of the rank that exchanges a fragment."""
-        return index % self._holders(index).num_shards
-
-    def sends(self, index: int) -> bool:
-        """Whether this rank exchanges a fragment."""
-        return self.sender(index) == self._holders(index).place
-
-    def gather(self, flat: Tensor, index: int) -> Handle:
-        """Broadcast a received fragment to its holders, in place."""
-        return self._holders(index).broadcast(flat, source=self.sender(index))
+    def holders_of(self, index: int) -> OneSender:
+        """Return the ranks of this node that hold a fragment, and which of them exchanges it."""
+        holders = self._duplicate.holders[self.fragments[index].held_by]
+        return OneSender(holders.group, index % holders.num_shards)
 
     @torch.no_grad()
     def start(
@@ -115,8 +107,9 @@ class Peers:
             A pending bucket with the change to add to the fragment's x.
         """
         bucket, inter, node = self.fragments[index], self._topology.inter, self._topology.node
-        if not self.sends(index) or inter is None or self._topology.num_nodes == 1:
-            return self._receive(index, background, then)
+        holders = self.holders_of(index)
+        if not holders.sends or inter is None or self._topology.num_nodes == 1:
+            return self._receive(index, holders, background, then)
         partners = self.partners(step, index)
         share = bucket.pack(bucket.empty(spares=self._spares), weight=self._part(partners, weights, node))
         payload = self._codec.encode(share)
@@ -152,11 +145,13 @@ class Peers:
                 self._spares.give_back(used_up)
             if then is not None:
                 then(flat)
-            self.gather(flat, index).wait()
+            holders.gather(flat).wait()
 
         return PendingBucket(index, flat, flat, background.submit(collect))
 
-    def _receive(self, index: int, background: Background, then: Callable[[Tensor], None] | None) -> PendingBucket:
+    def _receive(
+        self, index: int, holders: Holders, background: Background, then: Callable[[Tensor], None] | None
+    ) -> PendingBucket:
         """Return the pending bucket of a rank that does not send the fragment itself."""
         is_alone = self._topology.num_nodes == 1
         flat = self.fragments[index].empty(spares=self._spares)
@@ -166,17 +161,14 @@ class Peers:
 
         def receive() -> None:
             if then is not None:
-                then(flat if is_alone and self.sends(index) else flat[:0])
-            self.gather(flat, index).wait()
+                then(holders.shard(flat) if is_alone else flat[:0])
+            holders.gather(flat).wait()
 
         return PendingBucket(index, flat, flat, background.submit(receive))
 
     def give_back(self, bucket: PendingBucket) -> None:
         """Free the memory of a merged bucket."""
         self._spares.give_back(bucket.flat)
-
-    def _holders(self, index: int) -> Holders:
-        return self._duplicate.holders[self.fragments[index].held_by]
 
     def _part(self, partners: Partners, weights: Sequence[float], node: int) -> float:
         return weights[node] * partners.share(node) if self._push_sum else 1.0
@@ -228,7 +220,7 @@ class NeighborExchange(Reducer):
     def set_references(self) -> None:
         if self._update_reference is not None:
             self.references = [
-                self.sent_part(bucket.pack(), index).clone() for index, bucket in enumerate(self.buckets)
+                self.holders_of(index).shard(bucket.pack()).clone() for index, bucket in enumerate(self.buckets)
             ]
 
     def begin(
@@ -253,13 +245,14 @@ class NeighborExchange(Reducer):
                 " much as they receive, or Gossip, which has push-sum weights"
             )
         bucket = self.buckets[index]
-        is_needed = self._peers.sends(index) or keep_sent
+        holders = self._peers.holders_of(index)
+        is_needed = holders.sends or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         for tensor in (own, *self.references[index : index + 1]):
             background.uses(tensor)
 
         def update_reference(change: Tensor) -> None:
-            mean = change.add_(self.sent_part(own, index))
+            mean = change.add_(holders.shard(own))
             if self._update_reference is not None:
                 reference = self.references[index]
                 mean.copy_(self._update_reference(index, reference, mean.sub(reference)))
@@ -277,11 +270,5 @@ class NeighborExchange(Reducer):
             self._background.hands_out(pending.flat)
             yield self.buckets[pending.index], pending.flat
 
-    def parts_of(self, index: int) -> int:
-        return 1
-
-    def sent_part(self, flat: Tensor, index: int) -> Tensor:
-        return flat if self._peers.sends(index) else flat[:0]
-
-    def gather(self, flat: Tensor, index: int) -> Handle:
-        return self._peers.gather(flat, index)
+    def holders_of(self, index: int) -> Holders:
+        return self._peers.holders_of(index)

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Communicator, Handle
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wide_sum import send_parts
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
-from lightning_hiercomm.nodes.topology import Holders, Topology
+from lightning_hiercomm.nodes.topology import Holders, OneSender, Topology
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError, OnNonfinite, find_unfit, is_unfit, values_of
 from lightning_hiercomm.schemes.preflight import Preflight, launch
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
@@ -91,7 +90,7 @@ class ShardedAllReduce(Reducer):
             self._feedback = [each for each in feedback if each is not None]
 
     def _present(self, index: int) -> Tensor:
-        return self.remembered(self.buckets[index].pack(multiple_of=self.parts_of(index)), index).clone()
+        return self.remembered(self.buckets[index].pack(multiple_of=self.holders_of(index).num_shards), index).clone()
 
     def begin(
         self,
@@ -153,9 +152,9 @@ class ShardedAllReduce(Reducer):
 
         for index in range(len(self.buckets)) if only is None else only:
             bucket = self.buckets[index]
-            flat = bucket.pack(multiple_of=self.parts_of(index))
+            flat = bucket.pack(multiple_of=self.holders_of(index).num_shards)
             if bucket.keeps_equal:  # buffers differ inside a node
-                holders = self._holders(index, round_)
+                holders = self.holders_of(index, round_)
                 shards = [holders.shard(flat, place) for place in range(self.topology.ranks_on_node)]
                 send_parts(self._through.intra, shards, round_.in_node(self.topology.node))()
             average = self._average(index, flat, round_, waiting=True)
@@ -171,7 +170,7 @@ class ShardedAllReduce(Reducer):
     @torch.no_grad()
     def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
         bucket = self.buckets[index]
-        sent = bucket.pack(multiple_of=self.parts_of(index))
+        sent = bucket.pack(multiple_of=self.holders_of(index).num_shards)
         flat = sent.clone() if keep_sent else sent
         for tensor in (flat, *self.references[index : index + 1]):  # an aborted run frees these, too
             background.uses(tensor)
@@ -193,21 +192,11 @@ class ShardedAllReduce(Reducer):
 
     # ---- one bucket ----------------------------------------------------------------------------------------------
 
-    def parts_of(self, index: int) -> int:
-        return self._holders(index).num_shards
-
-    def sent_part(self, flat: Tensor, index: int) -> Tensor:
-        return self._holders(index).shard(flat)
-
-    def gather(self, flat: Tensor, index: int) -> Handle:
-        return self._holders(index).gather(flat)
-
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         """Return the part of a packed bucket whose reference this rank stores; it begins with the shard it sends."""
-        return self.sent_part(flat, index)
+        return self.holders_of(index).shard(flat)
 
-    def _holders(self, index: int, round_: Round | None = None) -> Holders:
-        """Return the ranks that hold a bucket and send shards of it, in a synchronization."""
+    def holders_of(self, index: int, round_: Round | None = None) -> Holders:
         return self._through.holders[self.buckets[index].held_by]
 
     def _average(
@@ -219,7 +208,7 @@ class ShardedAllReduce(Reducer):
         waiting: bool = False,
     ) -> Iterator[None]:
         """Average a packed bucket over the nodes, in place: the first step sends it, the second waits for the mean."""
-        holders = self._holders(index, round_)
+        holders = self.holders_of(index, round_)
         part = holders.shard(flat)
         is_narrowed = self._is_narrowed(self.buckets[index])
         has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
@@ -247,7 +236,7 @@ class ShardedAllReduce(Reducer):
 
     def _is_narrowed(self, bucket: Bucket) -> bool:
         # counters and variances among float buffers must not be rounded
-        return self._wire.compresses(bucket.dtype) and not bucket.keeps_equal
+        return self._wire.codec.narrows(bucket.dtype) and not bucket.keeps_equal
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -270,24 +259,10 @@ class LeaderAllReduce(ShardedAllReduce):
     With a lossy wire every rank keeps the reference values of all parameters, because ranks take turns.
     """
 
-    def _holders(self, index: int, round_: Round | None = None) -> Holders:
+    def holders_of(self, index: int, round_: Round | None = None) -> Holders:
         if round_ is None:
-            return super()._holders(index)
-        return _Leader(self._through.intra, round_.number % self.topology.num_shards)
+            return super().holders_of(index)
+        return OneSender(self._through.intra, round_.number % self.topology.num_shards)
 
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         return flat
-
-
-class _Leader(Holders):
-    """The ranks of a node, of which one sends all and broadcasts what it receives."""
-
-    def __init__(self, group: Communicator, leader: int) -> None:
-        super().__init__(group)
-        self._leader = leader
-
-    def shard(self, flat: Tensor, place: int | None = None) -> Tensor:
-        return flat if (self.place if place is None else place) == self._leader else flat[:0]
-
-    def gather(self, flat: Tensor) -> Handle:
-        return self.broadcast(flat, self._leader)

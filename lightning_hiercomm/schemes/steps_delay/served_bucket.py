@@ -51,7 +51,7 @@ class ServedBucket:
         self.group = group
         self.shards = topology.num_shards * topology.num_nodes
         self.pulled = bucket.pack(multiple_of=self.shards)
-        self.sends_differences = wire.compresses(bucket.dtype) and not wire.raw
+        self.sends_differences = wire.codec.narrows(bucket.dtype) and not wire.raw
         self.sent = self.own = slice(0, 0)
         if topology.inter is not None:
             numel = self.pulled.numel() // self.shards
