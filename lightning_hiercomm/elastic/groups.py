@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,54 +13,44 @@ from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.elastic.transport import gather_values
 
 
-class CircuitBreaker:
-    """Records the first communication error; later collectives do nothing until the groups are connected again.
+class InterNodeGroup(Communicator):
+    """The ranks with one local index on all nodes of the quorum; usable only inside of a synchronization.
 
-    The error is not raised where it happens, because the other ranks of the node would wait for this one. The vote
-    after the exchange reports it. ``on_trip`` closes all connections of this rank, so that waiting peers fail as well.
+    An error is not raised where it happens, because the other ranks of the node would wait for this one. The vote after
+    the exchange reports it.
+
+    Attributes:
+        is_open: Whether a synchronization runs.
+        error: The first communication error; later collectives do nothing until the group is connected again.
     """
 
-    def __init__(self) -> None:
-        self.error: str | None = None
-        self.on_trip: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
-
-    def trip(self, error: str) -> None:
-        with self._lock:  # an overlapped collective may fail at the same time
-            is_first, self.error = self.error is None, self.error or (error.splitlines()[0] if error else "unknown")
-        if is_first:
-            self.on_trip()
-
-    def reset(self) -> None:
-        self.error = None
-
-
-class InterNodeGroup(Communicator):
-    """The ranks with one local index on all nodes of the quorum; usable only inside of a synchronization."""
-
-    def __init__(self, meter: Meter, breaker: CircuitBreaker, is_overlapped: bool = False) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__([0], 0, "inter", meter)
-        self.is_open = is_overlapped
+        self.is_open = False
+        self.error: str | None = None
         self._group: Communicator | None = None
-        self._breaker = breaker
         self._pending: weakref.WeakSet[_Guarded] = weakref.WeakSet()
-        self._lock = threading.Lock()
 
     def connect(self, group: Communicator | None) -> None:
         """Replace the members; None if there is no other node."""
         self.disconnect()
-        self._group = group
+        self._group, self.error = group, None
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
         self.ranks = tuple(range(self.size))
 
     def disconnect(self) -> None:
         """Close the connections, and drop all pending collectives."""
-        with self._lock:
-            pending, group, self._group = list(self._pending), self._group, None
-        for handle in pending:
+        group, self._group = self._group, None
+        for handle in list(self._pending):
             handle.forget()
         if group is not None:
             group.close()
+
+    def fail(self, error: str) -> None:
+        """Record an error, and close the connections, so that waiting peers fail as well."""
+        if self.error is None:
+            self.error = error.splitlines()[0] if error else "unknown"
+            self.disconnect()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = []
@@ -96,25 +85,24 @@ class InterNodeGroup(Communicator):
             raise RuntimeError("elastic nodes communicate only inside a synchronization")
         group = self._group
         if group is None and self.size > 1:
-            self._breaker.trip("not connected")
-        if self._breaker.error is not None or group is None:
+            self.fail("not connected")
+        if self.error is not None or group is None:
             return finished
         try:
-            handle = _Guarded(start(group), self._breaker)
+            handle = _Guarded(start(group), self)
         except CommunicationError as error:
-            self._breaker.trip(str(error))
+            self.fail(str(error))
             return finished
-        with self._lock:
-            self._pending.add(handle)
+        self._pending.add(handle)
         return handle
 
 
 class _Guarded(Handle):
-    """A pending collective whose error trips the breaker."""
+    """A pending collective whose error its group records."""
 
-    def __init__(self, handle: Handle, breaker: CircuitBreaker) -> None:
+    def __init__(self, handle: Handle, group: InterNodeGroup) -> None:
         self._handle: Handle | None = handle
-        self._breaker = breaker
+        self._group = group
 
     def forget(self) -> None:
         self._handle = None  # a pending collective keeps its connections open
@@ -130,7 +118,7 @@ class _Guarded(Handle):
             error = str(raised)  # not the error itself, whose traceback refers to the handle
         self._handle = handle = None
         if error:
-            self._breaker.trip(error)
+            self._group.fail(error)
 
     def is_done(self) -> bool:
         return self._handle is None or self._handle.is_done()

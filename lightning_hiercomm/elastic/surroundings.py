@@ -22,9 +22,6 @@ class Participant(Protocol):
     def position(self) -> str:
         """Describe where training is; nodes at different positions cannot synchronize."""
 
-    def settle(self) -> object:
-        """Wait for overlapped collectives."""
-
     def before_change(self) -> Callable[[], None]:
         """Prepare for a change of nodes, which may fail; return a callback for after it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lightning_hiercomm.comm.base import Communicator
-from lightning_hiercomm.elastic.groups import CircuitBreaker, InterNodeGroup, NodesWorld
+from lightning_hiercomm.elastic.groups import InterNodeGroup, NodesWorld
 from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.transport import GlooTransport
 from lightning_hiercomm.nodes.topology import Holders, Topology
@@ -18,7 +18,6 @@ class ElasticTopology(Topology):
 
     Args:
         own: This node, as a run of one node.
-        original: The topology that this one duplicates, for overlapped collectives.
 
     Attributes:
         transaction: Runs synchronizations; None: they do nothing.
@@ -27,13 +26,9 @@ class ElasticTopology(Topology):
 
     may_grow = True
 
-    def __init__(self, own: Topology, original: ElasticTopology | None = None) -> None:
-        self.breaker: CircuitBreaker = CircuitBreaker() if original is None else original.breaker
-        self.inter_group = InterNodeGroup(own.meter, self.breaker, is_overlapped=original is not None)
-        if original is None:
-            self.breaker.on_trip = self._close_groups
+    def __init__(self, own: Topology) -> None:
+        self.inter_group = InterNodeGroup(own.meter)
         self.connected_in = ""
-        self._own_duplicates: list[ElasticTopology] = []
         self._nodes_world = NodesWorld(own.intra, self.inter_group if own.local_rank == 0 else None)
         made = {"world": self._nodes_world, "intra": own.intra, "inter": self.inter_group}
 
@@ -60,11 +55,6 @@ class ElasticTopology(Topology):
     def has_all_ranks_in_groups(self) -> bool:
         return False  # a group may break on one rank only
 
-    @property
-    def all_groups(self) -> list[InterNodeGroup]:
-        """This rank's inter-node groups, with those of the duplicates."""
-        return [self.inter_group, *(each.inter_group for each in self._own_duplicates)]
-
     def connect_members(
         self, quorum: Quorum, index: int, transport: GlooTransport, before_change: Callable[[], Callable[[], None]]
     ) -> str | None:
@@ -75,14 +65,12 @@ class ElasticTopology(Topology):
         if quorum.is_connected:
             return None
         self.disconnect()
-        after_change = before_change()  # pending collectives must not reach the new groups
-        self.breaker.reset()
+        after_change = before_change()
         sizes, local, error = [member.ranks for member in quorum.members], self.local_rank, None
         has_group = len(sizes) > 1 and local < min(sizes)
         try:
-            for number, group in enumerate(self.all_groups):
-                name = f"{local}.{number}"
-                group.connect(transport.connect_group(quorum, index, name, self.meter) if has_group else None)
+            group = transport.connect_group(quorum, index, str(local), self.meter) if has_group else None
+            self.inter_group.connect(group)
         except RuntimeError as raised:
             error = str(raised).splitlines()[0]
         errors: list[str] = [each for each in self.intra.all_gather_object(error) if each is not None]
@@ -96,17 +84,8 @@ class ElasticTopology(Topology):
 
     def disconnect(self) -> None:
         """Close all connections to other nodes, whose pending collectives fail at once. Not collective."""
-        self._close_groups()
+        self.inter_group.disconnect()
         self.connected_in = ""
-
-    def disconnect_if_broken(self) -> None:
-        """Close all connections if an overlapped collective has failed on a rank of this node. Collective over it."""
-        if self._own_duplicates and any(self.intra.all_gather_object(self.breaker.error is not None)):
-            self.disconnect()
-
-    def _close_groups(self) -> None:
-        for group in self.all_groups:
-            group.disconnect()
 
     def reform(self, sizes: Sequence[int], node: int) -> None:
         """Contain nodes of these sizes; ``node`` is the index of this one."""
@@ -118,8 +97,6 @@ class ElasticTopology(Topology):
         self.inter = self.inter_group if self.local_rank < self.num_shards else None
         self.holders["node"] = Holders(self.intra, self.num_shards)
         self.set_weights([1.0] * self.world_size)
-        for duplicate in self._own_duplicates:
-            duplicate.reform(sizes, node)
 
     def open(self) -> None:
         """Begin a synchronization: ranks may communicate with other nodes."""
@@ -129,11 +106,6 @@ class ElasticTopology(Topology):
     def shut(self) -> None:
         self._nodes_world.reform([range(self.intra.size)], 0)
         self.inter_group.is_open = False
-
-    def duplicate(self) -> ElasticTopology:
-        duplicate = ElasticTopology(self._own.duplicate(), self)
-        self._own_duplicates.append(duplicate)
-        return duplicate
 
     def close(self) -> None:
         if not self.is_closed:

@@ -35,8 +35,6 @@ class Transaction:
         began, attempts, nodes_before = time.monotonic(), 0, membership.history.nodes
         while True:
             attempts += 1
-            participant.settle()  # new connections would drop pending collectives
-            around.topology.disconnect_if_broken()
             quorum = membership.rendezvous.form(participant, admits)
             if (index := quorum.index(me)) is None:
                 membership.note(quorum)
@@ -73,7 +71,7 @@ class Transaction:
         finally:
             topology.shut()
             self._is_inside = False
-        gathered = topology.intra.all_gather_object((topology.breaker.error, raised is not None))
+        gathered = topology.intra.all_gather_object((topology.inter_group.error, raised is not None))
         errors = [str(error) for error, _ in gathered if error is not None]
         if not errors and raised is not None:
             raise raised

@@ -144,8 +144,9 @@ class AveragedModel:
         """
         self._remember_own()
         if any(own is not None for own in self._own):
+            begin_with_copy = [scheme.config.requirements.begins_with_copy for scheme in self._schemes]
             # a node admitted by the last synchronization has no state to contribute yet, and is refused here
-            self._topology.synchronize(self._synchronize, admits=all(map(_may_be_copied, self._schemes)))
+            self._topology.synchronize(self._synchronize, admits=all(begin_with_copy))
         self._replicas.have_written()
         self._averaged = self._checksums()
 
@@ -260,8 +261,3 @@ class AveragedModel:
                 ShardedAllReduce(whole, self._topology)(self.means.round)
                 self._replicas.have_written()
         self.means.average(self.means.differing_others())
-
-
-def _may_be_copied(scheme: RunningScheme[Scheme]) -> bool:
-    """Return whether a joining node may begin with a copy of this one's parameters: nothing is pending."""
-    return scheme.config.requirements.begins_with_copy and scheme.state.is_settled

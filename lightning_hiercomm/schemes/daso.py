@@ -123,8 +123,6 @@ class DASO(ParameterSync):
     def build(self, context: Context) -> RunningDASO:
         return RunningDASO(self, context)
 
-    _synchronizes_at_epoch_end = True
-
     @property
     def requirements(self) -> Requirements:
         return replace(
@@ -203,7 +201,7 @@ class RunningDASO(RunningParameterSync[DASO]):
         if starts and self.staleness == 0:
             self.average()
         elif starts or due is not None:
-            self._overlap(due, self.exchanger.all_fragments if starts else ())
+            self.exchanger.overlap(due, self.exchanger.all_fragments if starts else (), self.staleness)
 
     def end_epoch(self, loss: Tensor | None) -> None:
         adapts, sums = self.phase == "cycling" and self.config.plateau is not None, list[tuple[float, float]]()

@@ -55,26 +55,16 @@ class SyncState(SchemeState):
     pending: Pending = field(default_factory=Pending, metadata=LOCAL)
     reference: ReferenceParameters | None = field(default=None, metadata=TRANSIENT)
 
-    @property
-    def is_settled(self) -> bool:
-        return not self.pending
-
     def settle(self) -> None:
         self.pending.settle()
 
     def undo_point(self) -> Callable[[], None]:
         assert self.reference is not None, "the scheme is complete"
-        # a pending exchange updates the reference parameters asynchronously, and undoes that itself
-        is_pending = self.pending.exchange is not None and not self.pending.exchange.is_lost
-        undo_reference = None if is_pending else self.reference.undo_point()
-        undo_pending, undo_fields = self.pending.undo_point(), super().undo_point()
+        undo_reference, undo_fields = self.reference.undo_point(), super().undo_point()
 
         def undo() -> None:
-            self.pending.settle()
             undo_fields()
-            undo_pending()
-            if undo_reference is not None:
-                undo_reference()
+            undo_reference()
 
         return undo
 
@@ -138,7 +128,7 @@ class Exchanger:
         if self.optimizer_mean is not None:
             self.optimizer_mean.forget()
         # averages in two rounds that overlap with training need communicators for the second; two nodes send each other
-        # everything in one round, and an elastic node is alone when it begins
+        # everything in one round
         has_rounds = not self._wire.codec.adds or any(map(is_short, replica.dtypes)) or self._buffers_with_parameters
         overlaps = self._through is not self._topology
         if overlaps and has_rounds and self._second is None and self._topology.num_nodes != 2:
@@ -224,35 +214,19 @@ class Exchanger:
 
     # ---- overlapped with training --------------------------------------------------------------------------------
 
-    def overlap(
-        self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int, admits: bool = False
-    ) -> None:
+    def overlap(self, due: PendingExchange | None, outgoing: Sequence[int], staleness: int) -> None:
         """Merge an exchange that is due, and start the next.
-
-        Elastic nodes merge in one quorum, and send in another. If the nodes have changed since an exchange was sent, or
-        it has not arrived everywhere, it is lost: its updates of the reference parameters are undone, and the present
-        nodes synchronize their current parameters and wait.
 
         Args:
             due: The exchange that is due now, if any.
             outgoing: The fragments of the next exchange.
             staleness: Steps until the next exchange is due.
-            admits: Whether a node may join during the merge, because no exchange is pending then.
         """
-        if not self._topology.may_grow:
-            sent = self._begin(outgoing, staleness) if outgoing else None  # checks values before a merge replaces them
-            if due is not None:
-                self._merge(due)
-            if sent is not None:
-                self._send(sent)
-            return
-        pending = self._state.pending
+        sent = self._begin(outgoing, staleness) if outgoing else None  # checks values before a merge replaces them
         if due is not None:
-            pending.exchange = due
-            self._topology.synchronize(lambda: self.run(due.fragments) if due.is_lost else self._merge(due), admits)
-            pending.exchange = None
-        if outgoing:
-            self._topology.synchronize(lambda: self._send(self._begin(outgoing, staleness)))
+            self._merge(due)
+        if sent is not None:
+            self._send(sent)
 
     def _begin(self, outgoing: Sequence[int], staleness: int) -> PendingExchange:
         """Launch the preflight of an exchange."""
@@ -260,10 +234,7 @@ class Exchanger:
         leaving = [self._overlapped.buckets[index] for index in self._buckets_of(outgoing)]
         preflight = self._overlapped.begin(state.steps, self._next_number(), leaving, inbound=self._inbound)
         state.fragments_sent += len(outgoing)
-        exchange = state.pending.start(state.steps, state.steps + staleness, outgoing, preflight)
-        if self._topology.may_grow:
-            exchange.undo = self.reference.undo_point()
-        return exchange
+        return state.pending.start(state.steps, state.steps + staleness, outgoing, preflight)
 
     def _send(self, exchange: PendingExchange) -> None:
         assert exchange.preflight is not None

@@ -143,10 +143,6 @@ class GossipState(SchemeState):
     weights: list[list[float]] = field(default_factory=list, metadata=LOCAL)
     pending: Pending = field(default_factory=Pending, metadata=LOCAL)
 
-    @property
-    def is_settled(self) -> bool:
-        return not self.pending
-
     def settle(self) -> None:
         self.pending.settle()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -19,7 +18,6 @@ from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.exchange import ALL_REDUCERS, Exchanger, SyncState
 from lightning_hiercomm.schemes.phases import check_length, steps_of_phase
 from lightning_hiercomm.schemes.reducers.graphs import Graph
-from lightning_hiercomm.schemes.reducers.pending import PendingExchange
 from lightning_hiercomm.schemes.requirements import Requirements
 
 log = logging.getLogger(__name__)
@@ -147,9 +145,6 @@ class ParameterSync(Scheme):
         """
         return None
 
-    _synchronizes_at_epoch_end = False
-    """Whether no exchange is pending, and all nodes are equal, when an epoch ends."""
-
     @property
     def requirements(self) -> Requirements:
         kind = type(self).__name__
@@ -166,11 +161,8 @@ class ParameterSync(Scheme):
                 f"{kind} with reducer='leader' sends the whole model from one rank, but every rank holds a shard of it:"
                 " use reducer='sharded'"
             )
-        elif self.staleness and self.staleness == self.period and not self._synchronizes_at_epoch_end:
-            fixed = (
-                f"staleness={self.staleness} starts an exchange whenever one ends, so no node could join between them:"
-                " use less than the period"
-            )
+        elif self.staleness:
+            fixed = f"staleness={self.staleness} merges averages of nodes that may have left since: use staleness=0"
         return Requirements(
             needs_whole_parameters=whole,
             needs_fixed_nodes=fixed,
@@ -197,7 +189,7 @@ class ParameterSync(Scheme):
     def begins_with_copy(self) -> bool:
         """Whether a joining node copies another node's parameters, because nodes are never equal."""
         makes_equal = self.merging.makes_equal and self.averages_all_nodes
-        return self.fragments != 1 or self.staleness > 0 or not makes_equal
+        return self.fragments != 1 or not makes_equal
 
     def check_run(self, nodes: int, steps_of_epoch: float, steps: float) -> Iterator[str]:
         yield from self._check_first_phase(steps)
@@ -305,7 +297,7 @@ class RunningParameterSync(RunningScheme[A]):
         # if the last epoch ended with a pending exchange, that is merged before another one starts
         due = self.state.pending.take(self.state.steps, at_once=bool(outgoing))
         if due is not None or outgoing:
-            self._overlap(due, outgoing)
+            self.exchanger.overlap(due, outgoing, self.staleness)
 
     def _due_after(self, staleness: int) -> Sequence[int]:
         """Return the fragments that are due ``staleness`` steps after the present one."""
@@ -333,11 +325,6 @@ class RunningParameterSync(RunningScheme[A]):
         fragments = self.exchanger.all_fragments if fragments is None else fragments
         admits = self.config.begins_with_copy or len(fragments) == len(self.exchanger.fragments)
         self.topology.synchronize(partial(self.exchanger.run, fragments), admits)
-
-    def _overlap(self, due: PendingExchange | None, outgoing: Sequence[int]) -> None:
-        """Merge an exchange that is due, and start the next, which overlaps with training."""
-        is_last_to_leave = self.staleness < (self.period or math.inf)
-        self.exchanger.overlap(due, outgoing, self.staleness, admits=is_last_to_leave)
 
     # ---- the first phase -----------------------------------------------------------------------------------------
 
@@ -426,16 +413,12 @@ class RunningParameterSync(RunningScheme[A]):
             self.state.begins_at = None  # the length of the phase has changed
 
     def before_nodes_change(self) -> Callable[[], None]:
-        pending = self.state.pending
-        pending.lose()
-        exchange = pending.exchange
         resume = super().before_nodes_change()
         resume_reference = self.reference.before_nodes_change(self.replica.parameters)
 
         def resume_with_reference() -> None:
             self.reference.outer = None
             resume()
-            pending.exchange = exchange
             resume_reference()
 
         return resume_with_reference

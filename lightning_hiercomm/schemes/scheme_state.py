@@ -57,11 +57,6 @@ class SchemeState:
         """Whether the replica already holds the averaged parameters."""
         return self.unsynchronized_steps == 0
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether no exchange is pending."""
-        return True
-
     def settle(self) -> None:
         """Wait for pending exchanges, and keep the received values for their scheduled merge."""
 

@@ -101,10 +101,6 @@ class ElasticNode(pl.Callback):
         counts = [(scheme.state.steps, scheme.replica.numel) for scheme in self._run.schemes]
         return "after " + ", ".join(f"{steps} optimizer steps of {count} elements" for steps, count in counts)
 
-    def settle(self) -> None:
-        for scheme in self._run.schemes:
-            scheme.state.settle()
-
     def before_change(self) -> Callable[[], None]:
         return _in_turn([scheme.before_nodes_change() for scheme in self._run.schemes])
 

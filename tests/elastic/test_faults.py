@@ -28,7 +28,7 @@ def test_random_faults_end_with_equal_bits(tmp_path):
     assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
 
 
-NEVER_EQUAL = ("streaming", "noloco", "daso")  # also while something is in flight
+NEVER_EQUAL = ("fragments", "noloco", "daso")
 TWO_HUNDRED = [(3 + seed % 3, 20, seed, scheme) for scheme in ("diloco", "periodic") for seed in range(5)]
 
 

@@ -12,17 +12,15 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import attached, on_ranks
+from harness import on_ranks
 from torch.distributed import TCPStore
 
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
 from lightning_hiercomm.comm.threads import ThreadWorld
-from lightning_hiercomm.elastic.groups import CircuitBreaker, InterNodeGroup, NodesWorld
+from lightning_hiercomm.elastic.groups import InterNodeGroup, NodesWorld
 from lightning_hiercomm.elastic.quorum import Quorum, Request
-from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.elastic.transport import GlooTransport
-from lightning_hiercomm.schemes import DiLoCo
 
 
 def quorum_of_two() -> tuple[TCPStore, Quorum]:
@@ -51,7 +49,8 @@ def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypat
 def test_inter_node_bytes_are_counted_once():
     def member(rank: int, world: ThreadWorld) -> tuple[float, float]:
         meter, tensor, buffer = Meter(), torch.ones(3), torch.zeros(3)
-        group = InterNodeGroup(meter, CircuitBreaker(), is_overlapped=True)
+        group = InterNodeGroup(meter)
+        group.is_open = True
         group.connect(world.connect(rank, meter)([[0, 1]], "inter"))
         group.all_reduce(tensor).wait()
         group.exchange([(tensor, 1 - rank)], [(buffer, 1 - rank)]).wait()  # as what is encoded travels
@@ -66,8 +65,7 @@ def test_gather_over_unequal_nodes_has_all_entries_after_a_failure(node):
     nodes = [[0, 1], [2]]
 
     def gather(topology):
-        breaker = CircuitBreaker()
-        group = InterNodeGroup(Meter(), breaker)
+        group = InterNodeGroup(Meter())
         group.size, group.is_open = len(nodes), True
         world = NodesWorld(topology.intra, group if topology.local_rank == 0 else None)
         world.reform(nodes, node)
@@ -171,17 +169,3 @@ def test_no_abandoned_question_outlives_the_transport():
     answers.set()
     transport.finish()
     assert not asking()
-
-
-def test_training_on_a_gpu_does_not_wait_for_overlapped_sends(fake_device):
-    """Groups of GPUs pass through the host, so jobs that wait for them are put off until a rank waits for these."""
-
-    def work(own) -> list[str]:
-        done: list[str] = []
-        with attached(ElasticTopology(own), DiLoCo(4, staleness=2)) as rank:
-            job = rank.scheme._new_background().submit(lambda: done.append("arrived"))  # noqa: SLF001
-            done.append("trains on")
-            job.wait()
-        return done
-
-    assert on_ranks(work, ((0,),)) == [["trains on", "arrived"]]

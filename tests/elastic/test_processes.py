@@ -19,7 +19,7 @@ from forked import ForkedPython
 pytest.importorskip("torchft", reason="needs the extra `elastic`")
 
 SCHEMES = ["periodic", "diloco"]
-NEVER_EQUAL = ["fragments", "streaming", "noloco", "daso"]
+NEVER_EQUAL = ["fragments", "noloco", "daso"]
 MOMENTS = ["before the quorum", "after the quorum", "in the exchange", "before the vote", "after the vote"]
 LASTING = {"epochs": 7, "pause": 0.01}
 
@@ -53,7 +53,6 @@ def plain(tmp_path: Path, ranks: list[int], **settings: Any) -> dict[str, Any]:
         pytest.param("diloco", [2, 2], marks=pytest.mark.nightly),
         pytest.param("periodic", [1, 1, 1], marks=pytest.mark.nightly),
         pytest.param("diloco", [1, 2, 1], marks=pytest.mark.nightly),
-        pytest.param("streaming", [1, 1], marks=pytest.mark.nightly),
         *(pytest.param(scheme, [1, 1, 1], marks=pytest.mark.nightly) for scheme in NEVER_EQUAL),
         *(pytest.param(scheme, [2, 2], marks=pytest.mark.nightly) for scheme in NEVER_EQUAL),
     ],
@@ -251,7 +250,7 @@ def test_node_too_late_for_the_last_sync_reports_the_end(cluster):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", ["periodic", "streaming"])
+@pytest.mark.parametrize("scheme", ["periodic", "fragments"])
 def test_another_node_writes_checkpoints_when_the_writer_dies(cluster, tmp_path, scheme):
     folder = tmp_path / "checkpoints"
     with cluster(min_nodes=2, scheme=scheme, checkpoints=str(folder), pause=0.01, epochs=6) as nodes:
@@ -267,7 +266,7 @@ def test_another_node_writes_checkpoints_when_the_writer_dies(cluster, tmp_path,
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", ["diloco", "streaming"])
+@pytest.mark.parametrize("scheme", ["diloco", "fragments"])
 @pytest.mark.parametrize(("who", "moment"), [(0, "while it heals"), (1, "while it is healed")])
 def test_a_heal_longer_than_dead_after_loses_no_node(cluster, who, moment, scheme):
     """Others wait for who is late: it is not silent."""

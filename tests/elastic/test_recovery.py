@@ -9,7 +9,6 @@ import torch
 from elastic_cases import (
     ALL,
     COPIED,
-    LATE,
     PEERS,
     SCHEMES,
     TRAINING,
@@ -55,12 +54,12 @@ def test_node_that_recovers_ends_with_the_bits_of_the_others(name, sizes):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
-@pytest.mark.parametrize("name", [*COPIED, *PEERS, "diloco", *LATE])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS, "diloco"])
 def test_node_that_joins_goes_on_as_one_that_began_with_its_source(name, wire):
     """As three nodes that stay, which go on from the two, and a copy of the first."""
     scheme, at = ALL[name], {}
     nodes = threads(name, Elastic(dead_after=5.0), wire=wire)  # a repeated synchronization has other bits
-    period = 5 if name == "daso" else getattr(scheme, "period", 1)  # in which all fragments are sent
+    period = getattr(scheme, "period", 1)  # in which all fragments are sent
 
     def joining(own: ElasticRank):
         assert own.join()
@@ -115,7 +114,7 @@ def test_node_that_gets_no_state_recovers_after_the_next_synchronization(name):
     assert_equal(results["0", 0], results["1", 0])
 
 
-@pytest.mark.parametrize("name", [*COPIED, *PEERS, *LATE])
+@pytest.mark.parametrize("name", [*COPIED, *PEERS])
 def test_node_recovers_though_a_validation_follows_every_synchronization(name):
     """Where nodes are never equal a validation is a synchronization, and comes before any node can recover."""
     nodes, joined = threads(name), []
@@ -238,7 +237,7 @@ def test_joining_node_that_has_to_ask_again_is_counted_once(monkeypatch):
         assert (history.heals, history.nodes) == (1, 3)
 
 
-@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco", "late", "delta"])
+@pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
 def test_node_that_joins_and_dies_repeatedly_does_not_delay_the_others(name):
     nodes, joined = threads(name), []
 

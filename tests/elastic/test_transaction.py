@@ -9,7 +9,6 @@ import pytest
 import torch
 from elastic_cases import (
     ALL,
-    LATE,
     SCHEMES,
     TRAINING,
     assert_equal,
@@ -30,14 +29,12 @@ from lightning_hiercomm.elastic.quorum import NodeRefused, StaleReplica
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (3, 2, 1)], ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_undisturbed_nodes_have_the_bits_of_nodes_that_stay(name, sizes, wire):
-    steps = 14 if name in LATE else 10
-
     def work(own: ElasticRank):
         own.join()
-        return own.train(steps), own.rank.trace
+        return own.train(10), own.rank.trace
 
     results = play(ALL[name], work, sizes, wire=wire, **TRAINING)
-    expected = undisturbed(ALL[name], sizes, steps, wire)
+    expected = undisturbed(ALL[name], sizes, 10, wire)
     assert len(results) == len(expected)
     for (_, (values, trace)), (stays, trace_that_stays) in zip(sorted(results.items()), expected, strict=True):
         assert trace == trace_that_stays

@@ -46,9 +46,8 @@ SCHEMES: dict[str, Callable[[int], Scheme]] = {
     "periodic": PeriodicAveraging,
     "diloco": DiLoCo,
     "fragments": partial(DiLoCo, fragments=2),
-    "streaming": partial(DiLoCo, fragments=2, staleness=1, keep_local=0.5),
     "noloco": partial(ParameterSync, reducer=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": partial(DASO, warmup=Epochs(1), cooldown=Epochs(1), reducer="sharded"),
+    "daso": partial(DASO, staleness=0, warmup=Epochs(1), cooldown=Epochs(1), reducer="sharded"),
 }
 
 

@@ -31,18 +31,8 @@ PEERS = {
     "ring": ParameterSync(schedule=2, reducer=Ring()),
 }
 """Each node synchronizes with its neighbors in a graph of the nodes that are there."""
-LATE = {
-    "late": DiLoCo(sync_every=4, staleness=2, keep_local=0.0),
-    "streaming": DiLoCo(sync_every=6, fragments=2, staleness=2, keep_local=0.5),
-    "late adam": DiLoCo(sync_every=3, staleness=1, keep_local=0.0, outer_optimizer=partial(torch.optim.Adam, lr=0.1)),
-    "delta": ParameterSync(schedule=4, staleness=2, merge="delta"),
-    "eq1": ParameterSync(schedule=4, staleness=3, merge="eq1"),
-    "late peers": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation()),
-    "late noloco": ParameterSync(schedule=4, staleness=2, reducer=RandomPermutation(), merge=OuterOptimizer()),
-    "daso": DASO(sync_every=3, warmup=2, reducer="sharded", plateau=None),
-}
-"""Collectives overlap with training."""
-ALL: dict[str, Scheme] = {**SCHEMES, **COPIED, **PEERS, **LATE}
+BLOCKING_DASO = DASO(sync_every=3, staleness=0, warmup=2, reducer="sharded", plateau=None)
+ALL: dict[str, Scheme] = {**SCHEMES, **COPIED, **PEERS, "daso": BLOCKING_DASO}
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -129,7 +119,8 @@ def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
     if moment == "before the quorum":
         membership.rendezvous.form = wrapped(membership.rendezvous.form, before=True)
     elif moment == "in the exchange":
-        for group in own.rank.topology.all_groups if own.local == 0 else ():
+        group = own.rank.topology.inter_group
+        if own.local == 0:
             group._launch = wrapped(group._launch, before=False)  # noqa: SLF001
     elif moment == "before the vote":
         membership.votes.decide = wrapped(membership.votes.decide, before=True)

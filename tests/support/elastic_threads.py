@@ -147,9 +147,6 @@ class ElasticRank:
     def position(self) -> str:
         return f"after {self.scheme.state.steps} steps"
 
-    def settle(self) -> None:
-        self.scheme.state.settle()
-
     def before_change(self) -> Callable[[], None]:
         return self.scheme.before_nodes_change()
 

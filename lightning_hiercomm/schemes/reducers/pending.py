@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,9 +43,7 @@ class PendingExchange:
         fragments: The fragments of the model that it holds.
         preflight: Its preflight; None if it was restored, or compares no ranks.
         buckets: Its buckets, in order of arrival.
-        undo: Restores values that were changed asynchronously since it was sent; for elastic training.
         was_unfit: Whether a restored exchange was one that a rank could not send.
-        is_lost: Whether a change of nodes has canceled it, so that nodes synchronize again when it is due.
     """
 
     started: int
@@ -53,9 +51,7 @@ class PendingExchange:
     fragments: Sequence[int]
     preflight: Preflight | None = None
     buckets: deque[PendingBucket] = field(default_factory=deque)
-    undo: Callable[[], None] = lambda: None
     was_unfit: bool = False
-    is_lost: bool = False
 
     @property
     def staleness(self) -> int:
@@ -73,14 +69,6 @@ class PendingExchange:
             self.preflight.wait()
         for bucket in self.buckets:
             bucket.arrived.wait()
-
-    def lose(self) -> None:
-        """Drop its result and undo its changes; it stays due."""
-        if not self.is_lost:
-            self.wait()
-            self.buckets.clear()
-            self.undo()
-            self.is_lost = True
 
 
 class Pending:
@@ -113,21 +101,6 @@ class Pending:
             return None
         self.exchange, taken.due = None, min(taken.due, step)
         return taken
-
-    def lose(self) -> None:
-        """Cancel it, see :meth:`PendingExchange.lose`."""
-        if self.exchange is not None:
-            self.exchange.lose()
-
-    def undo_point(self) -> Callable[[], None]:
-        """Return a callback after which the same exchange is pending, but lost: see :meth:`lose`."""
-        before = self.exchange
-
-        def undo() -> None:
-            self.exchange = before
-            self.lose()
-
-        return undo
 
     def settle(self) -> None:
         """Wait until it has arrived."""
