@@ -10,21 +10,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from lightning_hiercomm.control.bootstrap import names_of_ranks
-from lightning_hiercomm.nodes.interfaces import interfaces, resolved, use_reachable_interface
+from lightning_hiercomm._lightning.launcher import place_of
+from lightning_hiercomm._lightning.tree import fabric
+from lightning_hiercomm.control.bootstrap import Bootstrap, names_of_ranks
+from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.interfaces import interfaces, use_reachable_interface
 from lightning_hiercomm.nodes.topology import nodes_by_count
 from lightning_hiercomm.planning.network import measured
 from lightning_hiercomm.planning.quantities import shown_rate, shown_seconds
-from lightning_hiercomm.planning.ranks import Ranks, cluster_environment, connected, meet, this_machine
+
+environments = fabric.plugins.environments
 
 Level = Literal["ok", "note", "FAIL"]
 
 _PATIENCE = timedelta(seconds=60)
+_ENVIRONMENTS: tuple[type[fabric.plugins.ClusterEnvironment], ...] = (  # in the Trainer's order
+    environments.torchelastic.TorchElasticEnvironment,
+    environments.slurm.SLURMEnvironment,
+    environments.lsf.LSFEnvironment,
+    environments.mpi.MPIEnvironment,
+)
 
 
 @dataclass(frozen=True)
@@ -52,34 +64,34 @@ def examine(ranks_per_node: int | None = None) -> int:
         ValueError: If ``ranks_per_node`` does not divide the world.
     """
     environment = cluster_environment()
-    size, local_rank = environment.world_size(), environment.local_rank()
+    rank, size, local_rank = environment.global_rank(), environment.world_size(), environment.local_rank()
     # a single process does not know the later world size
     if ranks_per_node is not None and (size > 1 or ranks_per_node < 1):
         nodes_by_count(ranks_per_node, size)
+    own = [*local_findings(local_rank)]
     if size == 1:
-        alone = Finding("note", "one process", "start this with torchrun, mpiexec or srun to check the network")
-        return _show([*local_findings(size, local_rank), alone])
+        return _show(
+            [*own, Finding("note", "one process", "start this with torchrun, mpiexec or srun to check the network")]
+        )
     reports, address = local_rank == 0, f"{environment.main_address}:{environment.main_port}"
     if reports:
         print(f"waiting at most {_PATIENCE.seconds} s for {size} ranks at {address}", flush=True)
     try:
-        meeting = meet(environment, _PATIENCE)
+        meeting = Bootstrap(environment.main_address, environment.main_port, rank, size, _PATIENCE)
         machines: list[tuple[str, str]] = meeting.gather(this_machine())
         found_interface = use_reachable_interface(environment.main_address, meeting.gather)
-        own = [*local_findings(size, local_rank, is_alone=len({boot for _, boot in machines}) == 1)]
         if found_interface is not None:
             own.append(Finding("ok", found_interface))
         everyone = [[Finding(*found) for found in each] for each in meeting.gather([astuple(each) for each in own])]
     except (RuntimeError, OSError) as error:
         failed = _failed(f"not all ranks reached {address}", error, "start all ranks, and open that port between nodes")
-        return _show([*local_findings(size, local_rank), failed]) if reports else 1
-    status, is_first = _fails([*itertools.chain(*everyone)]), environment.global_rank() == 0
-    if is_first:  # before ranks connect, which may fail
+        return _show([*own, failed]) if reports else 1
+    status = _fails([*itertools.chain(*everyone)])
+    if rank == 0:  # before ranks connect, which may fail
         _show(gathered(everyone))
     try:
-        with connected(environment, meeting, ranks_per_node, _PATIENCE) as ranks:
-            found = list(_together(ranks, type(environment).__name__, machines))
-        reports = is_first
+        found = _connected(environment, meeting, ranks_per_node, machines)
+        reports = rank == 0
     except (RuntimeError, ValueError, OSError) as error:
         remedy = "check interfaces and addresses, and open ephemeral ports between the nodes"
         found = [_failed("the ranks did not connect to each other", error, remedy)]
@@ -96,6 +108,20 @@ def _fails(found: Sequence[Finding]) -> int:
     return int(any(finding.level == "FAIL" for finding in found))
 
 
+def cluster_environment() -> fabric.plugins.ClusterEnvironment:
+    """Return the environment of torchrun, SLURM, LSF or MPI, or Lightning's own for a single process."""
+    for kind in _ENVIRONMENTS:
+        if kind.detect():
+            return kind()
+    return environments.lightning.LightningEnvironment()
+
+
+def this_machine() -> tuple[str, str]:
+    """Return this machine's host name, and an id that all processes of one kernel share."""
+    host, boot_id = socket.gethostname(), Path("/proc/sys/kernel/random/boot_id")
+    return host, boot_id.read_text().strip() if boot_id.exists() else host
+
+
 def _failed(text: str, error: Exception, remedy: str) -> Finding:
     reason = " ".join(str(error).split())[:200]
     return Finding("FAIL", f"{text} ({type(error).__name__}: {reason})", remedy)
@@ -104,11 +130,12 @@ def _failed(text: str, error: Exception, remedy: str) -> Finding:
 # ---- checks of one process -------------------------------------------------------------------------------------------
 
 
-def local_findings(world_size: int, local_rank: int = 0, is_alone: bool = False) -> Iterator[Finding]:
-    """Run the checks of one process; ``is_alone``: all ranks are known to be on this machine."""
+def local_findings(local_rank: int = 0) -> Iterator[Finding]:
+    """Run the checks of one process."""
     yield versions(_installed)
+    variable = "GLOO_SOCKET_IFNAME"
     if torch.cuda.is_available():
-        count = torch.cuda.device_count()
+        variable, count = "NCCL_SOCKET_IFNAME", torch.cuda.device_count()
         gpus = f"{count} GPU{'' if count == 1 else 's'} ({torch.cuda.get_device_name()})"
         if local_rank < count:
             yield Finding("ok", f"{gpus}, backend nccl")
@@ -116,11 +143,9 @@ def local_findings(world_size: int, local_rank: int = 0, is_alone: bool = False)
             yield Finding(
                 "FAIL", f"{gpus}, but more ranks: nccl refuses two ranks on a GPU", "start one process per GPU"
             )
-        yield interface("NCCL_SOCKET_IFNAME", os.environ, interfaces(), is_alone or world_size == 1)
     else:
         yield Finding("ok", "no GPU, backend gloo")
-        yield interface("GLOO_SOCKET_IFNAME", os.environ, interfaces(), is_alone or world_size == 1)
-    yield from addresses(os.environ, world_size, is_alone)
+    yield interface(variable, os.environ.get(variable), interfaces())
 
 
 def _installed(package: str) -> str | None:
@@ -145,63 +170,21 @@ def versions(installed: Callable[[str], str | None]) -> Finding:
     )
 
 
-def interface(
-    variable: str, environment: Mapping[str, str], known: Mapping[str, str | None], is_alone: bool
-) -> Finding:
-    """Check that the interface which the user has chosen for the backend exists, and leads to other machines.
+def interface(variable: str, wanted: str | None, known: Mapping[str, str | None]) -> Finding:
+    """Check that an interface exists that the user has chosen for the backend.
 
     Args:
-        variable: ``"GLOO_SOCKET_IFNAME"``, or ``"NCCL_SOCKET_IFNAME"``, which holds prefixes.
-        environment: Environment variables.
+        variable: ``"GLOO_SOCKET_IFNAME"`` or ``"NCCL_SOCKET_IFNAME"``.
+        wanted: Its value: a name, or for nccl prefixes of names.
         known: Interfaces with their addresses.
-        is_alone: Whether all ranks are on this machine, as far as is known.
     """
     shown = ", ".join(f"{name} {address or 'without address'}" for name, address in known.items())
-    wanted = environment.get(variable)
     if not wanted:
-        how = "gloo uses that of the host name's address" if "GLOO" in variable else "nccl uses any except lo"
-        return Finding("ok", f"interfaces {shown}; {variable} is not set, {how}")
-    names, excludes = wanted.lstrip("^=").split(","), wanted.startswith("^")
-    is_exact = "GLOO" in variable or "=" in wanted[:2]
-    chosen = [
-        one for one in known if any(one == name if is_exact else one.startswith(name) for name in names) != excludes
-    ]
-    if not chosen:
-        return Finding("FAIL", f"{variable}={wanted}, but this machine has {shown}", f"set {variable} to one of these")
-    if not is_alone and all((known[one] or "").startswith("127.") for one in chosen):
-        return Finding(
-            "FAIL",
-            f"{variable}={wanted} is the loopback, which other machines cannot reach; this machine has {shown}",
-            f"export {variable}=<the interface towards the other machines>",
-        )
-    return Finding("ok", f"interfaces {shown}; {variable}={wanted}")
-
-
-def addresses(environment: Mapping[str, str], world_size: int, is_alone: bool) -> Iterator[Finding]:
-    """Check that the names of the first rank and of this host resolve, to addresses that other machines reach."""
-    master = environment.get("MASTER_ADDR")
-    if master is not None:
-        found = resolved(master)
-        if found is None:
-            yield Finding(
-                "FAIL", f"MASTER_ADDR={master} does not resolve on {socket.gethostname()}", "set it to an IP address"
-            )
-        else:
-            yield Finding("ok", f"MASTER_ADDR={master} is {found}")
-    host = socket.gethostname()
-    own = resolved(host)
-    if own is not None and not own.startswith("127."):
-        yield Finding("ok", f"the host name {host} is {own}")
-        return
-    problem = "does not resolve" if own is None else f"is {own}, which other machines cannot reach"
-    if environment.get("GLOO_SOCKET_IFNAME") or (own is not None and is_alone):
-        yield Finding("ok", f"the host name {host} {problem}, and is not used")
-        return
-    yield Finding(
-        "note" if world_size == 1 or torch.cuda.is_available() else "FAIL",  # nccl does not use the name
-        f"the host name {host} {problem}",
-        "on several machines, export GLOO_SOCKET_IFNAME=<the interface towards the other machines>",
-    )
+        return Finding("ok", f"interfaces {shown}; {variable} is not set")
+    beginnings = tuple(wanted.removeprefix("=").split(","))
+    if wanted.startswith("^") or any(name.startswith(beginnings) for name in known):
+        return Finding("ok", f"interfaces {shown}; {variable}={wanted}")
+    return Finding("FAIL", f"{variable}={wanted}, but this machine has {shown}", f"set {variable} to one of these")
 
 
 # ---- checks of all ranks ---------------------------------------------------------------------------------------------
@@ -221,15 +204,33 @@ def gathered(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
     ]
 
 
-def _together(ranks: Ranks, environment: str, machines: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    topology = ranks.topology
-    yield Finding("ok", f"{topology.world_size} ranks connected over {ranks.backend} by {environment}")
-    yield from layout(topology.nodes, machines)
-    network = measured(topology, ranks.device)
-    if network is not None:
-        yield Finding(
-            "ok", f"a node sends {shown_rate(network.rate)}, and a message takes {shown_seconds(network.latency)}"
-        )
+def _connected(
+    environment: fabric.plugins.ClusterEnvironment,
+    meeting: Bootstrap,
+    ranks_per_node: int | None,
+    machines: Sequence[tuple[str, str]],
+) -> list[Finding]:
+    """Connect all ranks as the strategy does, and measure the network. Collective, after a gather of the meeting."""
+    rank, size = environment.global_rank(), environment.world_size()
+    backend, device = "gloo", torch.device("cpu")
+    if torch.cuda.is_available():
+        backend, device = "nccl", torch.device("cuda", environment.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    # gloo waits five times as long for a rank that does not connect
+    store = meeting.store("process group")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_PATIENCE / 5)
+    try:
+        place = place_of(environment, environment.node_rank(), environment.local_rank(), starts_ranks=False)
+        topology = connect_world(rank, size, place, ranks_per_node, timeout=_PATIENCE)
+        found = [Finding("ok", f"{size} ranks connected over {backend} by {type(environment).__name__}")]
+        found += layout(topology.nodes, machines)
+        if topology.num_nodes > 1:
+            rate, latency = measured(topology, device)
+            text = f"a node sends {shown_rate(rate)}, and a message takes {shown_seconds(latency)}"
+            found.append(Finding("ok", text))
+        return found
+    finally:
+        dist.destroy_process_group()
 
 
 def layout(nodes: Sequence[Sequence[int]], machines: Sequence[tuple[str, str]]) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -17,31 +16,20 @@ _LONG_ENOUGH = 0.5  # seconds of an all-reduce: a larger one would not tell more
 _REPEATS = 5
 
 
-@dataclass(frozen=True)
-class Network:
-    """The network between nodes.
-
-    Attributes:
-        rate: Bytes per second that a node sends, all its ranks together.
-        latency: Seconds of a message without content.
-    """
-
-    rate: float
-    latency: float
-
-
-def measured(topology: Topology, device: torch.device) -> Network | None:
+def measured(topology: Topology, device: torch.device) -> tuple[float, float]:
     """Measure all-reduces between nodes over the run's own backend, in less than a minute on most networks; collective.
 
     An all-reduce of M nodes passes ``2 (M - 1)`` messages one after another, and each of the ranks that communicate
     sends ``2 (M - 1) / M`` times its tensor.
 
+    Args:
+        topology: At least two nodes.
+        device: Where the tensors are.
+
     Returns:
-        The network; None on one node.
+        Bytes per second that a node sends, all its ranks together, and the seconds of a message without content.
     """
     nodes = topology.num_nodes
-    if nodes == 1:
-        return None
     empty = _seconds(topology, torch.zeros(nodes, device=device))
     size = _FIRST_BYTES
     while True:
@@ -53,7 +41,7 @@ def measured(topology: Topology, device: torch.device) -> Network | None:
     if taken < _LONG_ENOUGH:
         taken = _seconds(topology, tensor)
     sent = topology.num_shards * 2 * (nodes - 1) / nodes * size
-    return Network(sent / max(taken - empty, 1e-9), empty / (2 * (nodes - 1)))
+    return sent / max(taken - empty, 1e-9), empty / (2 * (nodes - 1))
 
 
 def _seconds(topology: Topology, tensor: torch.Tensor, repeats: int = _REPEATS) -> float:

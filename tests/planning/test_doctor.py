@@ -42,55 +42,19 @@ INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "eth1": None, "ib0": "10.1.
 @pytest.mark.parametrize(
     ("variable", "value", "level", "text"),
     [
-        ("GLOO_SOCKET_IFNAME", None, "ok", "is not set, gloo uses"),
+        ("GLOO_SOCKET_IFNAME", None, "ok", "is not set"),
         ("GLOO_SOCKET_IFNAME", "eth0", "ok", "GLOO_SOCKET_IFNAME=eth0"),
-        ("GLOO_SOCKET_IFNAME", "eth", "FAIL", "this machine has lo 127.0.0.1, eth0 10.0.0.5"),
+        ("GLOO_SOCKET_IFNAME", "wlan0", "FAIL", "this machine has lo 127.0.0.1, eth0 10.0.0.5"),
         ("NCCL_SOCKET_IFNAME", "ib", "ok", "NCCL_SOCKET_IFNAME=ib"),
-        ("NCCL_SOCKET_IFNAME", "=ib", "FAIL", "this machine has"),
+        ("NCCL_SOCKET_IFNAME", "=ib7", "FAIL", "this machine has"),
         ("NCCL_SOCKET_IFNAME", "^docker,lo", "ok", "=^docker,lo"),
-        ("NCCL_SOCKET_IFNAME", "^=eth0,eth1,ib0", "FAIL", "is the loopback"),
         ("NCCL_SOCKET_IFNAME", "wlan,eth", "ok", "wlan,eth"),
     ],
 )
 def test_the_interface_of_the_backend_is_reported(variable, value, level, text):
-    found = doctor.interface(variable, {} if value is None else {variable: value}, INTERFACES, is_alone=False)
+    found = doctor.interface(variable, value, INTERFACES)
     assert found.level == level
     assert text in found.text
-
-
-def test_a_loopback_interface_fails_on_several_machines_only():
-    chosen = {"GLOO_SOCKET_IFNAME": "lo"}
-    assert doctor.interface("GLOO_SOCKET_IFNAME", chosen, INTERFACES, is_alone=True).level == "ok"
-    found = doctor.interface("GLOO_SOCKET_IFNAME", chosen, INTERFACES, is_alone=False)
-    assert str(found).startswith("FAIL  GLOO_SOCKET_IFNAME=lo is the loopback, which other machines cannot reach")
-    assert found.remedy == "export GLOO_SOCKET_IFNAME=<the interface towards the other machines>"
-
-
-def test_an_unresolved_master_address_fails():
-    found = list(doctor.addresses({"MASTER_ADDR": "no-such-host.invalid"}, 4, is_alone=False))
-    assert found[0].level == "FAIL"
-    assert "no-such-host.invalid does not resolve" in found[0].text
-    assert levels(doctor.addresses({"MASTER_ADDR": "127.0.0.1"}, 4, is_alone=False))[0] == "ok"
-
-
-@pytest.mark.parametrize(
-    ("own", "environment", "ranks", "is_alone", "level"),
-    [
-        (None, {}, 4, False, "FAIL"),
-        (None, {"GLOO_SOCKET_IFNAME": "eth0"}, 4, False, "ok"),
-        ("127.0.1.1", {}, 4, False, "FAIL"),
-        ("127.0.1.1", {}, 4, True, "ok"),
-        ("127.0.1.1", {}, 1, False, "note"),
-        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, 4, False, "ok"),
-        ("10.0.0.5", {}, 4, False, "ok"),
-    ],
-)
-def test_a_host_name_on_loopback_fails_on_several_machines(monkeypatch, own, environment, ranks, is_alone, level):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "resolved", lambda name: own)
-    (found,) = doctor.addresses(environment, ranks, is_alone)
-    assert found.level == level
-    assert level != "FAIL" or "export GLOO_SOCKET_IFNAME=" in found.remedy
 
 
 def machine(boot: str) -> tuple[str, str]:
@@ -129,8 +93,8 @@ def test_doctor_names_gpus_with_backend_and_interface(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no-such-interface")
-    said = [finding.text for finding in doctor.local_findings(1)]
+    said = [finding.text for finding in doctor.local_findings()]
     assert "4 GPUs (A GPU), backend nccl" in said
-    shared = [finding.text for finding in doctor.local_findings(8, local_rank=4) if finding.level == "FAIL"]
+    shared = [finding.text for finding in doctor.local_findings(local_rank=4) if finding.level == "FAIL"]
     assert "4 GPUs (A GPU), but more ranks: nccl refuses two ranks on a GPU" in shared
     assert any("NCCL_SOCKET_IFNAME" in text for text in said)

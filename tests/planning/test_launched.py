@@ -1,4 +1,4 @@
-"""`doctor` and `plan` on several ranks, as launchers start them."""
+"""`doctor` on several ranks, as launchers start them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,6 @@ def run_ranks(folder: Path, environments: list[dict[str, str]], *arguments: str)
     return said
 
 
-def test_plan_under_torchrun_measures_the_network(tmp_path):
-    first, *others = run_ranks(tmp_path, torchrun(2, 1), "plan", "--params", "25M", "--step-time", "0.1s")
-    assert "2 nodes, " in first
-    assert "Recommended: " in first
-    assert others == [""]
-
-
 def test_doctor_names_missing_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("HIERCOMM_TEST", "1")
     first, *_ = torchrun(2, 1)
@@ -61,6 +54,7 @@ def test_doctor_under_slurm_finds_nodes(tmp_path):
     assert "4 ranks connected over gloo by SLURMEnvironment" in first
     assert "ranks 0-1; node 1" in first
     assert "several nodes are one machine" in first
+    assert "a node sends " in first
     assert [said.startswith("waiting at most 60 s for 4 ranks at ") for said in others] == [False, True, False]
     assert [said.count("\n") for said in others] == [0, 1, 0]
 
