@@ -31,11 +31,11 @@ OWN = ("layers.expert", "layers.table", "layers.seen")
 class Layers(nn.Module):
     """A parameter that all ranks share, and one of each rank with the buffers that belong to it."""
 
-    def __init__(self, sizes: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.shared = nn.Parameter(torch.zeros(3))
         self.expert = nn.Parameter(torch.zeros(4))
-        self.register_buffer("table", torch.zeros(4).to_sparse() if sizes == "sparse" else torch.zeros(4))
+        self.register_buffer("table", torch.zeros(4).to_sparse())
         self.register_buffer("seen", torch.zeros(2))
 
     def forward(self, rank: int) -> Tensor:
@@ -45,9 +45,9 @@ class Layers(nn.Module):
 class Experts(pl.LightningModule):
     """Rank r begins with an expert of r, and moves it towards its own target; the buffers count what it has seen."""
 
-    def __init__(self, sizes: str = "sparse") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = Layers(sizes)
+        self.layers = Layers()
         self._ddp_params_and_buffers_to_ignore = [*OWN, "layers.nothing"]
         self.layers._ddp_params_and_buffers_to_ignore = [name.removeprefix("layers.") for name in OWN]  # for Fabric
         self.report: list[Any] = []
@@ -59,7 +59,7 @@ class Experts(pl.LightningModule):
         with torch.no_grad():
             self.layers.shared.fill_(1.0 + rank)
             self.layers.expert.fill_(float(rank))
-            self.layers.table = (torch.arange(4.0) * rank).to_sparse() if self.layers.table.is_sparse else torch.ones(4)
+            self.layers.table = (torch.arange(4.0) * rank).to_sparse()
             self.layers.seen.fill_(10.0 * rank)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -16,25 +16,39 @@ pytestmark = pytest.mark.pooled
 STEPS = 3
 
 
-class Counts(pl.LightningModule):
-    """Has no parameters; a buffer that is the same on all ranks counts batches."""
+class Untrained(pl.LightningModule):
+    """A buffer that is the same on all ranks counts batches; nothing is trained.
 
-    def __init__(self) -> None:
+    Args:
+        layers: Whether it has parameters, which get gradients.
+        frozen: Whether they are frozen.
+        optimizers: What ``configure_optimizers`` returns; None, an empty list, or ``"sgd"`` for one of all parameters.
+        manual: Whether optimization is manual; ``self.optimizers()`` has nothing to step.
+    """
+
+    def __init__(self, layers: bool = True, frozen: bool = False, optimizers: Any = None, manual: bool = False) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)) if layers else None
+        self.made, self.automatic_optimization = optimizers, not manual
+        if frozen:
+            self.layers.requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen += 1
-        return self.loss(batch)
-
-    def loss(self, batch: Any) -> Any:
-        return torch.zeros((), requires_grad=True)
+        loss = torch.zeros((), requires_grad=True)
+        if self.layers is not None:
+            loss = self.layers(torch.cat([batch, batch])).sum() + loss
+        return loss if self.automatic_optimization else self.manual_backward(loss)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("seen", self.seen, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        return None
+        if self.made == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        return self.made
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(torch.ones(STEPS * self.trainer.world_size, 3))
@@ -43,62 +57,21 @@ class Counts(pl.LightningModule):
         return DataLoader(torch.ones(self.trainer.world_size, 3))
 
 
-class Unoptimized(Counts):
-    """Has trainable parameters that get gradients, and no optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
-
-    def loss(self, batch: Any) -> Any:
-        return self.layers(torch.cat([batch, batch])).sum()
-
-
-class UnoptimizedByHand(Unoptimized):
-    """In manual optimization, where ``self.optimizers()`` has nothing to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def loss(self, batch: Any) -> None:
-        self.manual_backward(super().loss(batch))
-
-
-class NoOptimizers(UnoptimizedByHand):
-    def configure_optimizers(self) -> Any:
-        return []
-
-
-class Frozen(Unoptimized):
-    """Has frozen parameters only, which an optimizer knows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers.requires_grad_(False)
-
-    def loss(self, batch: Any) -> Any:
-        super().loss(batch)
-        return torch.zeros((), requires_grad=True)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-class FrozenWithout(Frozen):
-    def configure_optimizers(self) -> Any:
-        return None
-
-
-PROGRAMS = (Counts, Unoptimized, UnoptimizedByHand, NoOptimizers, Frozen, FrozenWithout)
+PROGRAMS: list[dict[str, Any]] = [
+    {"layers": False},
+    {},
+    {"manual": True},
+    {"manual": True, "optimizers": []},
+    {"frozen": True, "optimizers": "sgd"},
+    {"frozen": True},
+]
 
 
 def _runs(folder, sizes):
     """Fits and resumed fits that ended otherwise than with their first weights, and the batches that they have seen."""
     wrong = []
     for program, name in zip(PROGRAMS, SHORT_SCHEMES, strict=True):
-        module, path = program(), folder / f"{program.__name__}-{name}.ckpt"
+        module, path = Untrained(**program), folder / f"{name}.ckpt"
         before = {key: value.clone() for key, value in module.named_parameters()}
         for resume in (None, path):
             strategy = HierarchicalStrategy(SHORT_SCHEMES[name], ranks_per_node=sizes, checkpoint_replicas=True)
@@ -108,7 +81,7 @@ def _runs(folder, sizes):
         same = all(torch.equal(value, before[key]) for key, value in module.named_parameters())
         seen = module.seen.item(), trainer.callback_metrics["seen"].item()
         if not same or seen != (2 * STEPS, 2 * STEPS):
-            wrong.append((program.__name__, name, same, seen))
+            wrong.append((program, name, same, seen))
     return wrong
 
 
