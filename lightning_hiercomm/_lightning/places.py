@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.tree import fabric, pl
 
-_LOADERS = "a train dataloader"
-_MODULE = "the data module"
-# random numbers for workers, and folders of a host: they differ between ranks at the same place
-_NO_PLACE = {"_base_seed", "_shared_seed", "cache_dir_path", "input_dir_path"}
 
-
-def places_in_data(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests of this rank's places in the data; empty where neither loaders nor the data module have one.
-
-    All ranks have the same classes, so either all of them return something or none.
-    """
-    places = {}
-    if any(map(is_stateful, _train_loaders(trainer))):
-        loops = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        places[_LOADERS] = _digest(loops.get("combined_loader"))
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if datamodule is not None and pl.utilities.model_helpers.is_overridden(
-        "state_dict", datamodule, pl.LightningDataModule
+def lost_places(trainer: pl.Trainer, has_sidecars: bool) -> Iterator[str]:
+    """Yield why ranks may continue elsewhere in their data, after a resume from a checkpoint that is saved now."""
+    keepers = []
+    for loader in filter(is_stateful, _train_loaders(trainer)):
+        samplers = [each for each in _samplers(loader) if isinstance(each, DistributedSampler)]
+        if not samplers:  # with one, a place is a number of batches, which is equal on all ranks
+            keepers.append("a train dataloader")
+        if any(map(_draws_again, samplers)) and not trainer.is_last_batch:
+            yield (
+                f"{type(loader).__name__} draws another order when this run resumes in mid-epoch, so some samples come"
+                " twice and others not at all: its place holds no order under Lightning's distributed sampler. Give it"
+                " sampler=DistributedSampler(dataset, num_replicas=..., rank=...) instead of shuffle=True."
+            )
+    if trainer.datamodule is not None and pl.utilities.model_helpers.is_overridden(  # type: ignore[attr-defined]
+        "state_dict",
+        trainer.datamodule,  # type: ignore[attr-defined]
+        pl.LightningDataModule,
     ):
-        places[_MODULE] = _digest(checkpoint.get(type(datamodule).__qualname__))
-    return places
+        keepers.append("the data module")
+    if keepers and not has_sidecars and trainer.world_size > 1:
+        yield (
+            f"The checkpoint holds rank 0's state of {' and of '.join(keepers)}: after a resume all ranks continue at"
+            " rank 0's place in the data. Unless it is the place of all, use"
+            " HierarchicalStrategy(checkpoint_replicas=True) to store every rank's."
+        )
 
 
-def draws_another_order(trainer: pl.Trainer) -> str | None:
-    """Return the type of a stateful train dataloader that shuffles in an order that its state does not hold.
+def _draws_again(sampler: object) -> bool:
+    """Return whether Lightning wraps a random sampler that is not torch's, such as torchdata's for ``shuffle=True``.
 
-    Lightning wraps a sampler that is not torch's, such as torchdata's for ``shuffle=True``. The wrapper has no state,
-    and draws again after a resume.
+    The wrapper has no state, and draws again after a resume.
     """
-    for loader in _train_loaders(trainer):
-        for sampler in _samplers(loader):
-            if is_stateful(loader) and isinstance(sampler, fabric.utilities.distributed.DistributedSamplerWrapper):
-                require_attribute(sampler.dataset, "_sampler")
-                wrapped = sampler.dataset._sampler  # type: ignore[attr-defined]
-                if "Random" in type(wrapped).__name__:
-                    return type(loader).__name__
-    return None
+    if not isinstance(sampler, fabric.utilities.distributed.DistributedSamplerWrapper):
+        return False
+    require_attribute(sampler.dataset, "_sampler")
+    return "Random" in type(sampler.dataset._sampler).__name__  # type: ignore[attr-defined]
 
 
 def begin_stateful_loader(dataloader: object, epoch: int) -> None:
@@ -93,19 +91,3 @@ def _train_loaders(trainer: pl.Trainer) -> list[Any]:
 def _samplers(loader: object) -> list[Any]:
     batches = getattr(loader, "batch_sampler", None)
     return [getattr(loader, "sampler", None), getattr(batches, "sampler", None), batches]
-
-
-def _digest(state: object) -> str:
-    return hashlib.blake2b(_text(state).encode(), digest_size=16).hexdigest()
-
-
-def _text(value: object) -> str:
-    """Return a text that is equal for equal states, whatever the order of their keys."""
-    if isinstance(value, Mapping):
-        parts = sorted(f"{key!r}: {_text(part)}" for key, part in value.items() if key not in _NO_PLACE)
-        return f"{{{', '.join(parts)}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, Tensor) or type(value).__module__ == "numpy":
-        return repr(value.tolist())  # type: ignore[attr-defined]
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -56,8 +57,8 @@ def take_entries(checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None
     checkpoint.update(entries)
 
 
-def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]]) -> None:
-    """Make ``around`` create the checkpoints of a trainer on all ranks; it gets Lightning's function.
+def dump_within(trainer: pl.Trainer, around: Callable[..., dict[str, Any]]) -> None:
+    """Make ``around`` create the checkpoints of a trainer on all ranks; it gets Lightning's function and its argument.
 
     Lightning reads the module's weights first and calls ``on_save_checkpoint`` at the end. Adapters and pruned weights,
     which modules save in that hook, must come from the same model.
@@ -65,11 +66,7 @@ def dump_within(trainer: pl.Trainer, around: Callable[[Callable[[], dict[str, An
     connector = trainer._checkpoint_connector
     require_attribute(connector, "dump_checkpoint")
     dump = type(connector).dump_checkpoint
-
-    def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
-        return around(lambda: dump(connector, weights_only))
-
-    connector.dump_checkpoint = dump_checkpoint  # type: ignore[method-assign]
+    connector.dump_checkpoint = partial(around, partial(dump, connector))  # type: ignore[method-assign]
 
 
 def number_names_by_own_files(trainer: pl.Trainer) -> None:

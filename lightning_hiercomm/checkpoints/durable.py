@@ -36,24 +36,22 @@ class DurableCheckpointIO(fabric.plugins.TorchCheckpointIO):
         place = Path(name)
         made = [folder for folder in place.parents if not folder.exists()]
         place.parent.mkdir(parents=True, exist_ok=True)
-        temporary = place.with_name(f"{base_name(place.name)}.part")
+        temporary = unfinished(place)
         temporary.unlink(missing_ok=True)  # a writer that was stopped must not continue in this file
-        own = None
-        try:
-            with temporary.open("wb") as file:
-                own = os.fstat(file.fileno())
+        with temporary.open("wb") as file:
+            try:
                 _save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if _is_there(own, temporary):  # otherwise a later writer has replaced it
-                if (place / METADATA_FILENAME).is_file():  # a directory of shards
-                    replace(place, temporary)
-                else:
-                    temporary.replace(place)
-        except BaseException:
-            if own is not None and _is_there(own, temporary):
-                temporary.unlink(missing_ok=True)
-            raise
+                if _is_at(file, temporary):  # otherwise a later writer has replaced it
+                    if (place / METADATA_FILENAME).is_file():  # a directory of shards
+                        replace(place, temporary)
+                    else:
+                        temporary.replace(place)
+            except BaseException:
+                if _is_at(file, temporary):
+                    temporary.unlink(missing_ok=True)
+                raise
         for folder in {place.parent, *(each.parent for each in made)}:
             _sync_folder(folder)
 
@@ -64,6 +62,11 @@ def base_name(name: str) -> str:
     It is not ``hpc_ckpt_``: Lightning takes the highest number in all names with that prefix as the newest checkpoint.
     """
     return name.replace("hpc_ckpt_", "hpc-")
+
+
+def unfinished(place: Path) -> Path:
+    """Return the path to which a file or directory is written before it is renamed."""
+    return place.with_name(f"{base_name(place.name)}.part")
 
 
 def replace(place: Path, new: Path) -> None:
@@ -99,9 +102,9 @@ def _save(checkpoint: dict[str, Any], file: IO[bytes]) -> None:
         raise
 
 
-def _is_there(own: os.stat_result, path: Path) -> bool:
+def _is_at(file: IO[bytes], path: Path) -> bool:
     try:
-        return os.path.samestat(own, path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import secrets
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -18,13 +18,11 @@ from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.checkpoints.sidecar import (
-    check_sidecar,
     load_sidecar,
     replicas_folder,
     restore_sidecar,
     set_random_state,
     sidecar_name,
-    sidecar_path,
 )
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
@@ -43,17 +41,19 @@ class Checkpoints:
         with_replicas: Whether every rank also writes a sidecar, for a bit-exact resume.
 
     Attributes:
+        loaded: What :meth:`add_to` has added to the checkpoint that is resumed, until :meth:`restore`.
         random_state: Random states that were saved in mid-epoch. They are to be restored after the epoch's loader and
             sampler took seeds, before a batch is loaded.
+        warnings: Those given at a save.
     """
 
     def __init__(self, with_replicas: bool = False) -> None:
         self.with_replicas = with_replicas
-        self._loaded: Mapping[str, Any] = {}
+        self.loaded: Mapping[str, Any] = {}
         self._resumed_from: tuple[str, str | None] | None = None
         self._sidecar: dict[str, Any] | None = None
         self.random_state: Mapping[str, Any] | None = None
-        self._places_differ = self._has_warned = False
+        self.warnings = pl.utilities.rank_zero.WarningCache()  # type: ignore[attr-defined]
 
     def add_to(
         self,
@@ -63,7 +63,7 @@ class Checkpoints:
         together: bool = True,
         is_own: bool = False,
     ) -> None:
-        """Add the state that all ranks share.
+        """Add the state that all ranks share, and average the weights of Lightning's ``WeightAveraging``.
 
         Args:
             checkpoint: The checkpoint to change.
@@ -73,70 +73,20 @@ class Checkpoints:
             is_own: Whether it has this rank's own parameters instead of the averaged ones; then the ranks of
                 its node take part.
         """
-        state: dict[str, Any] = {
-            "format": FORMAT,
-            "schemes": run.scheme_states.state(together or is_own),
-            "trained": run.scheme_states.trained(),
-            "without_mean": sorted(run.replicas.without_mean),
-        }
+        if holds_averaged_weights(checkpoint) and (together or run.is_closed):
+            checkpoint["state_dict"] = _averaged_over_nodes(checkpoint, run)
+        schemes = run.scheme_states.state(together or is_own)
         if is_own:
             unagreed = [{"unsynchronized_steps": scheme.state.unsynchronized_steps} for scheme in run.schemes]
-            state["schemes"] = [{**own, **more} for own, more in zip(state["schemes"], unagreed, strict=True)]
-        is_common = together and not run.topology.is_closed
-        state["loss"] = run.loss.common_state_dict() if is_common else run.loss.state_dict()
-        if batches is not None:
-            state["batches"] = batches.state_dict()
-        checkpoint[_KEY] = state
-
-    def average_foreign_weights(self, checkpoint: dict[str, Any], run: TrainingRun) -> None:
-        """Average the weights of Lightning's ``WeightAveraging``, which differ between ranks; collective.
-
-        After the run, the module already holds that average.
-        """
-        if not holds_averaged_weights(checkpoint):
-            return
-        if run.is_closed:
-            checkpoint["state_dict"] = checkpoint["current_model_state"]
-            return
-        run.averaged_model.check_shapes()
-        state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
-        tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
-        left_out = run.replicas.directions | run.replicas.not_averaged
-        numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
-        ranks_differ = any(scheme.config.gradients == "none" for scheme in run.schemes)
-        if ranks_differ or not run.topology.is_one_node:
-            run.averaged_model.means.average_kept(numbers)
-        checkpoint["state_dict"] = state_dict
-
-    def check_places(self, places: Mapping[str, str], redrawn: str | None, topology: Topology) -> None:
-        """Warn once if a resume from this checkpoint would not continue where this rank is in its data.
-
-        Collective over the world if there are places.
-
-        Args:
-            places: Digests of this rank's places, by whose they are; the checkpoint holds rank 0's.
-            redrawn: The type of a dataloader whose order no checkpoint holds, if it shuffles in mid-epoch.
-            topology: The nodes.
-        """
-        if redrawn is not None and not self._has_warned and topology.rank == 0:
-            warnings.warn(
-                f"{redrawn} draws another order when this run resumes in mid-epoch, so some samples come twice and"
-                " others not at all: its place holds no order under Lightning's distributed sampler. Give it"
-                " sampler=DistributedSampler(dataset, num_replicas=..., rank=...) instead of shuffle=True.",
-                stacklevel=2,
-            )
-            self._has_warned = True
-        if places and not self._places_differ:
-            everyone: list[Mapping[str, str]] = topology.world.all_gather_object(places)
-            differing = [whose for whose in places if any(each.get(whose) != places[whose] for each in everyone)]
-            self._places_differ = bool(differing)
-            if differing and topology.rank == 0:
-                warnings.warn(
-                    f"The state of {' and of '.join(differing)} differs between ranks, and the checkpoint holds rank"
-                    " 0's: after a resume all ranks continue at rank 0's place in the data. Use"
-                    " HierarchicalStrategy(checkpoint_replicas=True) to store every rank's.",
-                    stacklevel=2,
-                )
+            schemes = [{**own, **more} for own, more in zip(schemes, unagreed, strict=True)]
+        checkpoint[_KEY] = {
+            "format": FORMAT,
+            "schemes": schemes,
+            "trained": run.scheme_states.trained(),
+            "without_mean": sorted(run.replicas.without_mean),
+            "loss": run.loss.common_state_dict() if together else run.loss.state_dict(),
+            **({} if batches is None else {"batches": batches.state_dict()}),
+        }
 
     def write_sidecars(
         self,
@@ -147,37 +97,28 @@ class Checkpoints:
         state: Callable[[], dict[str, Any]],
         storage_options: Any | None = None,
     ) -> str:
-        """Write every rank's sidecar before the checkpoint, and return their identity; collective.
+        """Write what ``state`` returns as every rank's sidecar, before the checkpoint; collective.
 
-        The same random identity is in the checkpoint and in the path of its sidecars. So they become valid together,
-        when the checkpoint's file is renamed. Until then the previous checkpoint stays complete.
-
-        Args:
-            checkpoint: The checkpoint, after :meth:`add_to`; it gets the identity.
-            run: The run to save.
-            io: Writes the files.
-            filepath: Of the checkpoint. Its name may differ between ranks; rank 0's counts.
-            state: Returns this rank's sidecar.
-            storage_options: For ``io``.
+        The same random identity, which is returned, is in the checkpoint and in the path of its sidecars. So they
+        become valid together, when the checkpoint's file is renamed. Until then the previous checkpoint stays complete.
 
         Raises:
             OSError: If a rank could not write its sidecar, on every rank; on rank 0, if it does not see all of them.
         """
-        topology, own = run.topology, None
+        topology, own, message = run.topology, None, None
         identity: str
+        # the path may differ between ranks
         identity, path = topology.world.all_gather_object((secrets.token_hex(8), str(filepath)))[0]
-        checkpoint[_KEY]["identity"] = identity
+        checkpoint[_KEY]["identity"], folder = identity, f"{replicas_folder(path)}/{identity}"
         for scheme in run.schemes:
             scheme.state.settle()
         try:
-            io.save_checkpoint(state(), sidecar_path(path, topology.rank, identity), storage_options)
+            io.save_checkpoint(state(), f"{folder}/{sidecar_name(topology.rank)}", storage_options)
             wait_for_saves(io)
         except Exception as error:
-            own = error
-        cause = f"{type(own).__name__}: {own}"
-        message = None if own is None else f"rank {topology.rank} could not write its sidecar: {cause}"
+            own, cause = error, f"{type(error).__name__}: {error}"
+            message = f"rank {topology.rank} could not write its sidecar: {cause}"
         message = next(filter(None, topology.world.all_gather_object(message)), None)
-        folder = f"{replicas_folder(path)}/{identity}"
         if message is None and topology.rank == 0:
             missing = {*map(sidecar_name, range(topology.world_size))} - {*_names(folder)}
             if missing and sidecar_name(0) not in missing:  # otherwise a plugin gives its files other names
@@ -199,38 +140,23 @@ class Checkpoints:
         topology: Topology | None = None,
         weights_only: bool | None = None,
     ) -> None:
-        """Keep a loaded checkpoint until :meth:`restore`; restore entries of callbacks now.
+        """Keep a loaded checkpoint until :meth:`restore`; it gets this rank's own entries from the sidecar now.
 
-        Args:
-            checkpoint: The checkpoint, which gets this rank's own entries from the sidecar.
-            filepath: Of the checkpoint.
-            io: Reads the sidecar. Without it or a topology, no sidecar is read.
-            topology: The nodes.
-            weights_only: As for the checkpoint.
+        Without ``io`` or ``topology`` no sidecar is read.
 
         Raises:
             ValueError: If the checkpoint has another format, or the sidecar does not belong to it.
         """
         if _KEY in checkpoint:  # not in checkpoints of Lightning's strategies
             check_format(checkpoint[_KEY].get("format"), filepath, _WEIGHTS_ONLY)
-        self._loaded = checkpoint.get(_KEY, {})
-        self._resumed_from = (str(checkpoint.get("global_step")), self._loaded.get("identity"))
-        self._sidecar = None
+        self.loaded = checkpoint.get(_KEY, {})
+        identity, self._sidecar = self.loaded.get("identity"), None
+        self._resumed_from = (str(checkpoint.get("global_step")), identity)
         # a tuner restores the state of every rank after its trial
-        has_sidecars = self.with_replicas or (is_of_tuner(filepath) and self._loaded.get("identity") is not None)
+        has_sidecars = self.with_replicas or (is_of_tuner(filepath) and identity is not None)
         if has_sidecars and io is not None and topology is not None:
-            self._sidecar = load_sidecar(io, filepath, self._loaded.get("identity"), topology, weights_only)
+            self._sidecar = load_sidecar(io, filepath, identity, topology, weights_only)
             take_entries(checkpoint, self._sidecar.pop("entries"))
-
-    @property
-    def trained(self) -> list[str] | None:
-        """Names of the parameters that were trained at the save; None in a checkpoint of Lightning's strategies."""
-        return self._loaded.get("trained")
-
-    @property
-    def loaded_batches(self) -> Mapping[str, Any] | None:
-        """The state of ``RunningBatches``."""
-        return self._loaded.get("batches")
 
     def restore(self, run: TrainingRun, precision: pl.plugins.Precision | None = None) -> None:
         """Restore this rank's sidecar, or else the schemes' schedules.
@@ -238,11 +164,10 @@ class Checkpoints:
         Raises:
             ValueError: If the checkpoint does not match this run.
         """
-        run.exclude(self._loaded.get("without_mean"))
-        with run.scheme_states.training(self.trained):
+        run.exclude(self.loaded.get("without_mean"))
+        with run.scheme_states.training(self.loaded.get("trained")):
             sidecar, self._sidecar = self._sidecar, None
             if sidecar is not None:
-                check_sidecar(sidecar, run)
                 restore_sidecar(sidecar, run)
                 if precision is not None and sidecar["precision"]:
                     precision.load_state_dict(sidecar["precision"])
@@ -251,10 +176,10 @@ class Checkpoints:
                     self.random_state = sidecar["random"]
                 else:
                     set_random_state(sidecar["random"])
-            elif self._loaded:
-                run.scheme_states.load(self._loaded["schemes"])
-                run.loss.load_state_dict(self._loaded["loss"])
-        self._loaded = {}  # an outer optimizer's state is as large as the model
+            elif self.loaded:
+                run.scheme_states.load(self.loaded["schemes"])
+                run.loss.load_state_dict(self.loaded["loss"])
+        self.loaded = {}  # an outer optimizer's state is as large as the model
         run.remember_values()
 
     def check_equal(self, topology: Topology) -> None:
@@ -263,14 +188,30 @@ class Checkpoints:
         Each rank searches ``"last"`` by itself, and a file in a shared folder may be visible to one before another.
         """
         resumed, self._resumed_from = self._resumed_from, None
-        everyone = topology.world.all_gather_object(resumed)
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
-                reports = ["from none" if one is None else f"from one of step {one[0]}" for one in (everyone[0], other)]
+        first, *others = topology.world.all_gather_object(resumed)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                reports = ["from none" if one is None else f"from one of step {one[0]}" for one in (first, other)]
                 raise ValueError(
                     f"rank 0 resumed {reports[0]}, but rank {rank} {reports[1]}: they found different checkpoints."
                     " Give fit(ckpt_path=...) the path of a checkpoint in a folder that all nodes share."
                 )
+
+
+def _averaged_over_nodes(checkpoint: Mapping[str, Any], run: TrainingRun) -> Mapping[str, Any]:
+    """Return the mean of the weights that ``WeightAveraging`` holds on each rank; collective, except after the run."""
+    if run.is_closed:
+        averaged: Mapping[str, Any] = checkpoint["current_model_state"]
+        return averaged
+    run.averaged_model.check_shapes()
+    state_dict = {name: copy.deepcopy(value) for name, value in checkpoint["state_dict"].items()}
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
+    left_out = run.replicas.directions | run.replicas.not_averaged
+    numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
+    ranks_differ = any(scheme.config.gradients == "none" for scheme in run.schemes)
+    if ranks_differ or not run.topology.is_one_node:
+        run.averaged_model.means.average_kept(numbers)
+    return state_dict
 
 
 def remove_checkpoint(io: fabric.plugins.CheckpointIO, filepath: Any) -> None:
@@ -282,9 +223,7 @@ def remove_checkpoint(io: fabric.plugins.CheckpointIO, filepath: Any) -> None:
 def remove_replaced(io: fabric.plugins.CheckpointIO, filepath: Any, identity: str | None) -> None:
     """Delete the sidecars of replaced checkpoints, after the new one is written; on rank 0."""
     # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
-    replaced = _folders(filepath, lambda each: each != identity)
-    if replaced:
-        after_saves(io, lambda: _delete(replaced))
+    after_saves(io, partial(_delete, _folders(filepath, lambda each: each != identity)))
 
 
 def _folders(filepath: Any, is_meant: Callable[[str], bool]) -> list[str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import random
-import sys
 import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from fsspec.core import url_to_fs
 from torch import Tensor, nn
@@ -36,16 +35,8 @@ def replicas_folder(checkpoint_path: Any) -> str:
     return f"{folder}{separator}{base_name(name)}.replicas"
 
 
-def sidecar_path(checkpoint_path: Any, rank: int, identity: str) -> str:
-    """Return the path of a rank's sidecar.
-
-    The identity keeps the sidecars of the previous checkpoint at this path valid until that is replaced.
-    """
-    return f"{replicas_folder(checkpoint_path)}/{identity}/{sidecar_name(rank)}"
-
-
 def sidecar_name(rank: int) -> str:
-    """Return the name of a rank's sidecar."""
+    """Return the name of a rank's sidecar, in a folder that is named by the identity of its checkpoint."""
     return f"rank-{rank:04d}"
 
 
@@ -87,14 +78,7 @@ def load_sidecar(
     topology: Topology,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Read and verify this rank's sidecar, and add its ``"path"``.
-
-    Args:
-        checkpoint_io: Reads the file.
-        checkpoint_path: Of the checkpoint, or of a link to it, such as ``last.ckpt``.
-        identity: Of the checkpoint; None if it has no sidecars.
-        topology: The nodes.
-        weights_only: Of ``Trainer.fit``, as for the checkpoint itself.
+    """Read and verify this rank's sidecar, and add its ``"path"``; the checkpoint's path may be a link to it.
 
     Raises:
         FileNotFoundError: If there is none.
@@ -106,7 +90,7 @@ def load_sidecar(
             f" of the run. {_REMEDY}"
         )
     place = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
-    path = sidecar_path(place, topology.rank, identity)
+    path = f"{replicas_folder(place)}/{identity}/{sidecar_name(topology.rank)}"
     try:
         state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
     except FileNotFoundError as error:
@@ -125,31 +109,25 @@ def load_sidecar(
     return {**state, "path": path}
 
 
-def check_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
-    """Raise a ``ValueError`` if a sidecar was saved with other parameters, schemes, buckets or codecs."""
-    own_tensors = run.replicas.not_averaged  # their shapes may differ between ranks
-    path = state["path"]
-    saved, own = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items() if name not in own_tensors}
-        for tensors in (state["tensors"], _tensors(run.module))
-    )
-    if saved != own:
-        other = ", ".join(sorted({name for name, _ in saved.items() ^ own.items()}))
-        raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
-    layouts = _layouts(run.schemes)
-    if state["layouts"] != layouts:
-        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {layouts}. {_REMEDY}")
-
-
 @torch.no_grad()
 def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
     """Restore a sidecar, except for the states of the precision plugin and of random generators.
 
     Raises:
-        ValueError: If this rank holds other shards of the model now.
+        ValueError: If it was saved with other parameters, shards, schemes, buckets or codecs.
     """
-    module, own_tensors = run.module, run.replicas.not_averaged
+    module, path, layouts = run.module, state["path"], _layouts(run.schemes)
+    own_tensors = run.replicas.not_averaged  # their shapes may differ between ranks
     tensors = _tensors(module)
+    before, now = (
+        {name: tuple(tensor.shape) for name, tensor in each.items() if name not in own_tensors}
+        for each in (state["tensors"], tensors)
+    )
+    if before != now:
+        other = ", ".join(sorted({name for name, _ in before.items() ^ now.items()}))
+        raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
+    if state["layouts"] != layouts:
+        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {layouts}. {_REMEDY}")
     for name, tensor in tensors.items():
         saved = state["tensors"].get(name, tensor)
         is_replaced = saved.shape != tensor.shape or tensor.layout != torch.strided
@@ -187,12 +165,13 @@ def _is_damaged(path: str) -> bool:
 def random_state() -> dict[str, Any]:
     """Return the random states of torch, Python and NumPy, as tensors and primitives."""
     version, numbers, gauss = random.getstate()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None  # of the current device
-    state = {"torch": torch.get_rng_state(), "cuda": cuda, "python": [version, list(numbers), gauss]}
-    if "numpy" in sys.modules:  # otherwise it is unused
-        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)]
-    return state
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,  # of the current device
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    }
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
@@ -202,8 +181,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
-    if "numpy" in state and importlib.util.find_spec("numpy") is not None:
-        importlib.import_module("numpy").random.set_state(tuple(state["numpy"]))
+    numpy.random.set_state(tuple(state["numpy"]))
 
 
 def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:

@@ -10,10 +10,10 @@ from typing import Any
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hiercomm._lightning.places import draws_another_order, places_in_data
+from lightning_hiercomm._lightning.places import lost_places
 from lightning_hiercomm._lightning.saves import copied_where, entries_of_rank, taking_shapes, with_base_io
 from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tuner, raw_optimizer
-from lightning_hiercomm._lightning.tree import fabric
+from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import remove_checkpoint, remove_replaced
 from lightning_hiercomm.checkpoints.sidecar import sidecar_state
@@ -24,6 +24,8 @@ from lightning_hiercomm.trainer.state import StrategyState
 
 class CheckpointHooks(StrategyState):
     """Lightning's hooks for checkpoints, in the order in which it calls them: saving, then loading."""
+
+    _write = pl.strategies.ParallelStrategy.save_checkpoint  # on rank 0, with `checkpoint_io`
 
     @contextmanager
     def averaged_model(self) -> Iterator[None]:
@@ -36,10 +38,10 @@ class CheckpointHooks(StrategyState):
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
-    def _dumped(self, dump: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _dumped(self, dump: Callable[..., dict[str, Any]], weights_only: bool | None = None) -> dict[str, Any]:
         """Return a checkpoint that is made of the averaged model."""
         if not self._may_communicate:
-            return dump()
+            return dump(weights_only)
         run, model = self._run, self._run.averaged_model
         if run.has_finished:
             self._control.barrier()
@@ -47,9 +49,9 @@ class CheckpointHooks(StrategyState):
         elif model.is_asked_for:
             self._control.barrier()
         if model.is_asked_for or (run.has_finished and model.is_in_module):
-            return dump()
+            return dump(weights_only)
         with model():
-            checkpoint = dump()
+            checkpoint = dump(weights_only)
             if not model.holds_own_values:
                 return checkpoint
             return copied_where(checkpoint, run.replicas.sees_memory())
@@ -77,19 +79,16 @@ class CheckpointHooks(StrategyState):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         self._control.note_progress("saving a checkpoint", self._trainer_or_none)
         if self._run_or_none is None:
-            return self._write(checkpoint, filepath, storage_options)
+            self._write(checkpoint, filepath, storage_options)
+            return
         together, run, checkpoints = self._may_communicate, self._run, self._checkpoints
         of_tuner = is_of_tuner(filepath) and self._elastic_node is None
         has_sidecars = (checkpoints.with_replicas or of_tuner) and together
         entries = entries_of_rank(checkpoint) if has_sidecars else {}  # before they hold the mean
-        if together or run.is_closed:
-            checkpoints.average_foreign_weights(checkpoint, run)
         checkpoints.add_to(checkpoint, run, self.batches, together)
         if together and self._elastic_node is None:
-            trainer = self._module.trainer
-            places = {} if has_sidecars else places_in_data(trainer, checkpoint)
-            redrawn = None if trainer.is_last_batch else draws_another_order(trainer)
-            checkpoints.check_places(places, redrawn, run.topology)
+            for place in lost_places(self._module.trainer, has_sidecars):
+                checkpoints.warnings.warn(place)
         if self._elastic_node is not None and not self._elastic_node.writes:
             return  # another node writes
         io, identity = self.checkpoint_io, None
@@ -101,10 +100,6 @@ class CheckpointHooks(StrategyState):
         self._write(checkpoint, filepath, storage_options)
         if self.global_rank == 0:
             remove_replaced(io, filepath, identity)
-
-    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
-        """Let Lightning's strategy write a checkpoint."""
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -151,7 +151,7 @@ class HierarchicalHooks(CheckpointHooks):
             self._unequal = UnequalNodes(self._settings.unequal_data, self.scheme, self._topology, self.root_device)
             self._unequal.attach(trainer)
         if self._settings.batches is not None:  # setting up optimizers may need the dataloaders' length
-            config, state = self._settings.batches, self._checkpoints.loaded_batches
+            config, state = self._settings.batches, self._checkpoints.loaded.get("batches")
             self.batches = attach_batches(config, trainer, self._topology, self.root_device, state)
         super().setup(trainer)
         self._run_or_none = self._new_run()

@@ -16,8 +16,13 @@ from typing_extensions import override
 
 from lightning_hiercomm._lightning.trainer import accumulates, raw_optimizer
 from lightning_hiercomm._lightning.tree import pl
-from lightning_hiercomm.checkpoints.directories import load_sharded_state, save_directory, whole_on_rank_zero
-from lightning_hiercomm.checkpoints.sharded_optimizers import load_optimizers, numbered_by_optimizer
+from lightning_hiercomm.checkpoints.sharded import (
+    load_optimizers,
+    load_sharded_state,
+    numbered_by_optimizer,
+    save_directory,
+    whole_on_rank_zero,
+)
 from lightning_hiercomm.comm.dtensor import local
 from lightning_hiercomm.comm.torch import torch_version, without_splitting_gloo
 from lightning_hiercomm.nodes.ignored import ignored_by_ddp
@@ -305,15 +310,15 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     @override
-    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None) -> None:
+    def _write(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         if storage_options is None and not self._save_distributed_checkpoint:
             whole_on_rank_zero(checkpoint, self.global_rank)
             # Lightning's lets all ranks remove at once, and before it writes, a directory whose place the file takes
-            pl.strategies.ParallelStrategy.save_checkpoint(self, checkpoint, filepath)
+            super()._write(checkpoint, filepath)
         elif storage_options is None and self.topology is not None:
             save_directory(checkpoint, Path(self.broadcast(filepath)), self.topology)
         else:
-            super()._write(checkpoint, filepath, storage_options)
+            pl.strategies.ModelParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -335,7 +340,8 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
         if self._is_fitting:
             run, path = self._run, Path(self.broadcast(checkpoint_path))
             run.begin_from_module()
-            with run.scheme_states.training(self._checkpoints.trained):  # torch omits the states of frozen ones
+            trained = self._checkpoints.loaded.get("trained")
+            with run.scheme_states.training(trained):  # torch omits the states of frozen ones
                 states = checkpoint.pop("optimizer_states", [])
                 if run.optimizers:
                     load_optimizers(path, states, self._module, run.optimizers, self._module.strict_loading)

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from _lightning.conftest import quiet
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
@@ -18,9 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_hiercomm._lightning.places import (
     begin_stateful_loader,
-    draws_another_order,
     drop_places,
-    places_in_data,
+    lost_places,
     restores_module,
 )
 from lightning_hiercomm._lightning.state_transfer import note_stage_of_dataloaders
@@ -56,40 +54,32 @@ def saved(state: object) -> dict[str, Any]:
     return {"loops": {"fit_loop": {"state_dict": {"combined_loader": [state]}}}, "Module": {"at": 1}}
 
 
-def test_only_loaders_and_modules_with_a_state_have_a_place():
-    assert places_in_data(trainer_with(DataLoader([1])), saved(None)) == {}
-    assert places_in_data(trainer_with(DataLoader([1]), pl.LightningDataModule()), saved(None)) == {}
-    assert [*places_in_data(trainer_with(Loader([1]), Module()), saved({}))] == [
-        "a train dataloader",
-        "the data module",
-    ]
+def test_only_loaders_and_modules_with_a_state_of_their_own_have_a_place():
+    def lost(*of: object, has_sidecars: bool = False, world_size: int = 2) -> list[str]:
+        trainer = trainer_with(*of)
+        trainer.is_last_batch, trainer.world_size = False, world_size
+        return [*lost_places(trainer, has_sidecars)]
 
-
-@pytest.mark.parametrize(
-    ("other", "same"),
-    [
-        ({"at": 3, "of": (4, torch.ones(2))}, True),
-        ({"of": [4, torch.ones(2)], "at": 3, "_base_seed": 7}, True),
-        ({"at": 3, "of": [4, torch.zeros(2)]}, False),
-        ({"at": 2, "of": [4, torch.ones(2)]}, False),
-    ],
-)
-def test_places_are_equal_whatever_the_order_and_the_seeds_of_workers(other, same):
-    trainer = trainer_with(Loader([1]))
-    first = places_in_data(trainer, saved({"at": 3, "of": [4, torch.ones(2)], "_base_seed": 1}))
-    assert (places_in_data(trainer, saved(other)) == first) is same
+    assert lost(DataLoader([1]), pl.LightningDataModule()) == []
+    assert lost(Loader([1], sampler=DistributedSampler([1], 2, 0))) == []
+    assert lost(Loader([1]), Module(), has_sidecars=True) == lost(Loader([1]), Module(), world_size=1) == []
+    (both,) = lost(Loader([1]), Module())
+    assert "rank 0's state of a train dataloader and of the data module" in both
 
 
 def test_an_order_drawn_by_a_wrapped_sampler_is_known():
-    def loader(kind: type, sampler: Any) -> Any:
+    def lost(kind: type, sampler: Any, is_last_batch: bool = False) -> list[str]:
         wrapped = _get_distributed_sampler(
             DataLoader([1] * 4, sampler=sampler), True, 0, mode=RunningStage.TRAINING, num_replicas=2, rank=0
         )
-        return trainer_with(kind([1] * 4, sampler=wrapped))
+        trainer = trainer_with(kind([1] * 4, sampler=wrapped))
+        trainer.is_last_batch, trainer.world_size = is_last_batch, 2
+        return [*lost_places(trainer, has_sidecars=True)]
 
-    assert draws_another_order(loader(Loader, MyRandomSampler())) == "Loader"
-    assert draws_another_order(loader(DataLoader, MyRandomSampler())) is None
-    assert draws_another_order(loader(Loader, None)) is None, "Lightning gives torch's samplers a seed"
+    (warning,) = lost(Loader, MyRandomSampler())
+    assert "Loader draws another order" in warning
+    assert lost(DataLoader, MyRandomSampler()) == lost(Loader, MyRandomSampler(), is_last_batch=True) == []
+    assert lost(Loader, None) == [], "Lightning gives torch's samplers a seed"
 
 
 def test_only_stateful_loaders_get_their_epoch_early():

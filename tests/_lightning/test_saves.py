@@ -50,9 +50,9 @@ def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():
         said.append("module")
         checkpoint["own"] = self.layer.weight
 
-    def around(dump):
+    def around(dump, weights_only):
         said.append("before")
-        checkpoint = dump()
+        checkpoint = dump(weights_only)
         said.append("after")
         return checkpoint
 

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 RANKS, SAMPLES, BATCH, STOP = 4, 64, 2, 3
 STEPS = SAMPLES // RANKS // BATCH
-PLACE = "differs between ranks, and the checkpoint holds rank 0's"
 
 
 class Samples(IterableDataset):
@@ -162,10 +161,10 @@ def test_each_sample_comes_once_with_checkpoint_replicas(resumed, kind):
 
 
 @pytest.mark.parametrize(("kind", "whose"), [("own", "a train dataloader"), ("module", "the data module")])
-def test_a_place_that_only_rank_0_had_is_reported_once_at_a_save(resumed, kind, whose):
+def test_places_of_ranks_that_the_checkpoint_leaves_out_are_reported_once(resumed, kind, whose):
     seen, (warned,) = resumed(kind)
     assert len(set(seen)) == STOP * BATCH * RANKS + (STEPS - STOP) * BATCH, "all continue with rank 0's samples"
-    assert f"The state of {whose} {PLACE}" in warned
+    assert f"The checkpoint holds rank 0's state of {whose}: " in warned
     assert "checkpoint_replicas=True" in warned
 
 
@@ -177,7 +176,7 @@ def test_a_place_that_only_rank_0_had_is_reported_once_at_a_save(resumed, kind, 
 def test_loaders_that_count_batches_resume_with_each_sample_once(resumed, kind, replicas):
     seen, warned = resumed(kind, replicas=replicas)
     check_each_once(seen)
-    assert warned == []
+    assert len(warned) == ("litdata" in kind and not replicas)  # no sampler shows that its count is that of all ranks
 
 
 @pytest.mark.parametrize("kind", ["torchdata sampler", "litdata"])
@@ -188,7 +187,7 @@ def test_loaders_that_count_batches_resume_in_the_second_epoch(resumed, kind):
 def test_torchdata_streams_need_checkpoint_replicas(resumed):
     check_each_once(resumed("torchdata stream", replicas=True)[0])
     _, (warned,) = resumed("torchdata stream")
-    assert f"The state of a train dataloader {PLACE}" in warned
+    assert "The checkpoint holds rank 0's state of a train dataloader: " in warned
 
 
 @pytest.mark.parametrize("replicas", [False, True])

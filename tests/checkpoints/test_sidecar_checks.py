@@ -14,11 +14,10 @@ from torch.utils._pytree import tree_flatten
 from lightning_hiercomm import AllReduce, DiLoCo
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.sidecar import (
-    check_sidecar,
     load_sidecar,
     random_state,
+    restore_sidecar,
     set_random_state,
-    sidecar_path,
     sidecar_state,
 )
 from lightning_hiercomm.run.replicas import Replicas
@@ -43,12 +42,13 @@ def load(tmp_path):
     def run(rank, identity="good", nodes=((0,), (1,)), module=None):
         own = attached(rank, nodes, module or usual)
         state = load_sidecar(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, own.topology)
-        check_sidecar(state, own)
+        restore_sidecar(state, own)
         return state
 
+    replicas = tmp_path / "saved.ckpt.replicas" / "good"
     for rank in range(2):
         state = sidecar_state(attached(rank, ((0,), (1,)), usual), False, entries={"of rank": rank})
-        DurableCheckpointIO().save_checkpoint(state, sidecar_path(tmp_path / "saved.ckpt", rank, "good"))
+        DurableCheckpointIO().save_checkpoint(state, replicas / f"rank-000{rank}")
     return run
 
 
@@ -64,7 +64,7 @@ def is_refused(load, file: Path, message: str, error=ValueError, **arguments) ->
 
 
 def test_a_sidecar_of_another_place_is_refused(load, tmp_path):
-    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    file = tmp_path / "saved.ckpt.replicas" / "good" / "rank-0001"
     is_refused(load, tmp_path / "saved.ckpt", "saved without checkpoint_replicas=True", identity=None)
     is_refused(load, file, r"saved by nodes \[\[0\], \[1\]\], but this run has \[\[0, 1\]\]", nodes=((0, 1),))
     is_refused(load, file, "another model: bias, weight are not the same", module=torch.nn.Linear(3, 3))
@@ -73,7 +73,7 @@ def test_a_sidecar_of_another_place_is_refused(load, tmp_path):
 
 
 def test_a_sidecar_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
-    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    file = tmp_path / "saved.ckpt.replicas" / "good" / "rank-0001"
     whole = file.read_bytes()
     for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
@@ -85,7 +85,7 @@ def test_a_sidecar_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
 
 @pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (5, "format 5")])
 def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
-    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    file = tmp_path / "saved.ckpt.replicas" / "good" / "rank-0001"
     state = torch.load(file, weights_only=True)
     state["format"] = number
     torch.save(state, file)
@@ -104,7 +104,7 @@ def same(one: dict, other: dict) -> bool:
 
 
 def test_a_flipped_byte_anywhere_is_refused_or_changes_nothing(load, tmp_path):
-    file = Path(sidecar_path(tmp_path / "saved.ckpt", 1, "good"))
+    file = tmp_path / "saved.ckpt.replicas" / "good" / "rank-0001"
     whole, expected = file.read_bytes(), load(1)
     refused = 0
     for place in range(0, len(whole), 211):
@@ -147,9 +147,9 @@ def test_other_settings_are_refused(fragments, bucket_bytes, message):
             for part, size in (("layers.0", 2**22), (fragments, bucket_bytes))
         )
         state = sidecar_state(saved, False) | {"path": "it"}
-        check_sidecar(state, saved)
+        restore_sidecar(state, saved)
         with pytest.raises(ValueError, match=f"it was saved with .*{message}"):
-            check_sidecar(state, now)
+            restore_sidecar(state, now)
         for run in (saved, now):
             run.close(timeout=5.0)
 

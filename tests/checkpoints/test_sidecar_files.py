@@ -19,7 +19,6 @@ from sidecar_cases import STEPS, TWO_NODES, Net
 from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import remove_replaced
-from lightning_hiercomm.checkpoints.sidecar import sidecar_path
 
 pytestmark = pytest.mark.pooled
 
@@ -91,7 +90,8 @@ def test_a_slow_save_does_not_delete_the_shards_of_the_next(tmp_path):
             may_end.wait(60)
 
     io = AsyncCheckpointIO(Slow())
-    before, own, following = (Path(sidecar_path(path, 3, identity)) for identity in ("before", "own", "following"))
+    replicas = tmp_path / "last.ckpt.replicas"
+    before, own, following = (replicas / identity / "rank-0003" for identity in ("before", "own", "following"))
     for sidecar in (before, own, following):
         sidecar.parent.mkdir(parents=True)
         sidecar.touch()
