@@ -116,16 +116,14 @@ _owners: dict[str, str] = {}
 
 
 def note_owner(owner: str, names: Iterable[str]) -> None:
-    """Let errors about arguments of these names, given to something else, say whose they are."""
+    """Let errors about arguments of these names, given to something else, name the call that takes them."""
     _owners.update(dict.fromkeys(names, owner))
 
 
 def unknown_argument(name: str, owner: str, known: Sequence[str]) -> TypeError:
     """Return the error for an unknown argument, with its owner, or the one that may have been meant."""
     if name in _owners:
-        return TypeError(
-            f"{owner} has no argument {name!r}, which is {_owners[name]}'s: write {_owners[name]}({name}=...)"
-        )
+        return TypeError(f"{owner} has no argument {name!r}: write {_owners[name]}({name}=...)")
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known) or 'none'}."
     return TypeError(f"{owner} has no argument {name!r}. {hint}")

@@ -35,18 +35,6 @@ from lightning_hiercomm.trainer.settings import (
 )
 from lightning_hiercomm.trainer.strategy import HierarchicalStrategy
 
-_NEEDS_TRAINER: Mapping[str, str] = {
-    "unequal_data": "a node without batches needs a Trainer, which runs the loop: give all nodes equal loaders",
-    "batches": "HeterogeneousBatches needs a Trainer: divide the batches in your own loop",
-    "checkpoint_replicas": "per-rank checkpoints need a Trainer: leave it out",
-    "elastic": (
-        "a joining node cannot continue in the middle of your own loop: use a Trainer with"
-        " HierarchicalStrategy(elastic=...); or let `torchrun --max-restarts` start all nodes again from a"
-        " checkpoint of fabric.save"
-    ),
-}
-"""Why an argument of ``HierarchicalStrategy`` is refused, and what to do instead."""
-
 
 class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
     """Train by a loop of your own, on ``lightning.fabric.Fabric``, as ``HierarchicalStrategy`` does with a ``Trainer``.
@@ -101,10 +89,10 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
                 ``find_unused_parameters`` and ``gradient_as_bucket_view``.
 
         Raises:
-            ValueError: If an argument has no possible value, contradicts another one, or needs a Trainer.
+            ValueError: If an argument has no possible value, or contradicts another one.
             TypeError: If an argument has a wrong type or is unknown.
         """
-        check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__), _NEEDS_TRAINER)
+        check_keywords(type(self), kwargs, check_ddp_arguments(kwargs, type(self).__name__))
         self._settings = Settings.of(SCHEMES, locals(), WITHOUT_TRAINER)
         super().__init__(**kwargs)
         self._backward_sync_control = FabricSyncControl()

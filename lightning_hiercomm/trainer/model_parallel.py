@@ -60,18 +60,6 @@ def _mesh_of_world(device: str, ranks: Tensor) -> DeviceMesh:
 
 _SCHEMES: Mapping[str, Callable[[], Scheme]] = {**SCHEMES, "daso": partial(DASO, reducer="sharded")}
 
-_REFUSED: Mapping[str, str] = {
-    "unequal_data": "a node without batches takes part with whole parameters: use HierarchicalStrategy",
-    "batches": "HeterogeneousBatches needs whole parameters on every rank: use HierarchicalStrategy",
-    "average_optimizer_state": "optimizer state that is sharded inside a node stays with its node: leave it out",
-    "elastic": (
-        "a recovering node receives the whole state from one rank of another node, and here every rank holds a"
-        " shard. If a rank can hold the whole model, use HierarchicalStrategy(elastic=...); if not, let"
-        " `torchrun --max-restarts` start all nodes again from checkpoints"
-    ),
-}
-"""Why an argument of ``HierarchicalStrategy`` is refused, and what to do instead."""
-
 
 class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelParallelStrategy):
     """Train a module that is sharded inside each node, on nodes joined by a network much slower than their own links.
@@ -138,7 +126,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
                 f"{type(self).__name__} needs torch 2.9 or newer, which can slice a node's mesh; this is torch"
                 f" {torch.__version__}. Install a newer torch, or use HierarchicalStrategy"
             )
-        check_keywords(type(self), kwargs, refused=_REFUSED)
+        check_keywords(type(self), kwargs)
         self._settings = Settings.of(_SCHEMES, locals(), SHARDED)
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (not isinstance(size, int) or size < 1):

@@ -31,24 +31,6 @@ from lightning_hiercomm.trainer.options import Health, Transport
 
 F = TypeVar("F", bound=Callable[..., None])
 
-_GROUPS: dict[str, Callable[..., object]] = {
-    "batches": HeterogeneousBatches,
-    "health": Health,
-    "transport": Transport,
-    "elastic": Elastic,
-}
-_IN_OTHER_PLACES = {
-    name: (group.__name__, f"{argument}={group.__name__}({name}=...)")
-    for argument, group in _GROUPS.items()
-    for name in inspect.signature(group).parameters
-} | {
-    name: ("the scheme", f"{scheme.__name__}({name}=...)")
-    for scheme in reversed(SCHEMES.values())
-    for name in inspect.signature(scheme).parameters
-}
-"""Names of arguments that a strategy does not take itself, with their owner and how they are written."""
-
-
 Contradictions = tuple[tuple[Callable[["Settings"], object], str], ...]
 
 _CONTRADICTIONS: Contradictions = (
@@ -243,26 +225,30 @@ class Settings:
         return process_group(topology.intra)
 
 
+for _scheme in reversed(SCHEMES.values()):
+    note_owner(_scheme.__name__, inspect.signature(_scheme).parameters)
+for _argument, _group in (
+    ("batches", HeterogeneousBatches),
+    ("health", Health),
+    ("transport", Transport),
+    ("elastic", Elastic),
+):
+    note_owner(f"{_argument}={_group.__name__}", inspect.signature(_group).parameters)
 note_owner("HierarchicalStrategy", (each.name for each in fields(Settings)[1:]))
 
 
-def check_keywords(
-    strategy: type, given: Mapping[str, Any], known: Sequence[str] = (), refused: Mapping[str, str] | None = None
-) -> None:
+def check_keywords(strategy: type, given: Mapping[str, Any], known: Sequence[str] = ()) -> None:
     """Refuse arguments that are unknown, or that would fail only in the processes that Lightning starts.
 
     Args:
         strategy: The class that is made.
         given: The keywords that its signature does not name.
         known: Names of keywords that Lightning passes on.
-        refused: Why a strategy refuses an argument of another one, and what to do instead.
     """
     names = [*constructor_arguments(strategy), *known]
     for name in given:
-        if refused is not None and name in refused:
-            raise ValueError(f"{name}={given[name]!r}: {refused[name]}")
         if name not in names:
-            raise _unknown_keyword(name, strategy.__name__, names)
+            raise unknown_argument(name, strategy.__name__, names)
     methods = Literal["popen", "spawn", "fork", "forkserver"]
     hints = {"timeout": timedelta | None, "start_method": methods, "process_group_backend": str | None}
     check_types({name: given[name] for name in hints if name in given}, hints)
@@ -356,12 +342,3 @@ def check_ddp_arguments(arguments: Mapping[str, Any], strategy: str) -> list[str
     check_types({name: arguments[name] for name in flags if name in arguments}, flags)
     check_types(arguments, {"bucket_cap_mb": float | None})
     return sorted(parameters.keys() - owned)
-
-
-def _unknown_keyword(name: str, strategy: str, known: Sequence[str]) -> TypeError:
-    if name.startswith(("compress", "quant")):
-        return TypeError(f"{strategy} has no argument {name!r}: wire_dtype='int8' or 'int4' compresses traffic")
-    if name not in _IN_OTHER_PLACES:
-        return unknown_argument(name, strategy, known)
-    owner, written = _IN_OTHER_PLACES[name]
-    return TypeError(f"{strategy} has no argument {name!r}, which is {owner}'s: write {strategy}({written})")
