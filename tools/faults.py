@@ -3,8 +3,7 @@
 Every run has two nodes of one or two ranks. It passes if it ends in time, if the output of the other ranks names the
 failed one, if it leaves no process and no half-written file behind, and if its checkpoints can be read.
 
-Without options, all faults happen at all moments, each under the next scheme and launcher. ``--random 2000 --seed 1``
-draws random runs.
+A hundred runs, the default, are all faults at all moments; schemes, launchers and the rest are drawn from ``--seed``.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle, product
+from itertools import islice, product
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1] / "tests"
@@ -35,13 +33,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None
 import torch  # noqa: E402
 from forked import ForkedPython, stand_in_for_python  # noqa: E402
 from launches import slurm, torchrun_agents  # noqa: E402
-from unlucky import BATCHES, EPOCHS, FAULTS, MOMENTS, SCHEMES  # noqa: E402
+from oracle import FAULTS, MOMENTS, SCHEMES  # noqa: E402
 
+EPOCHS, BATCHES = 3, 6
 SECONDS = 60.0  # after the fault, when a run counts as hanging
 _START_SECONDS = 120.0  # until the fault
 LAUNCHERS = ("fork", "spawn", "popen", "torchrun", "slurm")
 _GRACE = 8.0  # for processes to go after their parents: a loader's workers look for theirs every 5 s
 _EXITS_WELL = ("os._exit(0)",)  # what torchrun takes for a rank that has done its work
+_TIMES = {"configure_model": 1, "on_fit_start": 1, "on_train_end": 1}
+_TIMES |= dict.fromkeys(("validation_step", "on_train_epoch_end", "on_save_checkpoint"), EPOCHS)
+"""How often a moment comes, other than after every batch."""
 
 
 @dataclass(frozen=True)
@@ -83,42 +85,16 @@ class Outcome:
         return self.seconds is not None and self.struck and self.named and not self.left
 
 
-def listed() -> Iterator[Case]:
-    """All faults at all moments; every scheme under every launcher, on nodes of one and of two ranks."""
-    draw = random.Random(0)
-    # spawned ranks import everything, which takes most of a minute for four of them
-    combinations = [how for how in product(SCHEMES, LAUNCHERS, (1, 2)) if how[1:] != ("spawn", 2)]
-    draw.shuffle(combinations)
-    for (fault, moment), (scheme, launcher, ranks) in zip(product(FAULTS, MOMENTS), cycle(combinations)):
-        more = (draw.random() < 0.3, draw.random() < 0.3 and launcher != "spawn")
-        yield _case(fault, moment, 1, scheme, launcher, ranks, draw.randrange(2 * ranks), *more)
-
-
-def drawn(number: int, seed: int) -> Iterator[Case]:
-    """Random runs, always the same for a seed."""
+def drawn(seed: int) -> Iterator[Case]:
+    """Random runs without end, always the same for a seed; in every hundred, each fault at each moment."""
     draw = random.Random(seed)
-    for _ in range(number):
-        ranks = draw.choice((1, 2, 2))
-        launcher = draw.choice((*LAUNCHERS, *(name for name in LAUNCHERS if name != "spawn")))
-        yield _case(
-            draw.choice([*FAULTS]),
-            draw.choice(MOMENTS),
-            draw.randrange(EPOCHS * BATCHES),
-            draw.choice([*SCHEMES]),
-            launcher,
-            ranks,
-            draw.randrange(2 * ranks),
-            draw.random() < 0.3,
-            draw.random() < 0.3 and launcher != "spawn",
-        )
-
-
-def _case(fault: str, moment: str, at: int, *rest: object) -> Case:
-    """With a number of times that the moment comes."""
-    once = {"configure_model", "on_fit_start", "on_train_end"}
-    an_epoch = {"validation_step", "on_train_epoch_end", "on_save_checkpoint"}
-    times = 1 if moment in once else EPOCHS if moment in an_epoch else EPOCHS * BATCHES
-    return Case(fault, moment, at % times, *rest)  # type: ignore[arg-type]
+    while True:
+        for fault, moment in draw.sample([*product(FAULTS, MOMENTS)], len(FAULTS) * len(MOMENTS)):
+            ranks = draw.choice((1, 2, 2))
+            launcher = draw.choice((*LAUNCHERS, *(name for name in LAUNCHERS if name != "spawn")))
+            at, workers = draw.randrange(_TIMES.get(moment, EPOCHS * BATCHES)), draw.random() < 0.3
+            run = draw.choice([*SCHEMES]), launcher, ranks, draw.randrange(2 * ranks), draw.random() < 0.3
+            yield Case(fault, moment, at, *run, workers and launcher != "spawn")
 
 
 def run(case: Case, folder: Path) -> Outcome:
@@ -128,23 +104,23 @@ def run(case: Case, folder: Path) -> Outcome:
     began, alone_since = time.time(), None
     while any(process.poll() is None for process in processes):
         time.sleep(0.02)
-        struck_at = _read_time(folder / "struck")
+        struck_at = _read_time(folder / "accident")
         if time.time() > (began + _START_SECONDS if struck_at is None else struck_at) + SECONDS:
             break
         if case.launcher == "torchrun" and case.fault in _EXITS_WELL:
-            alone = (folder / "struck").exists() and not {*_processes_of(launchers, folder)} - {*launchers}
+            alone = (folder / "accident").exists() and not {*_processes_of(launchers, folder)} - {*launchers}
             alone_since = (alone_since or time.time()) if alone else None
             if alone_since is not None and time.time() - alone_since > 3:
                 break
     ended = time.time()
     hangs = [process for process in processes if process.poll() is None]
-    launcher_waits = bool(hangs) and alone_since is not None
     for process in hangs:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    at = _read_time(folder / "struck")
+    at = _read_time(folder / "accident")
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("output-*")))
     left = (*processes_left(launchers, folder), *files_left(folder))
+    launcher_waits = bool(hangs) and alone_since is not None
     if launcher_waits and alone_since is not None:
         ended = alone_since
     seconds = None if hangs and not launcher_waits else ended - (at or ended)
@@ -159,7 +135,7 @@ def _read_time(path: Path) -> float | None:
 
 
 def is_named_in(case: Case, output: str) -> bool:
-    if case.fault in ("SIGTERM", "Ctrl-C"):  # the user sent it; all ranks stop together, or at once
+    if case.fault in ("term", "Ctrl-C"):  # the user sent it; all ranks stop together, or at once
         return True
     who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
     return re.search(rf"{who}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None
@@ -167,10 +143,10 @@ def is_named_in(case: Case, output: str) -> bool:
 
 def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
     job = [
-        *(str(TESTS / "jobs" / "unlucky.py"), "--out", str(folder), "--fault", case.fault, "--moment", case.moment),
-        *("--time", str(case.time), "--victim", str(case.victim), "--scheme", case.scheme),
-        *(["--replicas"] if case.replicas else []),
-        *("--workers", str(int(case.workers))),
+        *(str(TESTS / "jobs" / "oracle.py"), "--out", str(folder), "--accident", case.fault, "--moment", case.moment),
+        *("--at", str(case.time), "--victim", str(case.victim), "--scheme", case.scheme, "--sync-every", "3"),
+        *("--steps", str(BATCHES), "--epochs", str(EPOCHS), "--saves", *(["--replicas"] if case.replicas else [])),
+        *("--workers", str(int(case.workers)), *(["--hang-timeout", "4"] if case.fault in ("stop", "hold") else [])),
     ]
     ranks = case.ranks
     outputs = (folder / f"output-{number}" for number in range(2 * ranks))
@@ -216,16 +192,15 @@ def _processes_of(sessions: Sequence[int], folder: Path) -> Iterator[int]:
 
 def files_left(folder: Path) -> Iterator[str]:
     """Half-written files, and checkpoints that cannot be read."""
-    for path in sorted((folder / "checkpoints").glob("*")):
-        if path.name.endswith(".ckpt"):
-            try:
-                torch.load(path, weights_only=True)
-            except Exception as error:
-                yield f"{path.name}: {error}"
+    for path in sorted((folder / "checkpoints").glob("*.ckpt")):
+        try:
+            torch.load(path, weights_only=True)
+        except Exception as error:
+            yield f"{path.name}: {error}"
 
 
-def report(cases: Sequence[Case], jobs: int, seconds: float, keep: Path | None = None) -> Report:
-    """Run cases, and print a line of a table for each.
+def failures(cases: Sequence[Case], jobs: int = 2, seconds: float = float("inf"), keep: Path | None = None) -> int:
+    """Run cases, and print a line of a table for each; how many did not pass.
 
     Args:
         cases: What to run.
@@ -233,8 +208,7 @@ def report(cases: Sequence[Case], jobs: int, seconds: float, keep: Path | None =
         seconds: After which no further run begins.
         keep: Gets what was said in runs that did not pass.
     """
-    began = time.monotonic()
-    done: Report = Report([])
+    began, done, failed = time.monotonic(), 0, 0
 
     def one(case: Case) -> Outcome | None:
         if time.monotonic() - began > seconds:
@@ -242,76 +216,38 @@ def report(cases: Sequence[Case], jobs: int, seconds: float, keep: Path | None =
         with tempfile.TemporaryDirectory(prefix="faults-") as folder:
             return run(case, Path(folder).resolve())
 
-    print(_HEAD)
+    print("| fault | moment (after so many), to whom | scheme | launcher | seconds | named | left behind |")
+    print("|---|---|---|---|---|---|---|")
     with ThreadPoolExecutor(jobs) as threads:
         for number, (case, outcome) in enumerate(zip(cases, threads.map(one, cases), strict=True)):
             if outcome is None:
                 continue
-            done.runs.append((case, outcome))
-            print(_line(case, outcome), flush=True)
+            done, failed = done + 1, failed + (not outcome.is_good)
+            took = "HANGS" if outcome.seconds is None else f"{outcome.seconds:.1f}" if outcome.struck else "not struck"
+            took += ", then torchrun waits" if outcome.launcher_waits else ""
+            named, left = "yes" if outcome.named else "NO", ", ".join(outcome.left) or "nothing"
+            print(f"| {case} | {took} | {named} | {left} |", flush=True)
             if not outcome.is_good and keep is not None:
                 keep.mkdir(parents=True, exist_ok=True)
                 (keep / f"{number}.txt").write_text(f"{case!r}\n\n{outcome.output}")
-    print(f"\n{done.summary}")
-    return done
-
-
-_HEAD = """\
-| fault | moment (after so many), to whom | scheme | launcher | seconds | named | left behind |
-|---|---|---|---|---|---|---|"""
-
-
-def _line(case: Case, outcome: Outcome) -> str:
-    took = "HANGS" if outcome.seconds is None else f"{outcome.seconds:.1f}" if outcome.struck else "not struck"
-    took += ", then torchrun waits" if outcome.launcher_waits else ""
-    return f"| {case} | {took} | {'yes' if outcome.named else 'NO'} | {', '.join(outcome.left) or 'nothing'} |"
-
-
-@dataclass(frozen=True)
-class Report:
-    runs: list[tuple[Case, Outcome]]
-
-    @property
-    def counts(self) -> Counter[str]:
-        """How many runs there were, and how many hung, were not named, and left something."""
-        counts: Counter[str] = Counter()
-        for _, outcome in self.runs:
-            counts.update(
-                runs=1,
-                hung=outcome.seconds is None,
-                unnamed=not outcome.named,
-                left=bool(outcome.left),
-                missed=not outcome.struck,
-                waits=outcome.launcher_waits,
-                bad=not outcome.is_good,
-            )
-        return counts
-
-    @property
-    def summary(self) -> str:
-        counts = self.counts
-        waits = f"; after {counts['waits']} torchrun waited on" if counts["waits"] else ""
-        return (
-            f"{counts['runs']} runs: {counts['hung']:d} hung, {counts['unnamed']:d} did not name the rank,"
-            f" {counts['left']:d} left something behind, {counts['missed']:d} ended before the fault{waits}."
-        )
+    print(f"\n{done} runs: {failed} failed.")
+    return failed
 
 
 def main() -> int:
     atexit.register(gc.freeze)  # as startup/sitecustomize.py says
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--random", type=int, metavar="RUNS", help="so many random runs, instead of the list")
+    parser.add_argument("--random", type=int, default=100, metavar="RUNS", help="so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, which another call has run")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="repeat these alone, counted from 0")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run after so many")
     parser.add_argument("--keep", type=Path, help="folder for what was said in runs that did not pass")
-    arguments = parser.parse_args()
-    cases = [*(listed() if arguments.random is None else drawn(arguments.random, arguments.seed))]
-    cases = cases[arguments.skip :] if arguments.only is None else [cases[number] for number in arguments.only]
-    done = report(cases, arguments.jobs, arguments.seconds, arguments.keep)
-    return int(done.counts["bad"] > 0)
+    given = parser.parse_args()
+    cases = [*islice(drawn(given.seed), given.random if given.only is None else 1 + max(given.only))]
+    cases = cases[given.skip :] if given.only is None else [cases[number] for number in given.only]
+    return int(failures(cases, given.jobs, given.seconds, given.keep) > 0)
 
 
 if __name__ == "__main__":
