@@ -1,4 +1,4 @@
-"""The compatibility suite: every scheme takes every test; docs/reference/compatibility.md has the results as a table.
+"""The compatibility suite: every scheme takes every test; docs/reference/compatibility.md lists the features.
 
 A new scheme is tested by being registered. If it deliberately leaves the trajectory of plain SGD on the mean of the
 replicas, its row in ``EXACT`` says how to switch that off: then training on 2 nodes of 2 ranks must give the
@@ -33,7 +33,7 @@ EXACT: dict[str, dict[str, Any]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "feature(name, note='', refused=False): the row of the documentation's compatibility matrix"
+        "markers", "feature(name, refused=False): the row of the documentation's compatibility matrix"
     )
 
 

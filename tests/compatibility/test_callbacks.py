@@ -38,10 +38,7 @@ def test_learning_rate_monitor(fit, scheme, tmp_path):
     assert [row.split(",")[column] for row in rows if row.split(",")[column]] == ["0.1", "0.05", "0.025"]
 
 
-EMA = "validation during fit runs on each rank's own average; checkpoints and the end of fit hold the mean of them"
-
-
-@pytest.mark.feature("WeightAveraging, EMAWeightAveraging", note=EMA)
+@pytest.mark.feature("WeightAveraging, EMAWeightAveraging")
 @pytest.mark.parametrize(
     "average",
     [pytest.param(WeightAveraging, marks=pytest.mark.nightly), lambda: EMAWeightAveraging(decay=0.7)],
@@ -86,7 +83,7 @@ def test_checkpoints_every_n_steps_hold_averaged_parameters(checkpoints):
     assert files == ["step=10.ckpt", "step=5.ckpt"]
 
 
-@pytest.mark.feature("WeightAveraging, EMAWeightAveraging", note=EMA)
+@pytest.mark.feature("WeightAveraging, EMAWeightAveraging")
 def test_checkpoints_of_averaged_weights(checkpoints):
     checkpoints(also=[EMAWeightAveraging(decay=0.7)], every_n_train_steps=5, save_top_k=-1, filename="{step}")
 
@@ -113,10 +110,6 @@ def test_checkpoint_when_all_ranks_raise(on_ranks, tmp_path, kind):
 
 
 class LearningRate(Quadratic):
-    def __init__(self) -> None:
-        super().__init__(steps=15)
-        self.lr = 0.1
-
     def on_train_end(self):
         self.report = self.lr
 
@@ -146,7 +139,7 @@ class LooksAgain(LearningRateFinder):
         pl_module.report = self.held
 
 
-class OwnMomentum(LearningRate):
+class OwnMomentum(Quadratic):
     """Each rank has gradients of its own."""
 
     def training_step(self, batch, batch_idx):
@@ -159,7 +152,7 @@ class OwnMomentum(LearningRate):
 def test_a_learning_rate_finder_in_mid_run_restores_every_rank(fit):
     strategy = {"scheme": PeriodicAveraging(4, at_epoch_end=False)}
     finder = LooksAgain(min_lr=1e-4, max_lr=0.5, num_training_steps=10, update_attr=False, early_stop_threshold=None)
-    ranks = fit(OwnMomentum(), strategy, callbacks=[finder], max_epochs=2, enable_checkpointing=True)
+    ranks = fit(OwnMomentum(15), strategy, callbacks=[finder], max_epochs=2, enable_checkpointing=True)
     reports = [rank["report"] for rank in ranks]
     for before, after in reports:
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -172,15 +165,13 @@ def test_all_ranks_find_the_same_learning_rate(fit_on_ranks):
     def finder():
         return [LearningRateFinder(min_lr=1e-4, max_lr=0.5, num_training_steps=15, early_stop_threshold=None)]
 
-    reports = fit_on_ranks(LearningRate, callbacks=finder, enable_checkpointing=True, max_epochs=1)
+    reports = fit_on_ranks(lambda: LearningRate(15), callbacks=finder, enable_checkpointing=True, max_epochs=1)
     same_bits(reports)
     assert reports[0]["report"] != 0.1
     assert [report["report"] for report in reports] == [reports[0]["report"]] * 4
 
 
-@pytest.mark.feature(
-    "BatchSizeFinder, Tuner.scale_batch_size", note="Lightning refuses it with every distributed strategy", refused=True
-)
+@pytest.mark.feature("BatchSizeFinder, Tuner.scale_batch_size", refused=True)
 def test_batch_size_finder_is_refused(fit, scheme):
     with pytest.raises(Exception, match="not supported with distributed strategies"):
         fit(Quadratic(), {"scheme": scheme}, callbacks=[BatchSizeFinder()], enable_checkpointing=True, forked=True)

@@ -89,7 +89,7 @@ def test_how_long_it_trains_and_validates(follows_one_device, arguments, trained
         assert report["report"][2] == pytest.approx(one["report"][2], abs=2e-4)
 
 
-@pytest.mark.feature("max_time", note="its clock is rank 0's, broadcast over all nodes after every batch")
+@pytest.mark.feature("max_time")
 def test_max_time_stops_all_ranks_after_the_same_step(fit_on_ranks):
     reports = fit_on_ranks(Counting, max_time=timedelta(seconds=0.1), max_epochs=-1)
     same_bits(reports)

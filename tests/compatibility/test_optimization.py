@@ -87,10 +87,7 @@ class Synced(Quadratic):
         return self.loss(batch[0], self.backbone, self.head)
 
 
-@pytest.mark.feature(
-    "SyncBatchNorm inside the node",
-    note="torch has no CPU kernel for SyncBatchNorm: tested is that the layers are converted and hold the node's group",
-)
+@pytest.mark.feature("SyncBatchNorm inside the node")
 def test_sync_batchnorm_keeps_to_the_node(fit_on_ranks, monkeypatch):
     # where DDP refuses to run it on a CPU
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
@@ -117,7 +114,7 @@ class Words(Quadratic):
         self.report = self.rows.weight.grad.is_sparse
 
 
-@pytest.mark.feature("sparse gradients: Embedding(sparse=True)", note="with `steps_delay` they are made dense")
+@pytest.mark.feature("sparse gradients: Embedding(sparse=True)")
 def test_sparse_gradients_train_as_dense_ones_do(fit, scheme, scheme_name):
     sparse, dense = (fit(Words(sparse), {"scheme": scheme}, max_epochs=2) for sparse in (True, False))
     assert [report["report"] for report in sparse] == [scheme_name != "steps_delay"] * 4

@@ -23,25 +23,13 @@ def equal(ours, one):
 
 
 @pytest.mark.feature("fit twice")
-def test_fit_twice_with_one_trainer(on_ranks, tmp_path):
+@pytest.mark.parametrize("again", ["one trainer", "another trainer and strategy"])
+def test_fit_twice(on_ranks, tmp_path, again):
     def main(trainer, rank):
-        module, trainer = Quadratic(), trainer()
-        trainer.fit(module)
-        trainer.fit_loop.max_epochs = 4
-        trainer.fit(module)
-        return module.state_dict()
-
-    ours, one = on_ranks(main), main(lambda: one_trainer(tmp_path), 0)
-    for state in ours:
-        equal(state, one)
-
-
-@pytest.mark.feature("fit twice")
-def test_fit_again_with_another_trainer_and_strategy(on_ranks, tmp_path):
-    def main(trainer, rank):
-        module = Quadratic()
-        trainer().fit(module)
-        trainer(max_epochs=1).fit(module)
+        module, first = Quadratic(), trainer()
+        first.fit(module)
+        first.fit_loop.max_epochs = 4
+        (first if again == "one trainer" else trainer(max_epochs=1)).fit(module)
         return module.state_dict()
 
     ours, one = on_ranks(main), main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
@@ -83,17 +71,11 @@ def test_predict(on_ranks, tmp_path):
         torch.testing.assert_close(predictions, one[rank::4])
 
 
-class Tuned(Quadratic):
-    def __init__(self) -> None:
-        super().__init__(steps=8)
-        self.lr = 0.01
-
-
 @pytest.mark.long("the finder takes its steps in a fit of its own before the fit")
 @pytest.mark.feature("Tuner.lr_find")
 def test_tuner(on_ranks):
     def main(trainer, rank):
-        module, trainer = Tuned(), trainer(enable_checkpointing=True)
+        module, trainer = Quadratic(steps=8), trainer(enable_checkpointing=True)
         before = module.head.bias.item()
         Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=15, early_stop_threshold=None)
         assert module.head.bias.item() == before
@@ -102,7 +84,7 @@ def test_tuner(on_ranks):
         return module.lr, module.head.bias.item()
 
     reports = on_ranks(main)
-    assert reports[0][0] != 0.01
+    assert reports[0][0] != Quadratic.lr
     assert reports == [reports[0]] * 4
 
 
