@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from pairwise import on_push
@@ -32,22 +33,20 @@ from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes import Every
 from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
-PERIODIC = """
-trainer:
-  accelerator: cpu
-  devices: 2
-  logger: false
-  strategy:
-    class_path: lightning_hiercomm.HierarchicalStrategy
-    init_args:
-      ranks_per_node: 1
-      start_method: fork
-      find_unused_parameters: true
-      scheme:
-        class_path: lightning_hiercomm.PeriodicAveraging
-        init_args:
-          sync_every: 7
-"""
+
+def of(class_path, **init_args):
+    return {"class_path": class_path, "init_args": init_args}
+
+
+def configuration(scheme, **init_args):
+    strategy = of("lightning_hiercomm.HierarchicalStrategy", scheme=scheme, **init_args)
+    return yaml.dump({"trainer": {"accelerator": "cpu", "devices": 2, "logger": False, "strategy": strategy}})
+
+
+PERIODIC = configuration(
+    of("lightning_hiercomm.PeriodicAveraging", sync_every=7),
+    **{"ranks_per_node": 1, "start_method": "fork", "find_unused_parameters": True},
+)
 ALL_REDUCE = """
 trainer:
   strategy:
@@ -55,59 +54,25 @@ trainer:
       scheme:
         class_path: lightning_hiercomm.AllReduce
 """
-BY_NAME = """
-trainer:
-  accelerator: cpu
-  strategy:
-    class_path: lightning_hiercomm.HierarchicalStrategy
-    init_args:
-      scheme: all_reduce
-"""
-DILOCO = """
-trainer:
-  accelerator: cpu
-  strategy:
-    class_path: lightning_hiercomm.HierarchicalStrategy
-    init_args:
-      wire_dtype: int4
-      scheme:
-        class_path: lightning_hiercomm.DiLoCo
-        init_args:
-          sync_every: 7
-          fragments: ["layer"]
-          outer_optimizer:
-            class_path: torch.optim.AdamW
-            init_args:
-              lr: 0.5
-          outer_scheduler:
-            class_path: torch.optim.lr_scheduler.StepLR
-            init_args:
-              step_size: 10
-"""
-NOLOCO = """
-trainer:
-  accelerator: cpu
-  strategy:
-    class_path: lightning_hiercomm.HierarchicalStrategy
-    init_args:
-      scheme:
-        class_path: lightning_hiercomm.ParameterSync
-        init_args:
-          schedule:
-            class_path: lightning_hiercomm.schemes.Every
-            init_args:
-              period: 5
-          reducer:
-            class_path: lightning_hiercomm.RandomPermutation
-          merge:
-            class_path: lightning_hiercomm.schemes.OuterOptimizer
-            init_args:
-              optimizer:
-                class_path: torch.optim.SGD
-                init_args:
-                  lr: 0.7
-                  momentum: 0.5
-"""
+BY_NAME = configuration("all_reduce")
+DILOCO = configuration(
+    of(
+        "lightning_hiercomm.DiLoCo",
+        sync_every=7,
+        fragments=["layer"],
+        outer_optimizer=of("torch.optim.AdamW", lr=0.5),
+        outer_scheduler=of("torch.optim.lr_scheduler.StepLR", step_size=10),
+    ),
+    wire_dtype="int4",
+)
+NOLOCO = configuration(
+    of(
+        "lightning_hiercomm.ParameterSync",
+        schedule=of("lightning_hiercomm.schemes.Every", period=5),
+        reducer=of("lightning_hiercomm.RandomPermutation"),
+        merge=of("lightning_hiercomm.schemes.OuterOptimizer", optimizer=of("torch.optim.SGD", lr=0.7, momentum=0.5)),
+    )
+)
 SCHEME = "--trainer.strategy.init_args.scheme"
 
 
