@@ -41,9 +41,6 @@ def same_numbers(a, b):
     return same_bits(a, b)
 
 
-# ---- exact ----------------------------------------------------------------------------------------------------------
-
-
 @on_both
 def test_eight_bits_are_a_scale_and_codes_rounded_to_even():
     codec = Quantized(8, block=4)
@@ -136,9 +133,6 @@ def test_values_decode_as_in_a_loop_over_blocks(codec, values):
     assert decoded(codec, torch.tensor(values, dtype=torch.float32)).tolist() == expected
 
 
-# ---- whatever the values --------------------------------------------------------------------------------------------
-
-
 @on_both
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -176,9 +170,6 @@ def test_other_floats_are_quantised_as_float32_ones_and_rounded_back(codec, dtyp
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert same_bits(encoded(codec, values), encoded(codec, values.float()))
     assert same_bits(decoded(codec, values), decoded(codec, values.float()).to(dtype))
-
-
-# ---- rows, sums and feedback ----------------------------------------------------------------------------------------
 
 
 @on_both
@@ -240,9 +231,6 @@ def test_memory_of_inference_mode_serves_training_afterwards():
 
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(in_a_thread_of_its_own).result(30)
-
-
-# ---- nothing that is not finite vanishes ----------------------------------------------------------------------------
 
 
 @on_both

@@ -16,9 +16,6 @@ INTER_NODE = ((0, 2), (1, 3))
 by_backend_and_type = pytest.mark.pairwise(groups=[("world", "dtype")])
 
 
-# ---- sums and maxima -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.pairwise(groups=[("world", "dtype", "op"), ("world", "dtype", "groups"), ("op", "groups")])
 @pytest.mark.parametrize("groups", [((0, 1, 2, 3),), INTER_NODE], ids=["four", "two"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -139,9 +136,6 @@ def test_infinities_and_nans_arrive(rank):
     assert tensor[3] == float("inf")
 
 
-# ---- parts and wholes ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_reduce_scatter_gives_each_rank_its_part_of_the_sum(rank, dtype):
     group = rank.group()
@@ -201,9 +195,6 @@ def test_a_group_keeps_the_order_it_was_given(rank):
     assert received.item() == ranks[group.rank - 1]
 
 
-# ---- from member to member -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_exchange_passes_tensors_round_a_ring(rank, dtype):
     group = rank.group()
@@ -251,9 +242,6 @@ def test_an_exchange_may_be_one_way_and_several_may_be_in_flight(rank):
         handles = [group.exchange([(torch.full((2,), float(base + i)), peer)], [(out[i], peer)]) for i in range(2)]
         Together(handles[::-1]).wait()
         assert [t[0].item() for t in out] == [base, base + 1]
-
-
-# ---- objects, nothing, and bad arguments -----------------------------------------------------------------------------
 
 
 def test_objects_of_unequal_size_are_gathered_in_order(rank):

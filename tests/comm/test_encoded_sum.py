@@ -74,9 +74,6 @@ def plainly(codec, everyones, kept_back=None, kept_back_of_sums=None):
     return torch.cat(chunks)
 
 
-# ---- what arrives ---------------------------------------------------------------------------------------------------
-
-
 @on_both
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
@@ -172,9 +169,6 @@ def test_a_part_without_elements_sums_to_one(members):
     on_members(members, Quantized(8), work)
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
-
-
 @on_both
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
@@ -188,9 +182,6 @@ def test_every_member_sends_the_bytes_of_an_all_reduce_of_the_payload(members, c
 
     expected = 2 * (members - 1) / members * codec.payload_bytes(numel, torch.float32)
     assert on_members(members, codec, work) == pytest.approx([expected] * members, rel=1e-12)
-
-
-# ---- feedback -------------------------------------------------------------------------------------------------------
 
 
 @on_both
@@ -253,9 +244,6 @@ def test_a_feedback_of_another_part_is_refused():
             )
 
     on_members(3, Quantized(8), work)
-
-
-# ---- over processes, too --------------------------------------------------------------------------------------------
 
 
 def sum_among_three(rank):

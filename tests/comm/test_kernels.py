@@ -141,9 +141,6 @@ def encode_with_feedback(codec, values, residual, payload, chunk=None):
     codec.encode(values, payload, chunk, residual)
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("codec", BY_NIGHT, ids=str)
 @given(vector=vectors)
 @many
@@ -216,9 +213,6 @@ def test_chunks_of_a_tensor_are_encoded_by_one_launch(codec, numel, runtime, eag
     assert runtime.launched == ["encode", "decode"]
 
 
-# ---- launches -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("codec", "members"),
     [
@@ -279,8 +273,6 @@ def test_kernels_calculate_with_float32_only(dtype, runtime):
     Quantized(8).decode(Quantized(8).encode(values), values)
     assert runtime.launched == []
 
-
-# ---- compiled -------------------------------------------------------------------------------------------------------
 
 COMPILE = """
 import importlib.util

@@ -144,9 +144,6 @@ def test_futures_complete_with_their_move(rank):
         assert torch.equal(group.reduce_scatter(part, parts).future(part).wait(), torch.full((numel,), 6.0))
 
 
-# ---- what it costs ---------------------------------------------------------------------------------------------------
-
-
 def test_meter_counts_the_textbook_bytes_of_each_collective_by_level(rank):
     group, pair = rank.group(), rank.group(PAIRS, "intra")
     floats, meter = torch.zeros(8), rank.meter

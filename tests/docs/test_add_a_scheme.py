@@ -120,8 +120,6 @@ def test_every_composition_of_the_page_is_the_method(name):
         assert trace == pytest.approx([values[node] for values in expected], abs=1e-12)
 
 
-# ---- averaging at a plateau --------------------------------------------------------------------------------------
-
 # One step an epoch, by SGD at 1/2 towards 0 and 8. The means of the losses are 2, 1.95, 1 and 1: the second and the
 # fourth are not 5 % below the best so far. Node 0 alone would see its loss rise at first, and node 1 its own fall.
 LOSSES = [(1.0, 3.0), (1.5, 2.4), (1.0, 1.0), (0.5, 1.5)]
@@ -170,9 +168,6 @@ def test_a_resumed_run_knows_the_best_loss_so_far(page, after):
 def test_a_training_step_without_a_loss_is_refused(page):
     with pytest.raises(ValueError, match="returns the loss"):
         on_nodes(lambda rank: rank.scheme.end_epoch(None), at_plateau(page))
-
-
-# ---- elastic averaging -------------------------------------------------------------------------------------------
 
 
 def elastic(page, **arguments) -> ParameterSync:

@@ -39,9 +39,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
 
 
-# ---- darts: makes its Trainer from keywords, which it pickles; `pytorch_lightning` -------------------------------
-
-
 def darts(folder: Path, how: str) -> dict[str, Any]:
     import numpy as np
     from darts import TimeSeries
@@ -73,9 +70,6 @@ def _plain_trainer() -> Any:
     import pytorch_lightning
 
     return pytorch_lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-
-
-# ---- litgpt: its own loop on Fabric ------------------------------------------------------------------------------
 
 
 def litgpt(folder: Path, how: str) -> dict[str, Any]:

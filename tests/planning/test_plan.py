@@ -71,9 +71,6 @@ def test_impossible_clusters_are_refused(arguments, message):
         on(**arguments)
 
 
-# ---- accuracy --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("unit", "low", "high", "verdict"),
     [
@@ -129,9 +126,6 @@ def test_diloco_is_quoted_from_the_run_with_most_synchronizations():
 
 def test_every_row_of_the_rule_was_measured():
     assert {choice.measured for choice in RULE[1:]} == {row.method for row in plan.stored()}
-
-
-# ---- the recommendation ----------------------------------------------------------------------------------------------
 
 
 def at(nodes: int, ratio: float) -> Cluster:

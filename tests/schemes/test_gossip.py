@@ -45,9 +45,6 @@ def simulate(work, scheme, starts=None, *, nodes=None, shapes=None, dtype=torch.
     return on_nodes(body, scheme, nodes, shapes=shapes, dtype=dtype, inner=inner, **training)
 
 
-# ---- oracles ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fragments", [1, 8])
 def test_sgp_follows_the_table(run_oracle, fragments):
     traces = run_oracle(
@@ -74,8 +71,6 @@ def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
     assert last == pytest.approx((4, 4, 4))
     assert averaged == pytest.approx((4, 4, 4))
 
-
-# ---- invariants, for any graph, size and seed ------------------------------------------------------------------------
 
 graphs = st.one_of(
     st.builds(
@@ -120,9 +115,6 @@ def test_a_narrow_wire_loses_no_update_from_the_sum():
     assert max(own) - min(own) < 2**-7
 
 
-# ---- cost ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_ranks_of_a_node_share_the_bytes():
     def work(rank):
         before = rank.meter.snapshot()["inter_bytes"]
@@ -134,8 +126,6 @@ def test_the_ranks_of_a_node_share_the_bytes():
     wire = Wire("bfloat16")
     assert simulate(work, Gossip(fragments=8), [[0.0] * 64] * 12, nodes=nodes, wire=wire) == [64 * 2 / 4] * 12
 
-
-# ---- fragments -------------------------------------------------------------------------------------------------------
 
 SHAPES = {"stem": 10, "layer1": 6, "layer10": 6, "head": 2}
 
@@ -163,9 +153,6 @@ def test_a_module_without_parameters_is_named():
         simulate(lambda rank: None, Gossip(fragments=["layer1", "layer2"]), [0, 0], shapes=SHAPES)
 
 
-# ---- overlap, skipped steps, resume ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_state_saved_while_everything_is_frozen_loads(nodes):
     def work(rank):
@@ -187,23 +174,6 @@ def test_state_loads_with_weights_only_and_refuses_another_world(tmp_path):
     state = torch.load(tmp_path / "state", weights_only=True)
     with pytest.raises(ValueError, match="1 fragments on 3 nodes, this run 1 on 4"):
         simulate(lambda rank: rank.scheme.load_state_dict(state), Gossip(overlap=True), [0, 1, 2, 3])
-
-
-def test_plain_checkpoint_restarts_gossip_from_the_average():
-    def work(rank):
-        for _ in range(3):
-            rank.train(0.0)
-        counts = {name: value for name, value in rank.scheme.state_dict(shared=True).items() if isinstance(value, int)}
-        rank.scheme.state.settle()
-        rank.scheme.synchronize()
-        rank.scheme.load_state_dict({**counts, "unsynchronized_steps": 0})
-        rank.train(0.0)
-        return rank.values.item(), rank.scheme.state.steps
-
-    assert simulate(work, Gossip("directed_exponential", overlap=True), [0, 3, 9]) == [(4, 4)] * 3
-
-
-# ---- errors, disagreement --------------------------------------------------------------------------------------------
 
 
 def test_a_graph_that_differs_between_ranks_is_refused_by_all_of_them():

@@ -112,9 +112,6 @@ def test_gradients_too_large_for_the_wire_reach_the_server_only_unchecked(policy
         assert not any(rank.values.isfinite().any() for rank in train())
 
 
-# ---- the pieces ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_tensors_that_are_not_finite_are_unfit(dtype):
     values = torch.tensor([0.0, -0.0, 1.5, -3.0], dtype=dtype)

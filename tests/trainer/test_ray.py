@@ -75,9 +75,6 @@ def test_ray_trains_to_the_bits_of_torchrun(runs, name):
     assert began == (["0", "1", "2"] if name == "ray" else ["0", "1", "1", "2"])
 
 
-# ---- elastic: each worker is a node ---------------------------------------------------------------------------------
-
-
 @pytest.mark.nightly
 @pytest.mark.long("starts a Ray cluster, whose workers import torch")
 @pytest.mark.timeout(600)

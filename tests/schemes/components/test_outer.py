@@ -86,8 +86,6 @@ class DecaysWithoutGradient(SGD):
         return super().step(closure)
 
 
-# ---- buckets ---------------------------------------------------------------------------------------------------------
-
 SHAPES = {"a": (3, 2), "b": (5,), "c": (1,)}
 
 
@@ -111,9 +109,6 @@ def test_a_bucket_is_stepped_alone(on_nodes):
     arguments = {"shapes": SHAPES, "bucket_bytes": 16, "targets": [4.0] * 4}
     for rank in on_nodes(steps(2), DiLoCo(2, outer), TWO_BY_TWO, **arguments):
         assert rank.trace[-1] == pytest.approx([expected] * 12, abs=1e-5)
-
-
-# ---- schedulers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("every", "fragments", "staleness"), [(6, 1, 0), (4, 1, 3), (6, 2, 0), (6, 3, 1)])
@@ -168,9 +163,6 @@ def test_the_outer_scheduler_steps_before_the_next_exchange_is_merged(on_nodes):
     merge = Recorded(partial(SGD, lr=0.8), HALVING)
     on_nodes(steps(9), ParameterSync(2, merge=merge, staleness=2), TWO, shapes=SEVENS)
     assert sorted(rates, reverse=True) == [0.8, 0.8, 0.4, 0.4, 0.2, 0.2, 0.1, 0.1]
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,6 +271,3 @@ def test_a_plain_state_restores_the_outer_optimizer_in_other_fragments(
                 x[list(part)] = reference.detach()
     for averaged in on_nodes(resuming, DiLoCo(6, outer, fragments), nodes, bucket_bytes=bucket_bytes, **arguments):
         torch.testing.assert_close(averaged, x, rtol=0, atol=1e-12)
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ from lightning_hiercomm.schemes import Context, StepsDelay
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
-# ---- with the user's optimizer -------------------------------------------------------------------------------------
-
 
 def test_schedulers_and_step_hooks_see_every_step():
     def work(run: Rank) -> tuple[int, list[float]]:

@@ -28,9 +28,6 @@ TABLE = [
 """StepsDelay(2, warmup_steps=2) at targets 1 and 7: weights of the two nodes after each step, and the server's."""
 
 
-# ---- the method ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("look", [True, False])
 @pytest.mark.parametrize(
     ("nodes", "targets"),
@@ -128,9 +125,6 @@ def test_chunk_size_of_rules_changes_no_bit(monkeypatch, arguments):
 
     whole = run(2**20, 2**20)
     assert run(40, 40) == run(40, 2**20) == run(2**20, 16) == whole
-
-
-# ---- in parallel with training -------------------------------------------------------------------------------------
 
 
 def test_a_step_does_not_wait_for_its_own_push_and_pull():
