@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lightning_hiercomm._lightning.trainer import batches_that_stepped
@@ -18,9 +16,6 @@ _LEVELS = {"intra": "inside nodes", "inter": "between nodes", "world": "over all
 # Counters of this rank's traffic; every other number of a snapshot is a present value.
 _RATES = ("exposed_seconds", *(f"{level}_{unit}" for level in _LEVELS for unit in ("bytes", "exposed_seconds")))
 _COUNTERS = (*_RATES, *(f"{level}_messages" for level in _LEVELS), "steps")
-
-_LOGGERS_OF_TEXT = (pl.loggers.CSVLogger, pl.loggers.WandbLogger)
-"""Loggers whose metrics may be text."""
 
 
 class CommunicationMonitor(pl.Callback):
@@ -42,12 +37,10 @@ class CommunicationMonitor(pl.Callback):
       synchronization, relative to the mean; estimated from a few elements.
     - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, with ``elastic``: the nodes in the last
       synchronization; the nodes that recovered so far; and the seconds that this node waited for nodes that had left.
-    - ``hiercomm/phase_name``: the phase as text, if the logger takes text (CSV, TensorBoard, Weights & Biases).
 
-    The progress bar shows the phase and the MB per step that rank zero's node sends to others. At the end of fit rank
-    zero prints a table of the whole run: MB of all nodes, and per step and node; seconds that a rank waited;
-    synchronizations; the MB that plain DDP would have sent between nodes; and with ``elastic`` the nodes that joined
-    and left.
+    At the end of fit rank zero prints a table of the whole run: MB of all nodes, and per step and node; seconds that a
+    rank waited; synchronizations; the MB that plain DDP would have sent between nodes; and with ``elastic`` the nodes
+    that joined and left.
 
     With any other strategy it warns once and does nothing, so a run may return to ``"ddp"`` unchanged.
 
@@ -66,12 +59,9 @@ class CommunicationMonitor(pl.Callback):
         self._first: dict[str, float] = {}
         self._report: str | None = None
         self._last: dict[str, float] = {}
-        self._first_step = self._last_step = 0
-        self._phase = ""
+        self._last_step = 0
         self._log_every = 0
         self._next_log = 0
-        self._inter_mb_per_step = 0.0
-        self._restore_progress_bar: Callable[[], None] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Start counting for the table, or warn that the strategy has nothing to report."""
@@ -90,17 +80,13 @@ class CommunicationMonitor(pl.Callback):
             self._begun = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start counting for the logs, and extend the progress bar."""
+        """Start counting for the logs."""
         if not self._watches:
             return
         self._first = self._last = self._snapshot(trainer)
-        self._first_step = self._last_step = trainer.global_step  # not 0 in a resumed run
-        self._phase = ""
+        self._last_step = trainer.global_step  # not 0 in a resumed run
         self._log_every = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set, but not declared
         self._next_log = _next_log(batches_that_stepped(trainer), self._log_every)
-        self._inter_mb_per_step = 0.0
-        if isinstance(trainer.progress_bar_callback, pl.callbacks.ProgressBar):
-            self._join(trainer.progress_bar_callback, _strategy(trainer))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -118,27 +104,13 @@ class CommunicationMonitor(pl.Callback):
         scalars["synchronizations"] -= self._first["synchronizations"]
         self._last, self._last_step = now, trainer.global_step
         self._next_log = _next_log(x + 1, self._log_every)
-        sent = now["inter_bytes"] - self._first["inter_bytes"]
-        self._inter_mb_per_step = sent / _MB / (trainer.global_step - self._first_step)
-        phase, self._phase = self._phase, _strategy(trainer).phase
         for logger in trainer.loggers:
-            metrics: dict[str, Any] = {f"hiercomm/{key}": value for key, value in scalars.items()}
-            if isinstance(logger, _LOGGERS_OF_TEXT):
-                metrics["hiercomm/phase_name"] = self._phase
-            logger.log_metrics(metrics, step=x)
-            is_new = phase != self._phase and trainer.is_global_zero
-            if is_new and isinstance(logger, pl.loggers.TensorBoardLogger):
-                logger.experiment.add_text("hiercomm/phase_name", self._phase, x)
+            logger.log_metrics({f"hiercomm/{key}": value for key, value in scalars.items()}, step=x)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the progress bar, and make the table, with the last synchronization."""
-        self._leave()
+        """Make the table, with the last synchronization."""
         if self._watches:
             self._report = self._sum_up(_strategy(trainer), trainer.world_size)
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Restore the progress bar; there is no table, because other ranks may have ended."""
-        self._leave()
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Print the table, after the progress bar is closed."""
@@ -175,23 +147,6 @@ class CommunicationMonitor(pl.Callback):
         lines.append(f"  plain DDP between nodes:  {_compared(total, strategy.ddp_inter_bytes(steps))}")
         lines += [f"  {line}" for line in strategy.history()]
         return "\n".join(lines)
-
-    def _join(self, bar: pl.callbacks.ProgressBar, strategy: HierarchicalHooks) -> None:
-        # `self.log(prog_bar=True)` takes numbers only and also adds them to `trainer.callback_metrics`, so this extends
-        # `get_metrics`, the documented way to customize a progress bar
-        original = bar.get_metrics
-
-        def get_metrics(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-            mb = f"{self._inter_mb_per_step:.3g}"
-            return {**original(trainer, pl_module), "phase": strategy.phase, "inter_MB/step/node": mb}
-
-        bar.get_metrics = get_metrics  # type: ignore[method-assign]
-        self._restore_progress_bar = partial(setattr, bar, "get_metrics", original)
-
-    def _leave(self) -> None:
-        if self._restore_progress_bar is not None:
-            self._restore_progress_bar()
-            self._restore_progress_bar = None
 
 
 def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:

@@ -1,14 +1,12 @@
 import csv
-import json
 import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from problems import one_trainer
 
 from lightning_hiercomm import CommunicationMonitor, HierarchicalStrategy, ParameterSync, PeriodicAveraging
@@ -36,30 +34,8 @@ def logged(tmp_path):
     rows = defaultdict(dict)
     with Path(tmp_path, "metrics.csv").open() as file:
         for row in csv.DictReader(file):
-            rows[int(row["step"])] |= {
-                name: value if name.endswith("_name") else float(value) for name, value in row.items() if value
-            }
+            rows[int(row["step"])] |= {name: float(value) for name, value in row.items() if value}
     return rows
-
-
-class RecordingBar(ProgressBar):
-    """A progress bar of one's own: writes what it would show."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path = path
-
-    def disable(self):
-        self.path = None
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        if self.path is not None:
-            with self.path.open("a") as file:
-                print(json.dumps(self.get_metrics(trainer, pl_module)), file=file)
-
-    def on_fit_end(self, trainer, pl_module):
-        if self.path is not None:
-            assert "phase" not in self.get_metrics(trainer, pl_module), "the bar must be left as it was found"
 
 
 def test_changing_the_strategy_on_resume_warns_once(tmp_path, capsys):
@@ -110,7 +86,6 @@ def test_logs_bytes_per_step_of_the_node(tmp_path):
         assert row["hiercomm/exposed_seconds"] > 0
         parts = [row[f"hiercomm/{level}_exposed_seconds"] for level in ("intra", "inter", "world")]
         assert row["hiercomm/exposed_seconds"] == pytest.approx(sum(parts))
-        assert row["hiercomm/phase_name"] == "training"
         assert "hiercomm/steps" not in row
     assert [row["hiercomm/synchronizations"] for row in rows.values()] == [2, 4]
 
@@ -130,20 +105,12 @@ def test_bytes_are_counted_per_optimizer_step_where(tmp_path, module, arguments,
     assert all(row["hiercomm/inter_bytes"] == model_sized(1) for row in found)
 
 
-def test_progress_bar_and_summary_show_the_same_numbers(tmp_path, capfd):
-    # a synchronization in one step of 4, a log in every second: half of the windows are silent, the run so far is not
-    shown = tmp_path / "shown.jsonl"
-    arguments = {"callbacks": [RecordingBar(shown)], "enable_progress_bar": True, "log_every_n_steps": 2}
-    trainer(tmp_path, PeriodicAveraging(4), max_steps=12, **arguments).fit(BoringModel())
-    lines, out = [json.loads(line) for line in shown.read_text().splitlines()], capfd.readouterr().out
-    assert {line["phase"] for line in lines} == {"training"}
-    bars = [float(line["inter_MB/step/node"]) for line in lines]
-    assert bars[-1] == pytest.approx((MODEL_BYTES + 24) / 4 / 1e6, rel=0.2)
+def test_the_table_sums_up_the_run(tmp_path, capfd):
+    trainer(tmp_path, PeriodicAveraging(4), max_steps=12).fit(BoringModel())
+    out = capfd.readouterr().out
     cells = re.search(r"inter \(between nodes\) +([\d.]+) +([\d.e-]+)", out).groups()
-    assert bars[-1] == pytest.approx(float(cells[1]), rel=0.2)  # the table has the end of the run, too
+    assert float(cells[1]) == pytest.approx((MODEL_BYTES + 24) / 4 / 1e6, rel=0.2)
     assert float(cells[0]) / 12 / 2 == pytest.approx(float(cells[1]), abs=0.0005 / 12)
-    assert bars[1] == 0
-    assert all(bars[4:])
     assert out.count("Communication of 12 optimizer steps on 2 ranks, 2 nodes") == 1, "rank zero alone prints"
     assert "synchronizations between nodes: 3, one in 4 steps" in out
     # Two ranks, two nodes: a ring sends the model once per rank and step.
@@ -155,17 +122,9 @@ def test_progress_bar_and_summary_show_the_same_numbers(tmp_path, capfd):
     assert share / 100 == pytest.approx(waited / seconds, abs=0.01 + 0.01 / seconds)  # as they are rounded
 
 
-def test_the_phase_is_text_where_the_logger_takes_text(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = TensorBoardLogger(tmp_path, name="", version="")
-    scheme = PeriodicAveraging(2, warmup_steps=4)
-    trainer(tmp_path, scheme, logger=logger, log_every_n_steps=2).fit(BoringModel())
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    texts = events.Tensors("hiercomm/phase_name/text_summary")
-    assert [(event.step, event.tensor_proto.string_val[0]) for event in texts] == [(1, b"warm-up"), (3, b"training")]
-    assert [event.value for event in events.Scalars("hiercomm/phase")] == [0, 1, 1, 1]
+def test_the_phase_is_logged_as_a_number(tmp_path):
+    trainer(tmp_path, PeriodicAveraging(2, warmup_steps=4), log_every_n_steps=2).fit(BoringModel())
+    assert [row["hiercomm/phase"] for row in logged(tmp_path).values()] == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
