@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_hiercomm.comm import streams
 from lightning_hiercomm.schemes.components.merges import Replace
-from lightning_hiercomm.schemes.components.tensor_state import ElementRun, History, TensorState, between, joined
+from lightning_hiercomm.schemes.components.tensor_state import BY_ELEMENT, IS_KNOWN, by_element, in_runs
 from lightning_hiercomm.schemes.optimizer_state import (
     changed,
     copied,
@@ -203,13 +201,11 @@ class RunningOuterOptimizer:
         If elements of a parameter have taken different numbers of steps, ``"step_by_element"`` replaces ``"step"``.
         """
         known = self._state_by_tensor()
-        held = [known[id(parameter)].to_file(parameter) if id(parameter) in known else {} for parameter in parameters]
-        return {"state": held, **self._schedule()}
+        return {"state": [known.get(id(parameter), {}) for parameter in parameters], **self._schedule()}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         """Restore :meth:`state_dict`, on any number of nodes and ranks."""
-        files = zip(parameters, state["state"], strict=True)
-        known = {id(parameter): TensorState.from_file(saved, parameter) for parameter, saved in files}
+        known = dict(zip(map(id, parameters), state["state"], strict=True))
         self._begin(self._own_states(known), state)
 
     def shard_states(self) -> list[list[dict[str, Any]]]:
@@ -233,6 +229,7 @@ class RunningOuterOptimizer:
 
     def _held(self, run: torch.nn.Parameter) -> dict[str, Any]:
         """Return the optimizer's state of a run, and what it keeps for the run in its param group."""
+        keep_state_here(self.optimizer, run)  # it was allocated on the stream of an exchange
         state: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         kept = self._kept.get(run, {})
         return {**state.get(run, {}), **{_IN_GROUP + name: value for name, value in kept.items()}}
@@ -274,88 +271,65 @@ class RunningOuterOptimizer:
         self.optimizer, self._scheduler = optimizer, scheduler
 
     @torch.no_grad()
-    def _state_by_tensor(self) -> dict[int, TensorState]:
-        """Return the optimizer's state for whole parameters, by their ``id``. Collective over the node."""
-        known: dict[int, TensorState] = {}
-        reducer, optimizer = self._reducer, self.optimizer
-        of_node, histories = self._runs_of_node(reducer)
-        for index, (bucket, whole) in enumerate(zip(reducer.buckets, of_node, strict=False)):
-            flats: dict[str, Tensor] = {}
-            for name, dtype in sorted({kind for run in whole for kind in run.history.kinds}, key=str):
-                part = torch.zeros_like(reducer.references[index], dtype=dtype)
-                offset = 0
-                for run in self._runs[index]:
-                    if name in optimizer.state.get(run, {}):
-                        streams.keep_here(optimizer.state[run][name])  # allocated on the stream of an exchange
-                        part[offset:][: run.numel()] = optimizer.state[run][name]
-                    offset += run.numel()
-                flats[name] = reducer.whole(index, part)
-            offset = 0
+    def _state_by_tensor(self) -> dict[int, dict[str, Tensor]]:
+        """Return the optimizer's state of whole parameters, by their ``id``. Collective over the node.
+
+        If all elements share their numbers, such as Adam's ``"step"``, each state is that of an optimizer in one
+        process. Otherwise numbers are repeated for every element.
+        """
+        reducer = self._reducer
+        columns = [[by_element(self._held(run), run) for run in runs] for runs in self._runs]
+        own_kinds: set[tuple[torch.dtype, str, torch.dtype]] = set()
+        own_numbers: set[tuple[tuple[str, torch.dtype, float], ...]] = set()
+        for bucket, of_runs in zip(reducer.buckets, columns, strict=False):
+            for own in of_runs:
+                own_kinds.update((bucket.dtype, name, values.dtype) for name, values in own.items())
+                numbers = sorted((name, values) for name, values in own.items() if name.endswith(BY_ELEMENT))
+                own_numbers.add(tuple((name, values.dtype, values[0].item()) for name, values in numbers))
+        everyone = reducer.topology.intra.all_gather_object((own_kinds, own_numbers))
+        kinds, histories = (set().union(*each) for each in zip(*everyone, strict=True))
+        shared: dict[str, Tensor] = {}
+        if len(histories) == 1:
+            shared = {
+                name.removesuffix(BY_ELEMENT): torch.tensor(value, dtype=dtype)
+                for name, dtype, value in histories.pop()
+                if name != IS_KNOWN
+            }
+            kinds = {kind for kind in kinds if not kind[1].endswith(BY_ELEMENT)}
+        known: dict[int, dict[str, Tensor]] = {}
+        for index, reference in enumerate(reducer.references):
+            bucket = reducer.buckets[index]
             for piece in bucket.slices:
-                state = known.setdefault(id(piece.tensor), TensorState())
-                state.runs += between(whole, offset, offset + piece.length)
-                state.other_histories = frozenset() if bucket.held_by == "node" else histories
-                for name, flat in flats.items():
-                    if name not in state.values:
-                        state.values[name] = flat.new_zeros(piece.tensor.shape)
-                    state.values[name].view(-1)[piece.start :][: piece.length] = flat[offset:][: piece.length]
-                offset += piece.length
+                known.setdefault(id(piece.tensor), dict(shared))
+            for _, name, dtype in sorted((kind for kind in kinds if kind[0] == bucket.dtype), key=str):
+                part, offset = torch.zeros_like(reference, dtype=dtype), 0
+                for run, own in zip(self._runs[index], columns[index], strict=True):
+                    if name in own:
+                        part[offset:][: run.numel()] = own[name]
+                    offset += run.numel()
+                for piece, values in bucket.split(reducer.whole(index, part)):
+                    state = known[id(piece.tensor)]
+                    if name not in state:
+                        state[name] = values.new_zeros(piece.tensor.shape)
+                    state[name].view(-1)[piece.start :][: piece.length] = values
         return known
 
-    def _runs_of_node(self, reducer: Reducer) -> tuple[list[list[ElementRun]], frozenset[History]]:
-        """Return the runs of every whole bucket and all histories on the node. Collective over the node."""
-        topology = reducer.topology
-        own: dict[str, list[tuple[int, list[ElementRun]]]] = {}  # their holders have them in the same order
-        for index, runs in enumerate(self._runs):
-            own_runs = [ElementRun(run.numel(), History.of(self._held(run), run)) for run in runs]
-            own.setdefault(reducer.buckets[index].held_by, []).append((_first_sent(reducer, index), own_runs))
-        everyone = topology.intra.all_gather_object(own)
-        whole: dict[str, list[list[ElementRun]]] = {}
-        for held_by in own:
-            group = topology.holders[held_by].group
-            of_node = topology.intra.ranks
-            ranks = [of_node[topology.local_rank]] if group is None else group.ranks
-            holders = [everyone[of_node.index(rank)][held_by] for rank in ranks]
-            whole[held_by] = [
-                joined(run for _, runs in sorted(parts, key=itemgetter(0)) for run in runs)
-                for parts in zip(*holders, strict=True)
-            ]
-        histories = {run.history for of in everyone for parts in of.values() for _, runs in parts for run in runs}
-        return [whole[bucket.held_by].pop(0) for bucket in reducer.buckets[: len(self._runs)]], frozenset(histories)
-
     @torch.no_grad()
-    def _own_states(self, known: Mapping[int, TensorState]) -> _States:
-        """Return this rank's shard of a state for whole parameters, given by their ``id``."""
+    def _own_states(self, known: Mapping[int, Mapping[str, Tensor]]) -> _States:
+        """Return this rank's shard of a state of whole parameters, given by their ``id``."""
         reducer = self._reducer
         states = []
-        for index, bucket in enumerate(reducer.buckets):
-            whole: list[ElementRun] = []
-            parts: dict[str, Tensor] = {}
-            flats: dict[str, Tensor] = {}
-            offset = 0
-            for piece in bucket.slices:
-                state = known.get(id(piece.tensor)) or TensorState(runs=[ElementRun(piece.tensor.numel(), History())])
-                whole += between(state.runs, piece.start, piece.start + piece.length)
-                for name, values in state.values.items():
-                    if name not in flats:
-                        flats[name] = bucket.empty(reducer.holders_of(index).num_shards, dtype=values.dtype).zero_()
-                        parts[name] = reducer.holders_of(index).shard(flats[name])
-                    flats[name][offset:][: piece.length] = values.reshape(-1)[piece.start :][: piece.length]
-                offset += piece.length
-            reference, begin = reducer.references[index], _first_sent(reducer, index)
-            if whole:  # padding has the history of the last element
-                whole.append(ElementRun(begin + reference.numel(), whole[-1].history))
-            own, offset = [], 0
-            for run in between(joined(whole), begin, begin + reference.numel()):
-                here = slice(offset, offset + run.numel)
-                own.append((run.numel, run.history.state({name: part[here] for name, part in parts.items()})))
-                offset += run.numel
-            states.append(own)
+        for index, reference in enumerate(reducer.references):
+            bucket, holders = reducer.buckets[index], reducer.holders_of(index)
+            pieces = [by_element(known.get(id(piece.tensor), {}), piece.tensor) for piece in bucket.slices]
+            own: dict[str, Tensor] = {}
+            for name, dtype in {name: values.dtype for columns in pieces for name, values in columns.items()}.items():
+                flat = bucket.empty(holders.num_shards, dtype=dtype).zero_()
+                for columns, (piece, values) in zip(pieces, bucket.split(flat), strict=True):
+                    if name in columns:
+                        values.copy_(columns[name].reshape(-1)[piece.start :][: piece.length])
+                if name.endswith(BY_ELEMENT):  # padding is in the run of the last element
+                    flat[bucket.numel :] = flat[bucket.numel - 1 : bucket.numel]
+                own[name] = holders.shard(flat)
+            states.append(in_runs(own, reference.numel()))
         return states
-
-
-def _first_sent(reducer: Reducer, index: int) -> int:
-    """Return the offset of this rank's shard in a packed bucket."""
-    parts = reducer.holders_of(index).num_shards
-    places = torch.arange(-(-reducer.buckets[index].numel // parts) * parts)
-    return next(iter(reducer.holders_of(index).shard(places)[:1].tolist()), 0)
