@@ -33,7 +33,7 @@ _known: dict[tuple[object, ...], str | None] = {}
 _alone = threading.Lock()  # ranks may be threads, and torch's look-up of dispatch modes is not safe between them
 
 
-def why_not_in_parts(make: MakeOptimizer, device: torch.device, *, numbers_only: bool = False) -> str | None:
+def why_not_in_parts(make: MakeOptimizer, device: torch.device, *, keeps_attributes: bool = False) -> str | None:
     """Return the reason why an optimizer cannot step parts of tensors on different ranks; None if it can.
 
     One optimizer steps whole tensors, and two others the two parts of the same tensors, joined and flat. Their values,
@@ -42,21 +42,20 @@ def why_not_in_parts(make: MakeOptimizer, device: torch.device, *, numbers_only:
     Args:
         make: Makes a new optimizer of the given parameters.
         device: The device on which the optimizer will step.
-        numbers_only: Whether all that the optimizer changes, besides its state, has to be numbers in its param groups.
-            Otherwise it may change its attributes, and nothing in its param groups.
+        keeps_attributes: Whether it must not change its attributes.
     """
     with _alone:
-        key = _key(make, device, numbers_only)
+        key = _key(make, device, keeps_attributes)
         if key is not None and key in _known:
             return _known[key]
-        reasons = (_tried(make, device, numbers_only, shapes) for shapes in _SIZES)
+        reasons = (_tried(make, device, keeps_attributes, shapes) for shapes in _SIZES)
         reason = next(filter(None, reasons), None)
         if key is not None:
             _known[key] = reason
         return reason
 
 
-def _key(make: MakeOptimizer, device: torch.device, numbers_only: bool) -> tuple[object, ...] | None:
+def _key(make: MakeOptimizer, device: torch.device, keeps_attributes: bool) -> tuple[object, ...] | None:
     """Return what identifies an optimizer; None if it has values whose text does not."""
     try:
         with NoCollectives():
@@ -67,11 +66,11 @@ def _key(make: MakeOptimizer, device: torch.device, numbers_only: bool) -> tuple
     groups = [{n: v for n, v in values_of(group).items() if n != "lr"} for group in optimizer.param_groups]
     held = [{name: value for name, value in own.items() if not isinstance(value, OrderedDict)}, groups]  # no hooks
     text = repr(held)
-    return (type(optimizer), text, device, numbers_only) if is_plain(held) and "tensor(" not in text else None
+    return (type(optimizer), text, device, keeps_attributes) if is_plain(held) and "tensor(" not in text else None
 
 
 def _tried(
-    make: MakeOptimizer, device: torch.device, numbers_only: bool, shapes: Sequence[tuple[int, ...]]
+    make: MakeOptimizer, device: torch.device, keeps_attributes: bool, shapes: Sequence[tuple[int, ...]]
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     sizes = [math.prod(shape) for shape in shapes]
@@ -90,7 +89,7 @@ def _tried(
                 gradient *= 10 ** (2 * torch.rand((), generator=generator) - 1)
                 for part, of_part in zip((*parts, whole), (gradient[:cut], gradient[cut:], gradient), strict=True):
                     part.step(of_part)
-                if reason := _difference(whole, parts, numbers_only):
+                if reason := _difference(whole, parts, keeps_attributes):
                     return reason
     except Exception as error:  # whatever the optimizer raises
         return _why_it_raised("of a flat shard", error)
@@ -155,7 +154,7 @@ class _Tried:
         return [state.get(parameter, {}) for parameter in self.parameters]
 
 
-def _difference(whole: _Tried, parts: Sequence[_Tried], numbers_only: bool) -> str | None:
+def _difference(whole: _Tried, parts: Sequence[_Tried], keeps_attributes: bool) -> str | None:
     """Return in what the steps of whole tensors and of their parts differ."""
     for part in parts:
         if names := sorted(changed(whole.attributes, part.attributes)):
@@ -167,14 +166,11 @@ def _difference(whole: _Tried, parts: Sequence[_Tried], numbers_only: bool) -> s
         for key in tried.optimizer.state:
             if not isinstance(key, Tensor):
                 return f"its state {key!r} belongs to no parameter"
-    if numbers_only and (names := sorted(changed(whole.attributes_before, whole.attributes))):
+    if keeps_attributes and (names := sorted(changed(whole.attributes_before, whole.attributes))):
         return f"it changes its attribute {names[0]!r}, which no checkpoint holds"
-    of_groups = zip(whole.groups_before, whole.groups, strict=True)
-    for name, value in (item for before, after in of_groups for item in changed(before, after).items()):
-        if not numbers_only:
-            return f"it changes {name!r} in param_groups, which only the program may change"
-        if not (isinstance(value, int | float) or _is_scalar(value)):
-            return f"it changes {name!r} in param_groups, which is no number"
+    for before, after in zip(whole.groups_before, whole.groups, strict=True):
+        if names := sorted(changed(before, after)):
+            return f"it changes {names[0]!r} in param_groups, which only the program may change"
     for tried in (*parts, whole):
         for state, parameter in zip(tried.states(), tried.parameters, strict=True):
             for name, value in state.items():

@@ -129,7 +129,7 @@ def test_an_optimizer_of_whole_tensors_is_found_whatever_its_name(optimizer, rea
     ],
 )
 def test_elementwise_optimizers_pass_the_trial(make):
-    assert why_not_in_parts(make, CPU, numbers_only=True) is None
+    assert why_not_in_parts(make, CPU, keeps_attributes=True) is None
     assert why_not_without_gradient(make, CPU) is None
 
 
@@ -231,6 +231,7 @@ class CountsInAttribute(Plain):
 @pytest.mark.parametrize(
     ("outer", "reason"),
     [
+        (partial(AdaptsInGroup, lr=0.1), "AdaptsInGroup cannot .*changes 'scale' in param_groups"),
         (CountsInAttribute, "CountsInAttribute cannot .*changes its attribute 'taken'"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS cannot .*evaluates the loss"),
         (

@@ -15,13 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_hiercomm.schemes.components.merges import Replace
 from lightning_hiercomm.schemes.components.tensor_state import BY_ELEMENT, IS_KNOWN, by_element, in_runs
 from lightning_hiercomm.schemes.optimizer_state import (
-    changed,
     copied,
     evaluates_loss,
     is_elementwise,
     keep_state_here,
     plain_values_of,
-    values_of,
     wraps_another,
 )
 from lightning_hiercomm.schemes.optimizer_trial import why_not_in_parts
@@ -31,9 +29,6 @@ OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 _States = Sequence[Sequence[tuple[int, Mapping[str, Any]]]]
 """The length and optimizer state of every run of a rank's shard, by bucket."""
-
-_IN_GROUP = "param_groups."
-"""Begins the names of values that the optimizer keeps in its param group."""
 
 
 class OuterOptimizer(Replace):
@@ -47,14 +42,14 @@ class OuterOptimizer(Replace):
 
     Each rank stores a and the optimizer's state for its own shard of the model, and updates the shard before the node
     gathers it. So a node has one copy of each. Elements that were unfrozen later and have taken fewer steps have a
-    separate optimizer state. So do buckets, which are stepped one after the other: each has its own values of what the
-    optimizer itself changes in its param group, such as a number of steps.
+    separate optimizer state. So do buckets, which are stepped one after the other.
 
     Source: Douillard et al. 2023, "DiLoCo", Algorithm 1; Douillard et al. 2025, "Streaming DiLoCo", Algorithm 2.
 
     Args:
-        optimizer: Function that creates the optimizer from parameters: any whose update is elementwise, which a trial
-            on other tensors checks. Default: SGD with learning rate 0.7 and Nesterov momentum 0.9, the papers' own.
+        optimizer: Function that creates the optimizer from parameters: any whose update is elementwise and that only
+            changes its state and the parameters, which a trial on other tensors checks. Default: SGD with learning rate
+            0.7 and Nesterov momentum 0.9, the papers' own.
         scheduler: Function that creates its learning-rate scheduler, which steps once when all fragments have been
             merged. Default: a constant learning rate.
         keep_local: Weight of a node's own parameters in the merged ones, from 0 to 1; the paper's alpha. The paper uses
@@ -105,7 +100,7 @@ class OuterOptimizer(Replace):
             tried.append(self.make_optimizer(parameters))
             return tried[-1]
 
-        reason = why_not_in_parts(make, device, numbers_only=True)
+        reason = why_not_in_parts(make, device, keeps_attributes=True)
         for optimizer in tried[:1]:
             if evaluates_loss(optimizer):
                 reason = "it evaluates the loss in its step"
@@ -150,39 +145,19 @@ class RunningOuterOptimizer:
 
     def update_reference(self, index: int, reference: Tensor, difference: Tensor) -> Tensor:
         """Update a bucket's reference parameters, given the nodes' mean minus them."""
-        runs = self._runs[index]
+        (group,) = self.optimizer.param_groups
+        parameters, runs = group["params"], self._runs[index]
         # 0.0 - x is never -0.0, whose step would turn a reference value of -0.0 into 0.0
         gradients = (0.0 - difference).to(reference.dtype).split([run.numel() for run in runs])
-        left = list(zip(runs, gradients, strict=True))
-        while left:
-            kept = self._kept.get(left[0][0], {})
-            alike = [each for each in left if self._kept.get(each[0], {}) == kept]
-            left = [each for each in left if self._kept.get(each[0], {}) != kept]
-            self._step(alike, kept)
-        if not runs:  # its scheduler expects a step
-            self._step([(self._idle, torch.zeros_like(self._idle))], {})
-        return reference
-
-    def _step(self, runs: Sequence[tuple[torch.nn.Parameter, Tensor]], kept: Mapping[str, Any]) -> None:
-        """Step runs with their gradients, given the values that the optimizer keeps for them in its param group."""
-        for run, gradient in runs:
+        for run, gradient in zip(runs, gradients, strict=True):
             run.grad = gradient
             keep_state_here(self.optimizer, run)
-        (group,) = self.optimizer.param_groups
-        parameters, common = group["params"], values_of(group)
-        group.update(kept, params=[run for run, _ in runs])  # some optimizers change those without gradients, too
-        before = values_of(group)
+        group["params"] = runs or [self._idle]  # some optimizers change those without gradients, too
         self.optimizer.step()
         group["params"] = parameters
-        now_kept = {**kept, **changed(before, values_of(group))}
-        for name in now_kept:  # the scheduler changes the others
-            if name in common:
-                group[name] = common[name]
-            else:
-                group.pop(name)
-        for run, _ in runs:
+        for run in runs:
             run.grad = None
-            self._kept[run] = now_kept
+        return reference
 
     def undo_point(self) -> Callable[[], None]:
         """Store the state; return a callback that restores it."""
@@ -209,7 +184,7 @@ class RunningOuterOptimizer:
         self._begin(self._own_states(known), state)
 
     def shard_states(self) -> list[list[dict[str, Any]]]:
-        """Return the optimizer's state for this rank's shard of every bucket, by runs of one history."""
+        """Return the optimizer's state for this rank's shard of every bucket, by runs of equally many steps."""
         return [
             [{"numel": run.numel(), "state": {n: copied(v) for n, v in self._held(run).items()}} for run in runs]
             for runs in self._runs
@@ -227,12 +202,11 @@ class RunningOuterOptimizer:
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
         }
 
-    def _held(self, run: torch.nn.Parameter) -> dict[str, Any]:
-        """Return the optimizer's state of a run, and what it keeps for the run in its param group."""
+    def _held(self, run: torch.nn.Parameter) -> Mapping[str, Any]:
+        """Return the optimizer's state of a run."""
         keep_state_here(self.optimizer, run)  # it was allocated on the stream of an exchange
         state: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
-        kept = self._kept.get(run, {})
-        return {**state.get(run, {}), **{_IN_GROUP + name: value for name, value in kept.items()}}
+        return state.get(run, {})
 
     def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
         """Make the runs of this rank's shard of every bucket, their optimizer, and its scheduler."""
@@ -240,12 +214,12 @@ class RunningOuterOptimizer:
             [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
             for reference, runs in zip(self._reducer.references, states, strict=True)
         ]
-        # an optimizer needs a parameter, and a rank in no inter-node process group has none
+        # an optimizer needs a parameter, its scheduler a step, and a rank in no inter-node process group has neither
         self._idle = torch.nn.Parameter(torch.zeros(1))
+        self._idle.grad = torch.zeros_like(self._idle)
         some = [run for runs in of_buckets for run in runs] or [self._idle]
         optimizer = self._config.make_optimizer(some)
         (group,) = optimizer.param_groups
-        kept: dict[torch.nn.Parameter, dict[str, Any]] = {}
         keeps_numbers_there = bool(group.get("capturable") or group.get("fused"))
         for runs, of_runs in zip(of_buckets, states, strict=True):
             for run, (_, state) in zip(runs, of_runs, strict=True):
@@ -253,10 +227,7 @@ class RunningOuterOptimizer:
                     if isinstance(value, Tensor):  # a number, such as the step, may be on the CPU
                         is_there = keeps_numbers_there or is_elementwise(value, name, run)
                         value = value.to(run.device if is_there else value.device, copy=True)
-                    if name.startswith(_IN_GROUP):
-                        kept.setdefault(run, {})[name.removeprefix(_IN_GROUP)] = value
-                    else:
-                        optimizer.state[run][name] = value
+                    optimizer.state[run][name] = value
         make_scheduler = self._config.make_scheduler
         scheduler = None if make_scheduler is None else make_scheduler(optimizer)
         for name, value in (item for values in schedule.get("groups", ()) for item in values.items()):
@@ -266,8 +237,7 @@ class RunningOuterOptimizer:
                 group[name] = group[name].to(present.device)
         if scheduler is not None and schedule.get("scheduler") is not None:
             scheduler.load_state_dict(schedule["scheduler"])
-        # the runs of consecutive elements with one history, in this rank's shard of every bucket
-        self._runs, self._kept = of_buckets, kept
+        self._runs = of_buckets  # consecutive elements of this rank's shards that have taken equally many steps
         self.optimizer, self._scheduler = optimizer, scheduler
 
     @torch.no_grad()

@@ -52,30 +52,6 @@ def load_plain(rank: Rank, state: dict[str, Any]) -> None:
     assert repr(reloaded(rank.scheme.state_dict(shared=True))) == repr(state["scheme"])
 
 
-class CountsInGroup(torch.optim.Optimizer):
-    """Adam that counts in ``group["step"]``, and keeps a value that adapts in ``group["scale"]``."""
-
-    def __init__(self, parameters, lr=0.1, momentum=0.9):
-        super().__init__(parameters, {"lr": lr, "momentum": momentum, "scale": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            group["scale"] = group["scale"] * (0.9 if group["step"] % 2 else 1.2)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["mean"], state["square"] = torch.zeros_like(p), torch.zeros_like(p)
-                state["mean"].lerp_(p.grad, 1 - group["momentum"])
-                state["square"].lerp_(p.grad.square(), 0.01)
-                mean = state["mean"] / (1 - group["momentum"] ** group["step"])
-                square = state["square"] / (1 - 0.99 ** group["step"])
-                p.sub_(mean / (square.sqrt() + 1e-8), alpha=group["lr"] * group["scale"])
-
-
 class DecaysWithoutGradient(SGD):
     """Shrinks all of its parameters in each step, with or without gradient."""
 
@@ -91,15 +67,15 @@ SHAPES = {"a": (3, 2), "b": (5,), "c": (1,)}
 
 @pytest.mark.parametrize("bucket_bytes", [16, 2**20])
 @pytest.mark.parametrize("nodes", [TWO, TWO_BY_TWO, UNEQUAL], ids=str)
-def test_outer_counts_are_those_of_one_optimizer_whatever_the_buckets(on_nodes, bucket_bytes, nodes):
+def test_outer_steps_are_those_of_one_optimizer_whatever_the_buckets(on_nodes, bucket_bytes, nodes):
     # inner SGD(0.1) towards 4, two steps a period, and the outer optimizer of all parameters at once
     x = torch.nn.Parameter(torch.ones(12))
-    outer = CountsInGroup([x])
+    outer = ADAM([x])
     for _ in range(3):
         x.grad = (x.detach() - 4.0) * (1 - 0.9**2)
         outer.step()
     arguments = {"shapes": SHAPES, "bucket_bytes": bucket_bytes, "targets": [4.0] * 4}
-    for rank in on_nodes(steps(6), DiLoCo(2, CountsInGroup), nodes, **arguments):
+    for rank in on_nodes(steps(6), DiLoCo(2, ADAM), nodes, **arguments):
         assert rank.trace[-1] == pytest.approx(x.tolist(), abs=1e-5)
 
 
@@ -168,12 +144,12 @@ def test_the_outer_scheduler_steps_before_the_next_exchange_is_merged(on_nodes):
 @pytest.mark.parametrize(
     ("outer", "fragments", "scheduler", "shapes", "saved_after"),
     [
-        *((CountsInGroup, fragments, None, SHAPES, 7) for fragments in (1, 2)),
-        *((CountsInGroup, fragments, partial(CosineAnnealingLR, T_max=5), SHAPES, 7) for fragments in (1, 2)),
-        (CountsInGroup, 1, partial(OneCycleLR, max_lr=1.0, total_steps=9), SHAPES, 7),
+        *((ADAM, fragments, None, SHAPES, 7) for fragments in (1, 2)),
+        *((ADAM, fragments, partial(CosineAnnealingLR, T_max=5), SHAPES, 7) for fragments in (1, 2)),
+        (ADAM, 1, partial(OneCycleLR, max_lr=1.0, total_steps=9), SHAPES, 7),
         (ADAM, 2, None, {"x": 12}, 3),  # the first fragment has stepped once, and the second, of the same tensor, never
     ],
-    ids=["counts", "counts, fragments", "cosine", "cosine, fragments", "one cycle", "a cut tensor"],
+    ids=["Adam", "Adam, fragments", "cosine", "cosine, fragments", "one cycle", "a cut tensor"],
 )
 @pytest.mark.parametrize("nodes", [TWO, TWO_BY_TWO], ids=str)
 def test_an_exact_resume_goes_on_with_outer_steps(on_nodes, nodes, outer, fragments, scheduler, shapes, saved_after):
@@ -197,10 +173,10 @@ def test_an_exact_resume_goes_on_with_outer_steps(on_nodes, nodes, outer, fragme
 @pytest.mark.parametrize(
     ("outer", "fragments", "shapes", "saved_after"),
     [
-        *((CountsInGroup, fragments, SHAPES, 7) for fragments in (1, 2)),
+        *((ADAM, fragments, SHAPES, 7) for fragments in (1, 2)),
         *((outer, 2, {"x": 12}, 3) for outer in (ADAM, DAMPENED)),  # half of the tensor has taken an outer step
     ],
-    ids=["counts", "counts, fragments", "Adam in a cut tensor", "dampened in a cut tensor"],
+    ids=["Adam", "Adam, fragments", "Adam in a cut tensor", "dampened in a cut tensor"],
 )
 @pytest.mark.parametrize("nodes", [THREE, UNEQUAL], ids=str)
 def test_a_plain_state_goes_on_with_the_outer_steps_on_other_nodes(
