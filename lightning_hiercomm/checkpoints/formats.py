@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-FORMAT = 4
+FORMAT = 5
 """Increase it whenever an entry changes its name or meaning."""
 
 

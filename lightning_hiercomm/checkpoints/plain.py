@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import secrets
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,14 +18,9 @@ from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weig
 from lightning_hiercomm._lightning.trainer import is_of_tuner
 from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
+from lightning_hiercomm.checkpoints.durable import base_name
 from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
-from lightning_hiercomm.checkpoints.sidecar import (
-    load_sidecar,
-    replicas_folder,
-    restore_sidecar,
-    set_random_state,
-    sidecar_name,
-)
+from lightning_hiercomm.checkpoints.sidecar import REMEDY, restore_sidecar, set_random_state
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -65,13 +62,8 @@ class Checkpoints:
     ) -> None:
         """Add the state that all ranks share, and average the weights of Lightning's ``WeightAveraging``.
 
-        Args:
-            checkpoint: The checkpoint to change.
-            run: The run to save.
-            batches: Of the run.
-            together: Whether all ranks take part.
-            is_own: Whether it has this rank's own parameters instead of the averaged ones; then the ranks of
-                its node take part.
+        It is collective if ranks are ``together``. A checkpoint with this rank's own parameters instead of the averaged
+        ones ``is_own``: then the ranks of its node take part.
         """
         if holds_averaged_weights(checkpoint) and (together or run.is_closed):
             checkpoint["state_dict"] = _averaged_over_nodes(checkpoint, run)
@@ -109,19 +101,19 @@ class Checkpoints:
         identity: str
         # the path may differ between ranks
         identity, path = topology.world.all_gather_object((secrets.token_hex(8), str(filepath)))[0]
-        checkpoint[_KEY]["identity"], folder = identity, f"{replicas_folder(path)}/{identity}"
+        checkpoint[_KEY]["identity"], folder = identity, f"{_replicas_folder(path)}/{identity}"
         for scheme in run.schemes:
             scheme.state.settle()
         try:
-            io.save_checkpoint(state(), f"{folder}/{sidecar_name(topology.rank)}", storage_options)
+            io.save_checkpoint(state(), f"{folder}/{_sidecar_name(topology.rank)}", storage_options)
             wait_for_saves(io)
         except Exception as error:
             own, cause = error, f"{type(error).__name__}: {error}"
             message = f"rank {topology.rank} could not write its sidecar: {cause}"
         message = next(filter(None, topology.world.all_gather_object(message)), None)
         if message is None and topology.rank == 0:
-            missing = {*map(sidecar_name, range(topology.world_size))} - {*_names(folder)}
-            if missing and sidecar_name(0) not in missing:  # otherwise a plugin gives its files other names
+            missing = {*map(_sidecar_name, range(topology.world_size))} - {*_names(folder)}
+            if missing and _sidecar_name(0) not in missing:  # otherwise a plugin gives its files other names
                 message = f"rank 0 does not see {', '.join(sorted(missing))} in {folder}: all nodes must share it"
         if message is not None:
             if topology.rank == 0:
@@ -145,7 +137,8 @@ class Checkpoints:
         Without ``io`` or ``topology`` no sidecar is read.
 
         Raises:
-            ValueError: If the checkpoint has another format, or the sidecar does not belong to it.
+            FileNotFoundError: If there is no sidecar.
+            ValueError: If the checkpoint has another format, or the sidecar does not belong to it or cannot be read.
         """
         if _KEY in checkpoint:  # not in checkpoints of Lightning's strategies
             check_format(checkpoint[_KEY].get("format"), filepath, _WEIGHTS_ONLY)
@@ -155,10 +148,16 @@ class Checkpoints:
         # a tuner restores the state of every rank after its trial
         has_sidecars = self.with_replicas or (is_of_tuner(filepath) and identity is not None)
         if has_sidecars and io is not None and topology is not None:
-            self._sidecar = load_sidecar(io, filepath, identity, topology, weights_only)
+            if identity is None:
+                raise ValueError(
+                    f"{filepath} has no per-rank state: it was saved without checkpoint_replicas=True, or after the end"
+                    f" of the run. {REMEDY}"
+                )
+            place = os.path.realpath(filepath) if os.path.islink(filepath) else filepath  # such as last.ckpt
+            self._sidecar = _read_sidecar(io, f"{_replicas_folder(place)}/{identity}", topology, weights_only)
             take_entries(checkpoint, self._sidecar.pop("entries"))
 
-    def restore(self, run: TrainingRun, precision: pl.plugins.Precision | None = None) -> None:
+    def restore(self, run: TrainingRun) -> None:
         """Restore this rank's sidecar, or else the schemes' schedules.
 
         Raises:
@@ -169,8 +168,6 @@ class Checkpoints:
             sidecar, self._sidecar = self._sidecar, None
             if sidecar is not None:
                 restore_sidecar(sidecar, run)
-                if precision is not None and sidecar["precision"]:
-                    precision.load_state_dict(sidecar["precision"])
                 # the epoch's loader takes a seed when it starts: before a state of mid-epoch, after a state of its end
                 if sidecar["mid_epoch"]:
                     self.random_state = sidecar["random"]
@@ -214,6 +211,44 @@ def _averaged_over_nodes(checkpoint: Mapping[str, Any], run: TrainingRun) -> Map
     return state_dict
 
 
+def _read_sidecar(
+    io: fabric.plugins.CheckpointIO, folder: str, topology: Topology, weights_only: bool | None
+) -> dict[str, Any]:
+    """Read and verify this rank's sidecar, and add its ``"path"``."""
+    path = f"{folder}/{_sidecar_name(topology.rank)}"
+    try:
+        state: dict[str, Any] = io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{path}, this rank's sidecar of the checkpoint, is missing: a copy of a checkpoint needs its folder"
+            f" {folder}. {REMEDY}"
+        ) from error
+    except Exception as error:  # torch raises different errors for different bytes
+        raise ValueError(f"{path} cannot be read: {error}. {REMEDY}") from error
+    if _is_damaged(path):
+        raise ValueError(f"{path} is damaged: its checksum is wrong. {REMEDY}")
+    check_format(state.get("format") if isinstance(state, dict) else None, path, REMEDY)
+    nodes = [list(ranks) for ranks in topology.nodes]
+    if state["nodes"] != nodes:
+        raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {REMEDY}")
+    return {**state, "path": path}
+
+
+def _is_damaged(path: str) -> bool:
+    """Return whether a checksum in a file of ``torch.save`` is wrong: ``torch.load`` does not check them."""
+    try:
+        file_system, place = url_to_fs(path)
+    except (ImportError, ValueError):  # a plugin has its own storage, and its own format below
+        return False
+    if not file_system.isfile(place):
+        return False
+    with file_system.open(place, "rb") as file:
+        try:
+            return zipfile.is_zipfile(file) and zipfile.ZipFile(file).testzip() is not None
+        except Exception:  # in a header
+            return True
+
+
 def remove_checkpoint(io: fabric.plugins.CheckpointIO, filepath: Any) -> None:
     """Delete a checkpoint and its sidecars, after all pending writes; on rank 0."""
     after_saves(io, lambda: io.remove_checkpoint(filepath))
@@ -226,9 +261,19 @@ def remove_replaced(io: fabric.plugins.CheckpointIO, filepath: Any, identity: st
     after_saves(io, partial(_delete, _folders(filepath, lambda each: each != identity)))
 
 
+def _replicas_folder(filepath: Any) -> str:
+    """Return the folder next to a checkpoint that has a folder of sidecars per identity."""
+    folder, separator, name = str(filepath).rpartition("/")
+    return f"{folder}{separator}{base_name(name)}.replicas"
+
+
+def _sidecar_name(rank: int) -> str:
+    return f"rank-{rank:04d}"
+
+
 def _folders(filepath: Any, is_meant: Callable[[str], bool]) -> list[str]:
     """Return the folders of sidecars with some identities; the one that holds all, if it holds no others."""
-    folder = replicas_folder(filepath)
+    folder = _replicas_folder(filepath)
     there = _names(folder)
     meant = [f"{folder}/{name}" for name in there if is_meant(name)]
     return [folder] if meant and len(meant) == len(there) else meant

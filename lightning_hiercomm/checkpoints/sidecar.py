@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-import io
-import os
 import random
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
-from fsspec.core import url_to_fs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
-from lightning_hiercomm._lightning.tree import fabric
-from lightning_hiercomm.checkpoints.durable import base_name
-from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
+from lightning_hiercomm.checkpoints.formats import FORMAT
 from lightning_hiercomm.comm.dtensor import local, whole
-from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 from lightning_hiercomm.schemes.optimizer_state import own_state
 
-_REMEDY = "Set checkpoint_replicas=False to resume from the averaged parameters instead."
+REMEDY = "Set checkpoint_replicas=False to resume from the averaged parameters instead."
 
 
-def replicas_folder(checkpoint_path: Any) -> str:
-    """Return the folder of a checkpoint's sidecars, which is in the checkpoint's folder."""
-    folder, separator, name = str(checkpoint_path).rpartition("/")
-    return f"{folder}{separator}{base_name(name)}.replicas"
-
-
-def sidecar_name(rank: int) -> str:
-    """Return the name of a rank's sidecar, in a folder that is named by the identity of its checkpoint."""
-    return f"rank-{rank:04d}"
-
-
-def sidecar_state(
-    run: TrainingRun,
-    mid_epoch: bool,
-    precision: Mapping[str, Any] | None = None,
-    entries: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def sidecar_state(run: TrainingRun, mid_epoch: bool, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's parameters, buffers, optimizer and scheme state, and random states.
 
     Args:
         run: The run to save.
         mid_epoch: Whether more batches of the epoch follow.
-        precision: State of the precision plugin: gradient scalers differ between nodes.
-        entries: What callbacks and the module add to the checkpoint on this rank.
+        entries: What Lightning, callbacks and the module add to the checkpoint on this rank.
     """
     own_values = run.averaged_model.own_values()  # while the module holds the averaged ones
     return {
@@ -66,52 +42,13 @@ def sidecar_state(
         "random": random_state(),
         "mid_epoch": mid_epoch,
         "loss": run.loss.state_dict(),
-        "precision": dict(precision or {}),
-        "entries": dict(entries or {}),
+        "entries": entries,
     }
-
-
-def load_sidecar(
-    checkpoint_io: fabric.plugins.CheckpointIO,
-    checkpoint_path: Any,
-    identity: str | None,
-    topology: Topology,
-    weights_only: bool | None = None,
-) -> dict[str, Any]:
-    """Read and verify this rank's sidecar, and add its ``"path"``; the checkpoint's path may be a link to it.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is damaged, has another format or nodes, or is refused by ``weights_only``.
-    """
-    if identity is None:
-        raise ValueError(
-            f"{checkpoint_path} has no per-rank state: it was saved without checkpoint_replicas=True, or after the end"
-            f" of the run. {_REMEDY}"
-        )
-    place = os.path.realpath(checkpoint_path) if os.path.islink(checkpoint_path) else checkpoint_path
-    path = f"{replicas_folder(place)}/{identity}/{sidecar_name(topology.rank)}"
-    try:
-        state: dict[str, Any] = checkpoint_io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{path}, this rank's sidecar of the checkpoint, is missing: a copy of a checkpoint needs its folder"
-            f" {replicas_folder(place)}. {_REMEDY}"
-        ) from error
-    except Exception as error:  # torch raises different errors for different bytes
-        raise ValueError(f"{path} cannot be read: {error}. {_REMEDY}") from error
-    if _is_damaged(path):
-        raise ValueError(f"{path} is damaged: its checksum is wrong. {_REMEDY}")
-    check_format(state.get("format") if isinstance(state, dict) else None, path, _REMEDY)
-    nodes = [list(ranks) for ranks in topology.nodes]
-    if state["nodes"] != nodes:
-        raise ValueError(f"{path} was saved by nodes {state['nodes']}, but this run has {nodes}. {_REMEDY}")
-    return {**state, "path": path}
 
 
 @torch.no_grad()
 def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
-    """Restore a sidecar, except for the states of the precision plugin and of random generators.
+    """Restore a sidecar, except for its entries and random states.
 
     Raises:
         ValueError: If it was saved with other parameters, shards, schemes, buckets or codecs.
@@ -125,9 +62,9 @@ def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
     )
     if before != now:
         other = ", ".join(sorted({name for name, _ in before.items() ^ now.items()}))
-        raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {_REMEDY}")
+        raise ValueError(f"{path} was saved by another model: {other} are not the same in both. {REMEDY}")
     if state["layouts"] != layouts:
-        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {layouts}. {_REMEDY}")
+        raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {layouts}. {REMEDY}")
     for name, tensor in tensors.items():
         saved = state["tensors"].get(name, tensor)
         is_replaced = saved.shape != tensor.shape or tensor.layout != torch.strided
@@ -138,7 +75,7 @@ def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
         if saved.shape != tensor.shape:
             raise ValueError(
                 f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its sidecar:"
-                f" shard the model as before. {_REMEDY}"
+                f" shard the model as before. {REMEDY}"
             )
         tensor.copy_(saved)
     for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
@@ -149,28 +86,14 @@ def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
     run.loss.load_state_dict(state["loss"])
 
 
-def _is_damaged(path: str) -> bool:
-    """Return whether a checksum in a file of ``torch.save`` is wrong: ``torch.load`` does not check them."""
-    try:
-        file_system, place = url_to_fs(path)
-    except (ImportError, ValueError):  # a plugin has its own storage, and its own format below
-        return False
-    with file_system.open(place, "rb") if file_system.isfile(place) else io.BytesIO() as file:
-        try:
-            return zipfile.is_zipfile(file) and zipfile.ZipFile(file).testzip() is not None
-        except Exception:  # in a header
-            return True
-
-
 def random_state() -> dict[str, Any]:
     """Return the random states of torch, Python and NumPy, as tensors and primitives."""
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    name, keys, *rest = numpy.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,  # of the current device
-        "python": [version, list(numbers), gauss],
-        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "python": random.getstate(),
+        "numpy": (name, [int(key) for key in keys], *rest),
     }
 
 
@@ -179,9 +102,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    numpy.random.set_state(tuple(state["numpy"]))
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
 
 
 def _layouts(schemes: Sequence[RunningScheme[Scheme]]) -> list[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,9 @@ class CheckpointHooks(StrategyState):
 
     _write = pl.strategies.ParallelStrategy.save_checkpoint  # on rank 0, with `checkpoint_io`
 
-    @contextmanager
-    def averaged_model(self) -> Iterator[None]:
+    def averaged_model(self) -> AbstractContextManager[None]:
         """Inside, every rank's module holds the averaged parameters; afterwards training continues from its own."""
-        if not self._may_communicate:
-            yield
-            return
-        with self._run.averaged_model():
-            yield
+        return self._run.averaged_model() if self._may_communicate else nullcontext()
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -95,7 +90,7 @@ class CheckpointHooks(StrategyState):
         if has_sidecars:
             # a tuner restores its file before the epoch's dataloader draws a seed
             mid_epoch = not self._module.trainer.is_last_batch and not of_tuner
-            state = partial(sidecar_state, run, mid_epoch, self.precision_plugin.state_dict(), entries)
+            state = partial(sidecar_state, run, mid_epoch, entries)
             identity = checkpoints.write_sidecars(checkpoint, run, io, filepath, state, storage_options)
         self._write(checkpoint, filepath, storage_options)
         if self.global_rank == 0:
@@ -128,6 +123,6 @@ class CheckpointHooks(StrategyState):
         super().load_optimizer_state_dict(checkpoint)
         if self._settings.elastic is not None:
             check_first_values(self._run)  # before restored values hide what was written in `on_fit_start`
-        self._checkpoints.restore(self._run, self.precision_plugin)
+        self._checkpoints.restore(self._run)
         if self._elastic_node is not None:
             self._elastic_node.prepare_loops()

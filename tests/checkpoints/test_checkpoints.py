@@ -49,7 +49,7 @@ def on_two_nodes(scheme: Scheme, work, nodes=((0,), (1,))):
 def restored(run: TrainingRun, checkpoint: dict) -> Checkpoints:
     checkpoints = Checkpoints()
     checkpoints.take(checkpoint, "saved.ckpt")
-    checkpoints.restore(run, DurableCheckpointIO())
+    checkpoints.restore(run)
     return checkpoints
 
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_format_is_refused(number, found):
     with pytest.raises(ValueError, match="format") as raised:
         Checkpoints().take(checkpoint, "saved.ckpt")
     assert str(raised.value) == (
-        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 4. Load only its weights,"
+        f"saved.ckpt has {found}, but this version of lightning-hiercomm reads only format 5. Load only its weights,"
         " with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
     )
 
@@ -170,7 +170,7 @@ def _foreign(folder: Path) -> list[str]:
 def test_only_a_resume_refuses_another_format_and_reads_lightnings_own(borrow):
     for resumed, refused, validated in borrow(_foreign, ranks=2):
         assert (resumed, validated) == ("fit: step 4", "validate: step 0")
-        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 4" in refused
+        assert "other.ckpt has no format number, but this version of lightning-hiercomm reads only format 5" in refused
 
 
 def test_a_scheme_finds_its_own_schedule_again():
@@ -231,7 +231,7 @@ def test_nodes_without_a_common_folder_are_refused_before_the_checkpoint(tmp_pat
         rank, checkpoint = run.topology.rank, {"global_step": 5}
         checkpoints, io = Checkpoints(with_replicas=True), OwnDisk() if rank else DurableCheckpointIO()
         checkpoints.add_to(checkpoint, run, None)
-        checkpoints.write_sidecars(checkpoint, run, io, tmp_path / "saved.ckpt", partial(sidecar_state, run, False))
+        checkpoints.write_sidecars(checkpoint, run, io, tmp_path / "saved.ckpt", partial(sidecar_state, run, False, {}))
 
     with pytest.raises(OSError, match=r"rank 0 does not see rank-0001 in .*: all nodes must share it"):
         on_two_nodes(scheme("periodic"), work)

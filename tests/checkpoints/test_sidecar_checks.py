@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_hiercomm import AllReduce, DiLoCo
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
+from lightning_hiercomm.checkpoints.formats import FORMAT
+from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import (
-    load_sidecar,
     random_state,
     restore_sidecar,
     set_random_state,
@@ -41,9 +42,12 @@ def load(tmp_path):
 
     def run(rank, identity="good", nodes=((0,), (1,)), module=None):
         own = attached(rank, nodes, module or usual)
-        state = load_sidecar(DurableCheckpointIO(), tmp_path / "saved.ckpt", identity, own.topology)
-        restore_sidecar(state, own)
-        return state
+        checkpoint = {"hiercomm": {"format": FORMAT, "identity": identity}}
+        checkpoints = Checkpoints(with_replicas=True)
+        checkpoints.take(checkpoint, tmp_path / "saved.ckpt", DurableCheckpointIO(), own.topology)
+        sidecar = checkpoints._sidecar  # noqa: SLF001
+        checkpoints.restore(own)
+        return {**sidecar, "of rank": checkpoint["of rank"]}
 
     replicas = tmp_path / "saved.ckpt.replicas" / "good"
     for rank in range(2):
@@ -53,7 +57,7 @@ def load(tmp_path):
 
 
 def test_a_sidecar_holds_the_state_of_its_rank(load):
-    assert [load(rank)["entries"] for rank in range(2)] == [{"of rank": 0}, {"of rank": 1}]
+    assert [load(rank)["of rank"] for rank in range(2)] == [0, 1]
 
 
 def is_refused(load, file: Path, message: str, error=ValueError, **arguments) -> None:
@@ -83,7 +87,7 @@ def test_a_sidecar_that_is_cut_off_or_not_one_is_refused(load, tmp_path):
         is_refused(load, file, "has no format number")
 
 
-@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (5, "format 5")])
+@pytest.mark.parametrize(("number", "found"), [(None, "no format number"), (6, "format 6")])
 def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
     file = tmp_path / "saved.ckpt.replicas" / "good" / "rank-0001"
     state = torch.load(file, weights_only=True)
@@ -92,7 +96,7 @@ def test_a_sidecar_of_another_format_is_refused(load, tmp_path, number, found):
     with pytest.raises(ValueError, match=r"^.* has .*\.$") as raised:
         load(1)
     assert str(raised.value) == (
-        f"{file} has {found}, but this version of lightning-hiercomm reads only format 4. Set checkpoint_replicas=False"
+        f"{file} has {found}, but this version of lightning-hiercomm reads only format 5. Set checkpoint_replicas=False"
         " to resume from the averaged parameters instead."
     )
 
@@ -146,7 +150,7 @@ def test_other_settings_are_refused(fragments, bucket_bytes, message):
             TrainingRun(DiLoCo(4, fragments=[part]), Replicas(module, optimizers, size), topology)
             for part, size in (("layers.0", 2**22), (fragments, bucket_bytes))
         )
-        state = sidecar_state(saved, False) | {"path": "it"}
+        state = sidecar_state(saved, False, {}) | {"path": "it"}
         restore_sidecar(state, saved)
         with pytest.raises(ValueError, match=f"it was saved with .*{message}"):
             restore_sidecar(state, now)

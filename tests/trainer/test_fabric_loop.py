@@ -16,7 +16,7 @@ def test_a_state_of_another_format_is_refused():
         strategy.load_state_dict({"schedules": []})
     assert str(raised.value) == (
         "the strategy's entry in the checkpoint has no format number, but this version of lightning-hiercomm reads only"
-        " format 4. Leave the strategy out of the state of fabric.load to continue from the parameters alone."
+        " format 5. Leave the strategy out of the state of fabric.load to continue from the parameters alone."
     )
     state = strategy.state_dict()
     strategy.load_state_dict(state)
