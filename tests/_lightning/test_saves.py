@@ -6,6 +6,7 @@ import inspect
 import pickle
 
 import lightning.pytorch as pl
+import numpy
 import pytest
 import torch
 from _lightning.conftest import boring, quiet
@@ -43,6 +44,12 @@ def test_the_extra_state_of_layers_is_known_by_its_key():
 
     checkpoint = {"epoch": 1, "state_dict": nn.Sequential(Layer(1, 1)).state_dict(), "of_hook": 2}
     assert entries_of_rank(checkpoint) == {"state_dict": {"0._extra_state": "own"}, "of_hook": 2}
+
+
+def test_numbers_of_schedulers_are_saved_as_pythons():
+    entries = entries_of_rank({"lr_schedulers": [{"best": numpy.float64(2.5)}]})
+    assert entries == {"lr_schedulers": [{"best": 2.5}]}
+    assert type(entries["lr_schedulers"][0]["best"]) is float  # `weights_only` loading refuses numpy's
 
 
 def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():

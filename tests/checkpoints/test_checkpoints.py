@@ -9,7 +9,6 @@ import weakref
 from functools import partial
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 from harness import on_ranks
@@ -18,7 +17,6 @@ from problems import one_trainer, warnings_with
 from torch import nn
 
 from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
-from lightning_hiercomm._lightning.saves import entries_of_rank
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import sidecar_state
@@ -198,28 +196,6 @@ def test_restored_state_is_freed():
         return momentum()
 
     assert on_two_nodes(scheme("diloco"), work) == [None, None]
-
-
-def test_loaders_and_schedulers_go_on_from_where_each_rank_was(tmp_path):
-    """Of replicas that have loaders of their own, as of shards, and schedulers that look at what a rank logs."""
-    path, io = tmp_path / "saved.ckpt", DurableCheckpointIO()
-
-    def work(run):
-        rank, world = run.topology.rank, run.topology.world
-        loops = {"fit_loop": {"state_dict": {"combined_loader": [{"shard": rank}]}}}
-        checkpoint = {"global_step": 5, "loops": loops, "lr_schedulers": [{"best": numpy.float64(rank)}]}
-        entries, checkpoints = entries_of_rank(checkpoint), Checkpoints(with_replicas=True)
-        checkpoints.add_to(checkpoint, run, None)
-        state = partial(sidecar_state, run, mid_epoch=False, entries=entries)
-        checkpoints.write_sidecars(checkpoint, run, io, path, state)
-        if rank == 0:
-            io.save_checkpoint(checkpoint, path)
-        world.barrier()
-        read = io.load_checkpoint(path, weights_only=False)
-        checkpoints.take(read, path, io, run.topology)
-        return read["loops"]["fit_loop"]["state_dict"]["combined_loader"], read["lr_schedulers"]
-
-    assert on_two_nodes(scheme("periodic"), work) == [([{"shard": rank}], [{"best": float(rank)}]) for rank in range(2)]
 
 
 def test_nodes_without_a_common_folder_are_refused_before_the_checkpoint(tmp_path):

@@ -195,12 +195,9 @@ def lost(folder: Path, state_of: Any, **fit_arguments: Any) -> list[str]:
     return [name for name, value in restored.items() if not equal(value, expected[name])]
 
 
-def test_trusted_unsafe_state_is_restored_per_rank(borrow):
-    assert borrow(lambda folder: lost(folder, unsafe_state, weights_only=False), ranks=2) == [[], []]
-
-
-def test_safe_state_is_restored_per_rank(borrow):
-    assert borrow(lambda folder: lost(folder, safe_state, weights_only=True), ranks=2) == [[], []]
+@pytest.mark.parametrize(("state", "weights_only"), [(safe_state, True), (unsafe_state, False)])
+def test_state_of_all_types_is_restored_per_rank(borrow, state, weights_only):
+    assert borrow(lambda folder: lost(folder, state, weights_only=weights_only), ranks=2) == [[], []]
 
 
 def test_state_that_cannot_be_pickled_ends_the_save_on_all_ranks_by_name(borrow):

@@ -20,47 +20,21 @@ from lightning_hiercomm import DASO, PeriodicAveraging, Plateau
 pytestmark = pytest.mark.pooled
 
 
-class KeepsAverage(pl.Callback):
-    """An average of the weights that its author saves: in the callback's state, and in an entry of its own."""
-
-    def __init__(self) -> None:
-        self.average: dict[str, torch.Tensor] = {}
-        self.squares = torch.zeros(())
-
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        for name, value in pl_module.named_parameters():
-            self.average[name] = self.average.get(name, value.detach()).lerp(value.detach(), 0.1)
-        self.squares = self.squares * 0.5 + pl_module.layers[0].weight.detach().square().sum()
-
-    def state_dict(self):
-        return {"average": {name: value.clone() for name, value in self.average.items()}}
-
-    def load_state_dict(self, state):
-        self.average = state["average"]
-
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        checkpoint["squares of the author's"] = self.squares
-
-    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
-        self.squares = checkpoint["squares of the author's"]
-
-
 class Tells(pl.Callback):
-    """Reports what callbacks hold after every batch; each rank its own."""
+    """Reports what the average holds after every batch; each rank its own."""
 
-    def __init__(self, ema: EMAWeightAveraging, own: KeepsAverage) -> None:
-        self.of = ema, own
+    def __init__(self, average: EMAWeightAveraging) -> None:
+        self.of = average
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        ema, own = self.of
-        averages = [*ema._average_model.module.parameters(), *ema._average_model.module.buffers()]
-        state = torch.cat([value.flatten().double() for value in (*averages, *own.average.values(), own.squares)])
+        model = self.of._average_model.module
+        state = torch.cat([value.flatten().double() for value in (*model.parameters(), *model.buffers())])
         pl_module.report.append(state.tolist())
 
 
 def _callbacks():
-    averages = EMAWeightAveraging(decay=0.7), KeepsAverage()
-    return [*averages, Tells(*averages)]
+    average = EMAWeightAveraging(decay=0.7)
+    return [average, Tells(average)]
 
 
 def _resumed_with_averages(folder):
@@ -73,7 +47,7 @@ def _resumed_with_averages(folder):
     return reports
 
 
-def test_averages_that_callbacks_keep_go_on_as_each_ranks_own(borrow):
+def test_weight_averaging_goes_on_with_each_ranks_own_average(borrow):
     for one, other in zip(*borrow(_resumed_with_averages, ranks=2), strict=True):
         assert one[0][: 2 * STEPS] != other[0][: 2 * STEPS], "nodes differ"
         for whole, resumed, ends in (one, other):
