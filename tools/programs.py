@@ -369,7 +369,7 @@ def check(program: Program, hang_timeout: float = HANG_TIMEOUT, patience: float 
     ends = "\n".join(f"rank {n} {each.how} after {each.hooks[-1:]} {each.error[:300]}" for n, each in enumerate(ranks))
     hows, said = {each.how for each in ranks}, "".join(f"{each.error}\n{each.output}" for each in ranks)
     if program.has("loop") and "hangs" in hows:  # it may be a long task, which a report names
-        assert re.search(r"rank \d+ [^;]* is busy in programs\.py:\d+ \(_loop\)", said), f"no rank is named: {ends}"
+        assert re.search(r"rank \d+ .*\| is busy .*programs\.py:\d+ \(_loop\)", said), f"no rank is named: {ends}"
         return
     assert max(each.late for each in ranks) <= patience, f"a hang: {ends}"
     if hows != {"ended"}:

@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from lightning_hiercomm.control import process
 from lightning_hiercomm.control.bootstrap import is_agents_store
-from lightning_hiercomm.control.verdict import Arrival, Purpose, Status, deadlock, in_line, standstill
+from lightning_hiercomm.control.reports import Arrival, Failure, Purpose, Status, in_line, standstill
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
 _STOPPED = 5.0  # seconds without a turn: this process was stopped, perhaps together with all others
 _FIRST_POLL = 0.002  # seconds
+_UNKNOWN = ("", "0", "")  # the identity of a process on another machine
+_LOST = "{} died, and torch's store with it"
 _SHARED = ("failure", "rounds", "arrival", "standstill", "left", "broken")
 
 
@@ -39,28 +41,25 @@ def seconds_between_beats(size: int, hang_timeout: float | None) -> float:
 
 
 class ControlPlane:
-    """Watches over the ranks of a run.
+    """A rank's part in the control plane: what its training thread reports, receives and waits for.
 
-    At each heartbeat a thread writes ``status/<rank>``, and reads the shared keys and the status of the rank after it.
-    The training thread uses the store at barriers, common stops and failures only. Neither reads a key that may be
-    missing: the store would wait for it.
+    A :class:`Watch` sends heartbeats and looks for failures in threads of its own. The training thread uses the store
+    at barriers, common stops and failures only. Neither reads a key that may be missing: the store would wait for it.
 
     ==================================================== ===============================================================
     key                                                  value
     ==================================================== ===============================================================
+    ``status/<rank>``                                    what a rank does, and where it waits
     ``failure``                                          the first failure of any rank, which ends the run
     ``broken``                                           whether a collective broke: then a silent rank has died
     ``rounds``; ``hold/<round>/<rank>``, ``at/<round>``  common stops; the next batch of each rank, and their maximum
-    ``arrival/<n>``, ``arrived/<n>``, ``passed/<n>``     barrier n: why ranks wait, their number, set when all are there
+    ``arrival/<n>``, ``arrived/<n>``                     barrier n: why the first rank waits; the number of ranks there
     ``arrival``, ``left``                                the last barrier, and a rank that left, for ranks that miss it
     ``standstill``                                       changes when all ranks shall write their stacks
     ``aware``                                            the number of ranks that left or have read the failure
     ==================================================== ===============================================================
 
-    - **Deaths.** Ranks check the processes of their own machine. A rank alone on its machine is dead if it is silent
-      after a collective broke. The others raise at their next batch, or are ended ``grace`` seconds later.
-    - **Hangs.** A rank is frozen if it sends nothing for ``hang_timeout`` seconds, or if its main thread is stuck in
-      the kernel for as long. A rank without progress for as long reads the status of all ranks.
+    After a failure of another rank, this one raises at its next batch, or is ended ``grace`` seconds later.
 
     Args:
         rank: This rank.
@@ -85,25 +84,21 @@ class ControlPlane:
         self.rank, self.size, self.place, self.grace = rank, size, place, grace
         self.hang_timeout, self._timeout = hang_timeout, timeout
         self._lock = threading.Lock()  # guards what both threads write
-        self._failed, self._closing = threading.Event(), threading.Event()
-        self._threads: list[threading.Thread] = []
-        self._interval = seconds_between_beats(size, hang_timeout)
-        self.processes: dict[int, Sequence[str]] = {}  # the identities of ranks on this machine
-        self._stuck, self._main_thread = process.StuckDetector(), main_thread or MainThread()
+        self._failed, self.is_closing = threading.Event(), threading.Event()
+        self._main_thread = main_thread or MainThread()
+        self._watch: Watch | None = None  # while this rank is connected
 
         # what this rank does
         self.doing = "starting"
-        self._progress = self._batch = 0
-        self._progressed_at = self._answered_at = self._beat_at = self._seen_at = time.monotonic()
+        self._progress = self._batch = self._barriers = 0
+        self._progressed_at = time.monotonic()
+        self._arrival: Arrival | None = None  # at the barrier where this rank waits
 
         # other ranks
+        self.processes: dict[int, Sequence[str]] = {}  # the identities of ranks on this machine
         self.failure: str | None = None
-        self._collective_broke = self._is_broken = False  # here; anywhere: then heartbeats are more frequent
-        self._next, self._seen = (rank + 1) % size, ""  # the rank that this one watches, and its last status
-        self._left = self._standstill = ""
-        self._look_at = 0.0
-        self._arrival: Arrival | None = None  # at the barrier where this rank waits
-        self._barriers = 0
+        self.collective_broke = False
+        self.left = ""  # a rank that has left
 
         # common stops: this rank waits at batch `_hold_at` until `_stop_at` is known
         self.stop_requested = self.requeue_requested = False
@@ -113,64 +108,65 @@ class ControlPlane:
         self._stop_at: int | None = None
 
     def start(self, store: Store, gather: Callable[..., list[Any]]) -> None:
-        """Start the thread. Collective.
+        """Start the watch. Collective.
 
         Args:
             store: A new part of a store, over a connection of this object's own.
             gather: Returns at least the values of ranks with the same ``among``.
         """
-        self._store = store
+        self.store = store
         for key in _SHARED if self.rank == 0 else ():
             store.compare_set(key, "", "")  # `set` returns before the store has the key
-        self._write_status()
+        watch = Watch(self)
         own = process.identity()
         if self.hang_timeout is not None and not faulthandler.is_enabled():
             faulthandler.enable(2)  # for `process.end_frozen`
         self.processes = {rank: who for rank, who in gather([self.rank, own], among=own[0]) if who[0] == own[0]}
-        self._answered_at = self._beat_at = self._seen_at = time.monotonic()
-        self._threads = [
-            threading.Thread(target=target, name="hiercomm-control", daemon=True)
-            for target in (self._run, self._watch_store)
-        ]
-        for thread in self._threads:
-            thread.start()
+        watch.start()
+        self._watch = watch
 
     def close(self) -> None:
         """Leave; this does not count as a failure."""
-        if self._threads:
-            self._closing.set()
-            for thread in self._threads:
-                thread.join(timeout=max(2.0, 2 * self._interval) + self.grace / 2)
-            self._threads = []
+        self.is_closing.set()
+        if self._watch is not None:
+            self._watch.join()
+            self._watch = None
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether :meth:`start` succeeded and :meth:`close` was not called."""
-        return bool(self._threads)
-
-    # ---- failures ------------------------------------------------------------------------------------------------
+    # ---- progress and failures -----------------------------------------------------------------------------------
 
     def note_progress(self, doing: str) -> None:
         """Store what this rank does now; every call counts as progress."""
         self.doing, self._progressed_at = doing, time.monotonic()
         self._progress += 1
 
-    def report_failure(self, error: BaseException) -> None:
-        """Report to all ranks that this one raised."""
-        if self.is_connected:
-            with contextlib.suppress(RuntimeError):  # the thread also finds that the store is lost
-                self._fail(self.description(error)[:2000], is_known=True)
+    def status(self, stuck: float) -> Status:
+        """Return what this rank does; it has been stuck in the kernel for so many seconds."""
+        arrival = self._arrival
+        return Status(
+            **asdict(self._main_thread.position()),
+            rank=self.rank,
+            place=self.place,
+            doing=self.doing,
+            progress=self._progress,
+            idle=time.monotonic() - self._progressed_at,
+            batches=self._batch,
+            stuck=stuck,
+            arrival=None if arrival is None else arrival.purpose,
+        )
 
-    def description(self, error: BaseException) -> str:
-        """Return a message that this rank raised an error."""
-        if isinstance(error, KeyboardInterrupt):
-            return f"{self.place} was interrupted"
-        return f"{self.place} failed: {type(error).__name__}: {error}"
+    def report_failure(self, error: BaseException) -> str:
+        """Report to all ranks that this one raised, and return the message."""
+        failed = f"failed: {type(error).__name__}: {error}"
+        message = f"{self.place} {'was interrupted' if isinstance(error, KeyboardInterrupt) else failed}"
+        if self._watch is not None:
+            with contextlib.suppress(RuntimeError):  # the watch also finds that the store is lost
+                self.fail(Failure(message[:2000], raised_by=self.rank))
+        return message
 
     def wait_for_failure(self, timeout: float, collective_broke: bool = False) -> str | None:
         """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
-        if self.is_connected:
-            self._collective_broke = collective_broke
+        if self._watch is not None:
+            self.collective_broke = collective_broke
             self._failed.wait(timeout)
         return self.failure
 
@@ -178,6 +174,40 @@ class ControlPlane:
         """Raise a :class:`RankFailure` if another rank failed."""
         if self.failure is not None:
             raise RankFailure(self.failure)
+
+    def fail(self, failure: Failure) -> None:
+        """Report a failure to all ranks. The first one counts; later ones are its consequences."""
+        own = json.dumps(asdict(failure))
+        first = self.store.compare_set("failure", "", own).decode()
+        if first == own and failure.raised_by is None:
+            print(f"lightning_hiercomm: {failure.message}", file=sys.stderr, flush=True)
+        self.learn(Failure(**json.loads(first)))
+
+    def learn(self, failure: Failure) -> None:
+        """Receive the failure: raise it at the next batch, or end this process if it does not end by itself."""
+        message = failure.message
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = message
+        self._failed.set()
+        # if this process ends by itself, before multiprocessing waits for its children
+        multiprocessing.util.Finalize(None, process.end_children, exitpriority=100)
+        if failure.is_frozen:
+            process.dump_stacks(f"{message}. What {self.place} does:")
+        for rank in {*failure.silent} & {*self.processes} - {self.rank}:
+            threading.Timer(self.grace / 2, process.end_frozen, [self.processes[rank]]).start()
+        if failure.raised_by != self.rank:
+            grace = min(self.grace, _STUCK_GRACE) if failure.is_stuck else self.grace
+            why = "" if failure.is_stuck or message.startswith(self.place) else ", which is waiting for it"
+            first_line = message.partition("\n")[0]
+            last = f"{first_line}. Ending {self.place}{why}."
+            threading.Thread(target=process.end_after, args=(grace, last, self.is_closing), daemon=True).start()
+
+    def lose_store(self) -> None:
+        """Receive that the store does not answer any more, because its host has died."""
+        if not self.left and not self.is_closing.is_set():
+            self.learn(Failure(_LOST.format(_store_host())))
 
     # ---- common stops --------------------------------------------------------------------------------------------
     # One rank appends a round to the list in the store. Each rank then waits at its next batch and writes that batch's
@@ -218,15 +248,17 @@ class ControlPlane:
             if self._hold_at is None or self._batch < self._hold_at:
                 return False
         # a rank without an answer may stop here, but must not train on while others wait for it in a save
-        if self._stop_at is None and self._is_there(f"at/{self._round}", None if self.requeue_requested else 30.0):
+        key, timeout = f"at/{self._round}", None if self.requeue_requested else 30.0
+        if self._stop_at is None and self._wait_until(lambda: self.store.check([key]), timeout):
             with self._lost_store_raises():
-                self._stop_at = int(self._store.get(f"at/{self._round}"))
+                self._stop_at = int(self.store.get(key))
         return self._stop_at is None or self._batch >= self._stop_at
 
-    def _follow_rounds(self, listed: str) -> None:
+    def follow_rounds(self, listed: str) -> None:
+        """Wait at the next batch if the list has a new round; append the rounds that this rank requests."""
         for kind, asked in self._asked.items():
             if listed.split().count(kind) < asked:  # otherwise another rank has requested it already
-                listed = self._store.compare_set("rounds", listed, f"{listed} {kind}".strip()).decode()
+                listed = self.store.compare_set("rounds", listed, f"{listed} {kind}".strip()).decode()
         rounds, number = listed.split(), self._round
         if self._hold_at is not None or number >= len(rounds):
             return
@@ -234,10 +266,10 @@ class ControlPlane:
             self.requeue_requested = rounds[number] == "requeue"
             self.stop_requested = self.stop_requested or rounds[number] == "stop"
             self._hold_at = self._batch + 1
-        self._store.set(f"hold/{number}/{self.rank}", str(self._hold_at))
-        if self._store.add(f"held/{number}", 1) == self.size:
-            held = self._store.multi_get([f"hold/{number}/{rank}" for rank in range(self.size)])
-            self._store.set(f"at/{number}", str(max(map(int, held))))
+        self.store.set(f"hold/{number}/{self.rank}", str(self._hold_at))
+        if self.store.add(f"held/{number}", 1) == self.size:
+            held = self.store.multi_get([f"hold/{number}/{rank}" for rank in range(self.size)])
+            self.store.set(f"at/{number}", str(max(map(int, held))))
 
     # ---- barriers ------------------------------------------------------------------------------------------------
 
@@ -256,7 +288,7 @@ class ControlPlane:
             RankFailure: If another rank failed, continued without this barrier, has taken another number of steps, or
                 does not arrive within the timeout.
         """
-        if not self.is_connected:
+        if self._watch is None:
             return
         self.check()
         line, is_saving = describe_caller()
@@ -267,33 +299,45 @@ class ControlPlane:
         self._arrival = own = Arrival(number, self.rank, self.place, purpose, what, line, self._batch, [*steps])
         with self._lost_store_raises():
             self._arrive(own)
-        if not self._is_there(f"passed/{number}", self._timeout):
-            raise RankFailure(f"{self.place} has waited{in_line(line)} for other ranks for timeout={self._timeout} s")
+        if not self._wait_until(lambda: self.store.add(f"arrived/{number}", 0) == self.size, self._timeout):
+            waited = f"{self.place} has waited{in_line(line)} for other ranks for timeout={self._timeout} s"
+            with self._lost_store_raises():
+                self.fail(Failure(waited))
+            self.check()
         self._arrival = None
 
     def _arrive(self, own: Arrival) -> None:
         number, text = own.number, json.dumps(asdict(own))
-        first = Arrival(**json.loads(self._store.compare_set(f"arrival/{number}", "", text)))
+        first = Arrival(**json.loads(self.store.compare_set(f"arrival/{number}", "", text)))
         if first.rank == self.rank:
-            self._store.set("arrival", text)
+            self.store.set("arrival", text)
         if (difference := first.difference(own)) is not None:
-            self._fail(difference)
-        elif self._store.add(f"arrived/{number}", 1) == self.size:
-            self._store.set(f"passed/{number}", "")
-            for name in ("arrival", "arrived", "passed") if number > 1 else ():
-                self._store.delete_key(f"{name}/{number - 1}")
+            self.fail(Failure(difference))
+        elif self.store.add(f"arrived/{number}", 1) == self.size and number > 1:
+            for name in ("arrival", "arrived"):
+                self.store.delete_key(f"{name}/{number - 1}")
 
-    def _is_there(self, key: str, timeout: float | None) -> bool:
-        """Wait for a key; return False after ``timeout`` seconds."""
+    def follow_barriers(self, arrival: str) -> None:
+        """End the run if this rank trains on, and another one waits at a barrier before."""
+        if arrival:
+            first = Arrival(**json.loads(arrival))
+            with self._lock:
+                has_passed = first.number > self._barriers and self._batch > first.batches
+            if has_passed:
+                passed = f"{self.place} trains on with batch {self._batch} of the run"
+                self.fail(Failure(first.without_others(passed)))
+
+    def _wait_until(self, is_done: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait for a condition in the store; return False after ``timeout`` seconds."""
         pause, began = _FIRST_POLL, time.monotonic()
         while True:
             self.check()
-            left = self._left  # before the check: a rank that passed this barrier may leave
+            left = self.left  # before the check: a rank that passed this barrier may leave
             with self._lost_store_raises():
-                if self._store.check([key]):
+                if is_done():
                     return True
                 if left and self._arrival is not None:
-                    self._fail(self._arrival.without_others(f"{left} has ended its run"))
+                    self.fail(Failure(self._arrival.without_others(f"{left} has ended its run")))
             if timeout is not None and time.monotonic() - began > timeout:
                 return False
             self._failed.wait(pause)
@@ -304,183 +348,169 @@ class ControlPlane:
         try:
             yield
         except RuntimeError as error:
-            self._lose_store()
+            self.lose_store()
             self.check()
             line = "" if self._arrival is None else self._arrival.line
             raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{in_line(line)} for it") from error
 
-    # ---- the thread ----------------------------------------------------------------------------------------------
+
+class Watch:
+    """The threads of a rank that send its heartbeats, and find and receive failures of other ranks.
+
+    At each heartbeat, one thread writes ``status/<rank>``, and reads the shared keys and the status of the rank after
+    this one. The other thread ends this rank if the store does not answer.
+
+    - **Deaths.** Ranks check the processes of their own machine. A rank alone on its machine is dead if it is silent
+      after a collective broke.
+    - **Hangs.** A rank is frozen if it sends nothing for ``hang_timeout`` seconds, or if its main thread is stuck in
+      the kernel for as long. A rank without progress for as long reads the status of all ranks.
+    """
+
+    def __init__(self, plane: ControlPlane) -> None:
+        self._plane, self._store = plane, plane.store
+        self._interval = seconds_between_beats(plane.size, plane.hang_timeout)
+        self._threads = [
+            threading.Thread(target=target, name="hiercomm-control", daemon=True)
+            for target in (self._run, self._watch_store)
+        ]
+        self._stuck = process.StuckDetector()
+        self._is_broken = False  # then heartbeats are more frequent
+        self._next = (plane.rank + 1) % plane.size  # the rank that this one watches
+        self._seen = ""  # its last status
+        self._standstill = ""
+        self._look_at = 0.0
+        self._write_status()
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._answered_at = self._beat_at = self._seen_at = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until the threads have ended, because the plane is closing."""
+        for thread in self._threads:
+            thread.join(timeout=max(2.0, 2 * self._interval) + self._plane.grace / 2)
 
     def _run(self) -> None:
+        plane = self._plane
         try:
-            while self.failure is None:
+            while plane.failure is None:
                 self._beat()
-                if self._closing.wait(self._interval / (4 if self._is_broken else 1)):
+                if plane.is_closing.wait(self._interval / (4 if self._is_broken else 1)):
                     break
             self._leave()
         except RuntimeError:  # of torch's store
-            self._lose_store()
-
-    def _lose_store(self) -> None:
-        if not self._left and not self._closing.is_set():
-            self._learn(f"{self._host} died, and torch's store with it")
-
-    @property
-    def _host(self) -> str:
-        return "torchrun's agent" if is_agents_store() else "rank 0"
+            plane.lose_store()
 
     def _beat(self) -> None:
         """Write this rank's status, and read what concerns all ranks: two requests to the store."""
-        now = time.monotonic()
+        plane, now = self._plane, time.monotonic()
         if now - self._beat_at > _STOPPED + self._interval:
             self._seen_at = now
         self._beat_at = now
         status = self._write_status()
         shared = self._store.multi_get([*_SHARED, f"status/{self._next}"])
-        failure, rounds, arrival, requested, self._left, broken, watched = (value.decode() for value in shared)
+        failure, rounds, arrival, requested, plane.left, broken, watched = (value.decode() for value in shared)
         self._answered_at = time.monotonic()
         if failure:
-            self._learn(**json.loads(failure))
+            plane.learn(Failure(**json.loads(failure)))
             return
         if requested != self._standstill:
             self._standstill = requested
-            process.dump_stacks(f"what {self.place} does, which is {self.doing}:")
-        if self._collective_broke and not broken:
+            process.dump_stacks(f"what {plane.place} does, which is {plane.doing}:")
+        if plane.collective_broke and not broken:
             self._store.set("broken", "1")
-        self._is_broken = self._collective_broke or bool(broken)
-        self._follow_rounds(rounds)
-        self._check_arrival(arrival)
+        self._is_broken = plane.collective_broke or bool(broken)
+        plane.follow_rounds(rounds)
+        plane.follow_barriers(arrival)
         self._check_machine()
         self._check_next(watched, now)
         self._check_all(status, now)  # each does no harm after a failure: the first one counts
 
     def _write_status(self) -> Status:
         what, stuck = self._stuck.check()
-        wait, now = self._main_thread.wait(), time.monotonic()
-        arrival = self._arrival
-        status = Status(
-            self.rank,
-            self.place,
-            self.doing,
-            self._progress,
-            now - self._progressed_at,
-            self._batch,
-            wait if wait is not None and wait.seconds >= 1.0 else None,
-            self._main_thread.line() if wait is None else "",
-            stuck,
-            None if arrival is None else arrival.purpose,
-        )
-        self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
-        if self.hang_timeout is not None and stuck > self.hang_timeout:
+        status, hang_timeout = self._plane.status(stuck), self._plane.hang_timeout
+        self._store.set(f"status/{status.rank}", json.dumps(asdict(status)))
+        if hang_timeout is not None and stuck > hang_timeout:
             self._fail_frozen(status, f"{what} has been stopped or stuck", silent=[])
         return status
 
-    def _check_arrival(self, arrival: str) -> None:
-        """End the run if this rank trains on, and another one waits at a barrier before."""
-        if arrival:
-            first = Arrival(**json.loads(arrival))
-            with self._lock:
-                has_passed = first.number > self._barriers and self._batch > first.batches
-            if has_passed:
-                self._fail(first.without_others(f"{self.place} trains on with batch {self._batch} of the run"))
-
     def _check_machine(self) -> None:
         """End the run if the process of the next rank on this machine has ended without leaving."""
-        ranks = sorted(self.processes, key=lambda rank: (rank <= self.rank, rank))
-        if ranks and process.is_gone(self.processes[ranks[0]]):
-            del self.processes[ranks[0]]
+        processes = self._plane.processes
+        ranks = sorted(processes, key=lambda rank: (rank <= self._plane.rank, rank))
+        if ranks and process.is_gone(processes[ranks[0]]):
+            del processes[ranks[0]]
             status = self._status_of(ranks[0])
             if not status.has_left:
-                self._fail(f"{status.place} died")
+                self._plane.fail(Failure(f"{status.place} died"))
 
     def _check_next(self, watched: str, now: float) -> None:
         """End the run if the next rank that has not left is silent."""
+        hang_timeout = self._plane.hang_timeout
         if watched != self._seen:
             self._seen, self._seen_at = watched, now
-        status = Status.of(json.loads(watched))
-        if status.has_left or status.rank == self.rank:
-            self._next, self._seen_at = (self._next + 1) % self.size, now
+        status = Status(**json.loads(watched))
+        if status.has_left or status.rank == self._plane.rank:
+            self._next, self._seen_at = (self._next + 1) % self._plane.size, now
         elif self._is_broken and now - self._seen_at > 3 * self._interval:
-            self._fail(f"{status.place} died")
-        elif self.hang_timeout is not None and now - self._seen_at > self.hang_timeout:
+            self._plane.fail(Failure(f"{status.place} died"))
+        elif hang_timeout is not None and now - self._seen_at > hang_timeout:
             self._fail_frozen(status, "it sent nothing", silent=[status.rank])
 
     def _check_all(self, own: Status, now: float) -> None:
         """Look at all ranks if this one has made no progress for ``hang_timeout`` seconds."""
-        if self.hang_timeout is None or own.idle < self.hang_timeout or now < self._look_at:
+        size, hang_timeout = self._plane.size, self._plane.hang_timeout
+        if hang_timeout is None or own.idle < hang_timeout or now < self._look_at:
             return
-        self._look_at = now + max(self.hang_timeout / 10, self.size / 100)
-        statuses = [self._status_of(rank) for rank in range(self.size)]
-        table = deadlock(statuses, self.hang_timeout)
-        if table is not None:
-            self._fail(table, is_stuck=True)
+        self._look_at = now + max(hang_timeout / 10, size / 100)
+        statuses = [self._status_of(rank) for rank in range(size)]
+        table, is_deadlock = standstill(statuses, hang_timeout, 2 * self._interval)
+        if is_deadlock:
+            self._plane.fail(Failure(table, is_stuck=True))
             return
-        text = standstill(statuses, self.hang_timeout, 2 * self._interval)
         progress = sum(status.progress for status in statuses)
-        if text is not None and self._standstill.partition("/")[0] != f"{progress}":  # it is reported once
-            request = f"{progress}/{self.rank}"
+        if table and self._standstill.partition("/")[0] != f"{progress}":  # it is reported once
+            request = f"{progress}/{own.rank}"
             if self._store.compare_set("standstill", self._standstill, request).decode() == request:
-                print(f"lightning_hiercomm: {text}", file=sys.stderr, flush=True)
+                print(f"lightning_hiercomm: {table}", file=sys.stderr, flush=True)
 
     def _status_of(self, rank: int) -> Status:
-        return Status.of(json.loads(self._store.get(f"status/{rank}")))
+        return Status(**json.loads(self._store.get(f"status/{rank}")))
+
+    def _fail_frozen(self, status: Status, how: str, silent: Sequence[int]) -> None:
+        how = f"{how} for {self._plane.hang_timeout:g} s, and before it was {status.doing}"
+        self._plane.fail(Failure(f"{status.place} is frozen: {how}", silent=silent, is_frozen=True))
 
     def _leave(self) -> None:
-        if self.failure is None:
-            status = Status(self.rank, self.place, has_left=True)
-            self._store.set(f"status/{self.rank}", json.dumps(asdict(status)))
-            self._store.set("left", self.place)
+        plane = self._plane
+        if plane.failure is None:
+            status = Status(rank=plane.rank, place=plane.place, has_left=True)
+            self._store.set(f"status/{plane.rank}", json.dumps(asdict(status)))
+            self._store.set("left", plane.place)
         deadline = time.monotonic() + max(2.0, 2 * self._interval)
         aware = self._store.add("aware", 1)
-        while self.rank == 0 and not is_agents_store() and aware < self.size and time.monotonic() < deadline:
+        while plane.rank == 0 and not is_agents_store() and aware < plane.size and time.monotonic() < deadline:
             time.sleep(0.02)  # other ranks would take the end of this process, which has the store, for a death
             aware = self._store.add("aware", 0)
 
     def _watch_store(self) -> None:
         """End this rank if the store does not answer: a call has no timeout if the store's process is stopped."""
-        last = time.monotonic()
-        while not self._closing.wait(1.0) and self.failure is None and self._threads[0].is_alive():
+        plane, hang_timeout = self._plane, self._plane.hang_timeout
+        on_rank_0, last = not is_agents_store(), time.monotonic()
+        while not plane.is_closing.wait(1.0) and plane.failure is None and self._threads[0].is_alive():
             now = time.monotonic()
             if now - last > _STOPPED:
                 self._answered_at = now
             last, silence = now, now - self._answered_at - self._interval
-            on_rank_0 = not is_agents_store()
-            if silence > 1.0 and on_rank_0 and 0 in self.processes and process.is_gone(self.processes[0]):
-                self._learn("rank 0 died, and torch's store with it")
-            elif self.hang_timeout is not None and silence > self.hang_timeout:
-                message = f"{self._host} is frozen: torch's store there has not answered for {self.hang_timeout:g} s"
-                self._learn(message, silent=[0] if on_rank_0 else [], is_frozen=True)
+            # its forked workers may keep its connections open
+            if silence > 1.0 and on_rank_0 and process.is_gone(plane.processes.get(0, _UNKNOWN)):
+                plane.learn(Failure(_LOST.format(_store_host())))
+            elif hang_timeout is not None and silence > hang_timeout:
+                message = f"{_store_host()} is frozen: torch's store there has not answered for {hang_timeout:g} s"
+                plane.learn(Failure(message, silent=[0] if on_rank_0 else [], is_frozen=True))
 
-    # ---- failures that this rank has found or received -----------------------------------------------------------
 
-    def _fail_frozen(self, status: Status, how: str, silent: Sequence[int]) -> None:
-        message = f"{status.place} is frozen: {how} for {self.hang_timeout:g} s, and before it was {status.doing}"
-        self._fail(message, silent=silent, is_frozen=True)
-
-    def _fail(self, message: str, is_known: bool = False, **more: Any) -> None:
-        """Report a failure to all ranks. The first one counts; later ones are its consequences."""
-        own = json.dumps({"message": message, **more})
-        first = self._store.compare_set("failure", "", own).decode()
-        if first == own and not is_known:
-            print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
-        self._learn(**json.loads(first))
-
-    def _learn(self, message: str, silent: Sequence[int] = (), is_frozen: bool = False, is_stuck: bool = False) -> None:
-        """Receive the failure: raise it at the next batch, or end this process if it does not end by itself."""
-        with self._lock:
-            if self.failure is not None:
-                return
-            self.failure = message
-        self._failed.set()
-        # if this process ends by itself, before multiprocessing waits for its children
-        multiprocessing.util.Finalize(None, process.end_children, exitpriority=100)
-        if is_frozen:
-            process.dump_stacks(f"{message}. What {self.place} does:")
-        for rank in {*silent} & {*self.processes} - {self.rank}:
-            threading.Timer(self.grace / 2, process.end_frozen, [self.processes[rank]]).start()
-        if not message.startswith((f"{self.place} failed", f"{self.place} was interrupted")):
-            grace = min(self.grace, _STUCK_GRACE) if is_stuck else self.grace
-            why = "" if is_stuck or message.startswith(self.place) else ", which is waiting for it"
-            first_line = message.partition("\n")[0]
-            last = f"{first_line}. Ending {self.place}{why}."
-            threading.Thread(target=process.end_after, args=(grace, last, self._closing), daemon=True).start()
+def _store_host() -> str:
+    return "torchrun's agent" if is_agents_store() else "rank 0"

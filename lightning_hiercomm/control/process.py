@@ -76,28 +76,27 @@ class StuckDetector:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[tuple[str, ...], float]] = {}
+        self._since: dict[tuple[int, str], float] = {}
 
     def check(self) -> tuple[str, float]:
         """Return what is stuck, and for how many seconds since the first check."""
-        workers = [child.pid for child in multiprocessing.active_children() if child.daemon]
-        seen = {pid: self._state(pid) for pid in (os.getpid(), *workers) if pid is not None}
-        self._seen = {pid: state for pid, state in seen.items() if state is not None}
-        if not self._seen:
+        now, workers = time.monotonic(), [child.pid for child in multiprocessing.active_children() if child.daemon]
+        states = {(pid, _schedulings_if_stuck(pid)) for pid in (os.getpid(), *workers) if pid is not None}
+        self._since = {state: self._since.get(state, now) for state in states if state[1]}
+        if not self._since:
             return "", 0.0
-        pid, (_, since) = min(self._seen.items(), key=lambda item: item[1][1])
-        return "its main thread" if pid == os.getpid() else f"its worker {pid}", time.monotonic() - since
+        (pid, _), since = min(self._since.items(), key=lambda item: item[1])
+        return "its main thread" if pid == os.getpid() else f"its worker {pid}", now - since
 
-    def _state(self, pid: int) -> tuple[tuple[str, ...], float] | None:
-        """Return the main thread's number of schedulings, and since when it is the same; None if it is not stuck."""
-        try:
-            lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
-        except OSError:
-            return None
+
+def _schedulings_if_stuck(pid: int) -> str:
+    """Return the main thread's state and number of schedulings; empty if it is not stuck."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/task/{pid}/status").read_text().splitlines()
         states = ("State:\tD", "State:\tT", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
-        now = tuple(line for line in lines if line.startswith(states))
-        before, since = self._seen.get(pid, ((), 0.0))
-        return None if len(now) < 3 else (now, since if now == before else time.monotonic())
+        found = [line for line in lines if line.startswith(states)]
+        return " ".join(found) if len(found) == 3 else ""
+    return ""
 
 
 def end_children() -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from traceback import walk_tb
 from types import CodeType, FrameType
@@ -22,37 +22,37 @@ _LIBRARIES = ("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightn
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 _COLLECTIVES = (
     "/torch/distributed/distributed_c10d.py",
-    "/torch/distributed/c10d_logger.py",
     "/torch/distributed/nn/functional.py",
     "/torch/distributed/_functional_collectives.py",
     "/torch/distributed/utils.py",
     "/torch/nn/parallel/distributed.py",
 )
 _FUTURES = ("/torch/utils/_contextlib.py", "/torch/futures/__init__.py")
+_WRAPPERS = (*_FUTURES, "/torch/distributed/c10d_logger.py")
 _IDLE = 0.2  # of a core
 
 
-@dataclass(frozen=True)
-class Wait:
-    """A wait of a main thread for other ranks.
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a main thread is.
 
     Attributes:
-        seconds: How long the thread has waited in this call.
-        call: The function that waits, such as ``"torch.distributed.barrier"``.
-        place: A digest of the stack outside of this package; equal on ranks that wait in the same place.
+        seconds: How long it has been there.
+        call: The function that waits for other ranks, such as ``"torch.distributed.barrier"``; empty if none does.
+        digest: Of the stack outside of this package; equal on ranks that wait in the same place.
         line: The user's line of code, such as ``"train.py:31 (on_train_batch_end)"``; empty if there is none.
         collectives: How many collectives over all ranks this rank has begun; equal on ranks that wait in the same one.
     """
 
-    seconds: float
-    call: str
-    place: str
-    line: str
+    seconds: float = 0.0
+    call: str = ""
+    digest: str = ""
+    line: str = ""
     collectives: int = 0
 
 
 class MainThread:
-    """Finds out whether the main thread of this process waits for other ranks.
+    """Reports where the main thread of this process is, and whether it waits there for other ranks.
 
     It does if the innermost function of its stack is a collective of ``torch.distributed`` or of this package. It also
     does if the process is idle, and that function calls collectives in C++ (DDP's backward pass and its broadcast of
@@ -73,26 +73,28 @@ class MainThread:
     ) -> None:
         self._count_of_all_ranks, self._first_count = count_of_all_ranks, count_of_all_ranks()
         self._count_collectives, self._gpu_is_busy = count_collectives, gpu_is_busy
-        self._position: object = None
+        self._here: object = None
         self._since = self._processor_time = 0.0
 
-    def wait(self) -> Wait | None:
-        """Return the wait of the main thread; None if it does not wait for other ranks."""
-        frames = _frames_of_main_thread()
-        kind, now = _kind_of_wait(frames), time.monotonic()
-        position = (*((frame.f_code, frame.f_lasti) for frame in _outside(frames)), self._count_collectives())
-        if position != self._position:
-            self._position, self._since, self._processor_time = position, now, time.process_time()
+    def position(self) -> Position:
+        """Return where the main thread is now."""
+        frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
+        inside = [*takewhile(_is_inside, frames)]
+        outside, kind, now = frames[len(inside) :], _kind_of_wait(frames), time.monotonic()
+        here = (*((frame.f_code, frame.f_lasti) for frame in outside), self._count_collectives())
+        if here != self._here:
+            self._here, self._since, self._processor_time = here, now, time.process_time()
         seconds = now - self._since
-        if kind is None or (kind != "collective" and not self._is_idle(seconds)):
-            return None
-        call = "trainer.save_checkpoint" if _is_saving(frames) else _call(frames, kind)
-        collectives = self._count_of_all_ranks() - self._first_count
-        return Wait(seconds, call, _place(frames), _line(frames), collectives)
-
-    def line(self) -> str:
-        """Return the user's line of code that the main thread runs; empty if there is none."""
-        return _line(_frames_of_main_thread())
+        is_direct = kind == "collective" and not any(map(_is_ours, inside))
+        call = _call(inside, kind) if kind == "collective" or (kind and self._is_idle(seconds)) else ""
+        functions = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in outside]
+        return Position(
+            seconds=seconds,
+            call="trainer.save_checkpoint" if call and _is_saving(frames) else call,
+            digest=hashlib.blake2b(repr((functions, call if is_direct else "")).encode(), digest_size=8).hexdigest(),
+            line=_line(frames),
+            collectives=self._count_of_all_ranks() - self._first_count,
+        )
 
     def _is_idle(self, seconds: float) -> bool:
         """Return whether the process has used little processor time in the last seconds, or waits for its GPU."""
@@ -112,10 +114,6 @@ def is_of_collective(error: BaseException) -> bool:
     return _kind_of_wait([frame for frame, _ in walk_tb(error.__traceback__)][::-1]) is not None
 
 
-def _frames_of_main_thread() -> list[FrameType]:
-    return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
-
-
 def _frames(frame: FrameType | None) -> list[FrameType]:
     frames = []
     while frame is not None:
@@ -128,7 +126,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
 def _owner(file: str) -> str:
     """Return whose code a file is."""
     installed = next((part for part in _INSTALLED if part in file), None)
-    if file.startswith("<") or file.endswith(_FUTURES) or (file.startswith(_STANDARD_LIBRARY) and installed is None):
+    if file.startswith("<") or file.endswith(_WRAPPERS) or (file.startswith(_STANDARD_LIBRARY) and installed is None):
         return "wrapper"
     if file.startswith(_PACKAGE):
         folder = file.removeprefix(_PACKAGE).split("/")[1]
@@ -152,9 +150,11 @@ def _kind_of_wait(frames: Sequence[FrameType]) -> str | None:
     if len(inner) == len(frames):
         return None
     frame = frames[len(inner)]
-    kinds = {"collective": "collective", "our exchange": "collective", "backward": "backward"}
-    if (kind := {**kinds, "our call": "collective if idle"}.get(_owner_of(frame))) is not None:
-        return kind
+    owner = _owner_of(frame)
+    if owner in ("collective", "our exchange"):
+        return "collective"
+    if owner in ("backward", "our call"):
+        return "backward" if owner == "backward" else "collective if idle"
     is_work = all(each.f_code.co_filename.endswith(_FUTURES) for each in inner)
     return "work" if is_work and _calls_wait(frame.f_code, frame.f_lasti) else None
 
@@ -165,37 +165,22 @@ def _calls_wait(code: CodeType, offset: int) -> bool:
     return [each.argval for each in before if each.opname in ("LOAD_ATTR", "LOAD_METHOD")][-1:] == ["wait"]
 
 
+def _is_ours(frame: FrameType) -> bool:
+    return _owner_of(frame).startswith("our")
+
+
 def _is_inside(frame: FrameType) -> bool:
     """Return whether a frame is of a collective or of this package: these may differ between ranks of one exchange."""
-    return _owner_of(frame) in ("wrapper", "collective") or _owner_of(frame).startswith("our")
+    return _owner_of(frame) in ("wrapper", "collective") or _is_ours(frame)
 
 
-def _outside(frames: Sequence[FrameType]) -> Sequence[FrameType]:
-    return frames[len([*takewhile(_is_inside, frames)]) :]
-
-
-def _call(frames: Sequence[FrameType], kind: str) -> str:
+def _call(inside: Sequence[FrameType], kind: str) -> str:
     """Return the name of the outermost among the innermost functions of one library."""
     if kind in ("backward", "work"):
         return "backward" if kind == "backward" else "torch.distributed.Work.wait"
-    names = [
-        (frame.f_code.co_name, _owner_of(frame).startswith("our"))
-        for frame in takewhile(_is_inside, frames)
-        if _owner_of(frame) != "wrapper" and not frame.f_code.co_filename.endswith("c10d_logger.py")
-    ]
-    if not names:
-        return "torch.distributed"
-    name, is_ours = [*takewhile(lambda each: each[1] == names[0][1], names)][-1]
+    is_ours, innermost = next(groupby((frame for frame in inside if _owner_of(frame) != "wrapper"), _is_ours))
+    name = [*innermost][-1].f_code.co_name
     return f"{name} (lightning_hiercomm)" if is_ours else f"torch.distributed.{name}"
-
-
-def _place(frames: Sequence[FrameType]) -> str:
-    outside = _outside(frames)
-    inside = [_owner_of(frame) for frame in frames[: len(frames) - len(outside)]]
-    is_direct = bool(inside) and not any(owner.startswith("our") for owner in inside)
-    call = _call(frames, "collective") if is_direct and "collective" in inside else ""
-    functions = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in outside]
-    return hashlib.blake2b(repr((functions, call)).encode(), digest_size=8).hexdigest()
 
 
 def _line(frames: Sequence[FrameType]) -> str:

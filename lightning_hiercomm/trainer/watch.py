@@ -11,11 +11,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from lightning_hiercomm._lightning.collectives import (
-    collectives_begun,
-    collectives_of_default_group,
-    gpu_is_busy,
-)
+from lightning_hiercomm._lightning.collectives import collectives_begun, collectives_of_default_group, gpu_is_busy
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import (
     OneRank,
@@ -25,7 +21,7 @@ from lightning_hiercomm._lightning.trainer import (
 )
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure
-from lightning_hiercomm.control.verdict import Purpose
+from lightning_hiercomm.control.reports import Purpose
 from lightning_hiercomm.control.waiting import MainThread, is_of_collective
 
 log = logging.getLogger(__name__)
@@ -64,9 +60,7 @@ class RunControl:
     def __init__(self) -> None:
         self.plane: ControlPlane | None = None
         self.steps: Callable[[], Sequence[int]] | None = None
-        self._is_stopping_together = False
-        self._has_noted_exception = False
-        self._is_ending = False
+        self._is_stopping_together = self._has_noted_exception = self._is_ending = False
         self._ranks: ControlPlane | OneRank | None = None
         self._before_batch: Callable[[], None] | None = None
 
@@ -82,14 +76,7 @@ class RunControl:
     ) -> None:
         """Connect the ranks, if there are several and they are not connected; collective.
 
-        Args:
-            rank: This rank.
-            size: Number of ranks.
-            node: This rank's node, for messages.
-            store: A new part of a store; None if the process group has none.
-            hang_timeout: Seconds without a heartbeat after which a rank counts as frozen; None: never.
-            gather: Returns at least the values of ranks with the same ``among``.
-            timeout: The longest wait for other ranks at a barrier, in seconds. Default: no limit.
+        The arguments are those of :class:`ControlPlane`; ``store`` is None if the process group has none.
         """
         if self.plane is not None:
             return
@@ -100,14 +87,8 @@ class RunControl:
             log.warning("No control plane, because the default process group has no store: ranks wait for each other")
             return
         main_thread = MainThread(collectives_begun, gpu_is_busy, collectives_of_default_group)
-        self.plane = ControlPlane(
-            rank,
-            size,
-            f"rank {rank} (node {node})",
-            hang_timeout=hang_timeout,
-            main_thread=main_thread,
-            timeout=timeout,
-        )
+        place = f"rank {rank} (node {node})"
+        self.plane = ControlPlane(rank, size, place, 4.0, hang_timeout, main_thread, timeout)
         self.plane.start(store, gather)
 
     def watch_over(self, trainer: pl.Trainer, leave: Callable[[], object] | None = None) -> None:
@@ -178,15 +159,13 @@ class RunControl:
             exception.code = 1  # after 0 torchrun waits 300 s for other nodes
         if isinstance(exception, KeyboardInterrupt):  # a terminal interrupts all ranks: rank 0 reports it
             if self.plane.wait_for_failure(0.0 if self.plane.rank == 0 else 1.0) is None:
-                self.plane.report_failure(exception)
-                log.warning(self.plane.description(exception))
+                log.warning(self.plane.report_failure(exception))
             return
         # a collective with a dead peer fails before the report about it arrives
         may_be_consequence = isinstance(exception, RuntimeError) and is_of_collective(exception)
         failure = self.plane.wait_for_failure(5.0, collective_broke=True) if may_be_consequence else self.plane.failure
         if failure is None:
-            self.plane.report_failure(exception)
-            note = self.plane.description(exception)
+            note = self.plane.report_failure(exception)
         else:
             note = f"{self.plane.place} ends because {failure}"
             print_without_traceback(exception)

@@ -15,28 +15,19 @@ import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
 from lightning_hiercomm.control import plane as control
-from lightning_hiercomm.control.plane import ControlPlane, RankFailure, seconds_between_beats
-from lightning_hiercomm.control.waiting import MainThread, Wait
+from lightning_hiercomm.control import process
+from lightning_hiercomm.control.plane import ControlPlane, RankFailure, Watch, seconds_between_beats
+from lightning_hiercomm.control.waiting import MainThread, Position
 
 
-class Silent(ControlPlane):
-    """A rank that has joined, and does nothing more."""
+class Stays(MainThread):
+    """A main thread that stays somewhere."""
 
-    def _run(self) -> None:
-        pass
+    def __init__(self, position: Position) -> None:
+        self._position = position
 
-
-class Waits(MainThread):
-    """A main thread that waits somewhere, or nowhere."""
-
-    def __init__(self, wait: Wait | None) -> None:
-        self._wait = wait
-
-    def wait(self) -> Wait | None:
-        return self._wait
-
-    def line(self) -> str:
-        return "train.py:5 (log)"
+    def position(self) -> Position:
+        return self._position
 
 
 Start = Callable[..., list[ControlPlane]]
@@ -47,19 +38,20 @@ def start(monkeypatch) -> Iterator[Start]:
     """``start(size, **settings)``: connected ranks, the ``silent`` ones of which do nothing."""
     monkeypatch.setattr(control.process.StuckDetector, "check", lambda self: ("", 0.0))  # pytest has stopped children
     planes: list[ControlPlane] = []
+    run = Watch._run  # noqa: SLF001
 
     def connect(
         size: int,
         silent: tuple[int, ...] = (),
-        waits: tuple[Wait | None, ...] = (),
+        positions: tuple[Position, ...] = (),
         stores: Callable[[], Store] | None = None,
         hang_timeout: float | None = None,
     ) -> list[ControlPlane]:
         # `grace` is long: a rank that is not ended by its failure would take the test process with it
         for rank in range(size):
-            kind = Silent if rank in silent else ControlPlane
-            thread = Waits(waits[rank]) if waits else None
-            planes.append(kind(rank, size, f"rank {rank} (node 0)", 60.0, hang_timeout, thread))
+            thread = Stays(positions[rank]) if positions else None
+            planes.append(ControlPlane(rank, size, f"rank {rank} (node 0)", 60.0, hang_timeout, thread))
+        monkeypatch.setattr(Watch, "_run", lambda self: None if self._plane.rank in silent else run(self))
         shared, together, values = HashStore(), threading.Barrier(size, timeout=20.0), {}
 
         def join(plane: ControlPlane) -> None:
@@ -77,6 +69,11 @@ def start(monkeypatch) -> Iterator[Start]:
     yield connect
     for plane in reversed(planes):
         plane.close()
+
+
+BUSY = Position(seconds=60.0, digest="c", line="train.py:5 (log)")
+BACKWARD = Position(seconds=60.0, call="backward", digest="a", line="train.py:9 (main)", collectives=3)
+GATHER = Position(seconds=60.0, call="torch.distributed.all_gather", digest="b", collectives=3)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -123,7 +120,7 @@ def test_a_failure_just_before_a_rank_leaves_is_reported(start):
 
 
 def test_leaving_is_no_failure(start):
-    planes = start(3, waits=(None,) * 3, hang_timeout=1.0)
+    planes = start(3, positions=(BUSY,) * 3, hang_timeout=1.0)
     planes[2].close()
     planes[1].close()
     assert planes[0].wait_for_failure(1.5) is None  # it sees neither of them as frozen
@@ -131,11 +128,11 @@ def test_leaving_is_no_failure(start):
 
 @pytest.mark.parametrize("has_left", [False, True])
 def test_an_ended_process_of_this_machine_is_a_death_unless_it_left(start, capfd, has_left):
-    planes = start(2)
+    planes = start(3)
     if has_left:
-        planes[1].close()
-    planes[0].processes = {1: ["here", "2147483647", "12"]}
-    expected = None if has_left else "rank 1 (node 0) died"
+        planes[2].close()
+    planes[0].processes = {2: ["here", "2147483647", "12"]}  # rank 1 is on another machine
+    expected = None if has_left else "rank 2 (node 0) died"
     assert planes[0].wait_for_failure(1.5 if has_left else 5.0) == expected
     # it is printed at once, because a launcher may end everybody else
     assert capfd.readouterr().err == ("" if has_left else f"lightning_hiercomm: {expected}\n")
@@ -150,7 +147,7 @@ def test_a_silent_rank_has_died_if_a_collective_broke(start):
 def test_a_silent_rank_is_frozen_after_hang_timeout(start, capfd, monkeypatch):
     ended = []
     monkeypatch.setattr(control.process, "end_frozen", ended.append)
-    planes = start(3, silent=(2,), waits=(None,) * 3, hang_timeout=1.0)
+    planes = start(3, silent=(2,), positions=(BUSY,) * 3, hang_timeout=1.0)
     for plane in planes[:2]:
         plane.processes, plane.grace = {2: ["", "", ""]}, 0.2
     monkeypatch.setattr(control.process, "end_after", lambda *_: None)
@@ -178,25 +175,21 @@ def test_a_rank_that_was_stopped_itself_does_not_take_that_for_silence(start, mo
 
 # ---- ranks that make no progress -------------------------------------------------------------------------------------
 
-BACKWARD = Wait(60.0, "backward", "a", "train.py:9 (main)", 3)
-GATHER = Wait(60.0, "torch.distributed.all_gather", "b", "", 3)
-
 
 def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(start, capfd):
-    planes = start(2, waits=(BACKWARD, GATHER), hang_timeout=1.0)
+    planes = start(2, positions=(BACKWARD, GATHER), hang_timeout=1.0)
     table = planes[1].wait_for_failure(5.0)
     assert "rank 1 (node 0) | torch.distributed.all_gather | starting" in table
     assert capfd.readouterr().err.count(f"lightning_hiercomm: {table}\n") == 1
 
 
 def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(start, capfd):
-    planes = start(2, waits=(BACKWARD, None), hang_timeout=1.0)
+    planes = start(2, positions=(BACKWARD, BUSY), hang_timeout=1.0)
     assert planes[0].wait_for_failure(3.0) is None
     said = capfd.readouterr().err
-    assert (
-        said.count("no rank made progress for 1 s (hang_timeout), and the run goes on: rank 0 (node 0), starting,") == 1
-    )
-    assert "waits in backward in train.py:9 (main); rank 1 (node 0), starting, is busy in train.py:5 (log)\n" in said
+    assert said.count("no rank made progress for 1 s (hang_timeout), and the run goes on\n") == 1
+    assert "\nrank 0 (node 0) | backward | starting | train.py:9 (main)\n" in said
+    assert "\nrank 1 (node 0) | is busy  | starting | train.py:5 (log)\n" in said
     assert [said.count(f"what rank {rank} (node 0) does, which is starting:") for rank in (0, 1)] == [1, 1]
 
 
@@ -226,7 +219,9 @@ def test_ranks_with_different_reasons_at_a_barrier_fail(start):
     planes = start(2)
     with ThreadPoolExecutor(2) as pool:
         for each in [pool.submit(planes[0].barrier, "save"), pool.submit(planes[1].barrier, "run", " trainer.fit")]:
-            with pytest.raises(RankFailure, match=r"rank 1 called trainer\.fit.*, and rank 0 called trainer\.save_che"):
+            with pytest.raises(
+                RankFailure, match=r"rank 1 .* called trainer\.fit.*, and rank 0 .* called trainer\.save"
+            ):
                 each.result(timeout=10)
 
 
@@ -253,10 +248,11 @@ def test_a_barrier_to_which_rank_zero_does_not_come_raises(start, ending):
 
 
 def test_a_barrier_ends_after_the_timeout(start, monkeypatch):
-    plane = start(2)[1]
-    monkeypatch.setattr(plane, "_timeout", 0.2)
+    planes = start(2)
+    monkeypatch.setattr(planes[1], "_timeout", 0.2)
     with pytest.raises(RankFailure, match=r"rank 1 .* has waited in test_plane\.py:\d+ .* for timeout=0\.2 s"):
-        plane.barrier()
+        planes[1].barrier()
+    assert "rank 1 (node 0) has waited in test_plane.py" in planes[0].wait_for_failure(5.0)
 
 
 # ---- common stops ----------------------------------------------------------------------------------------------------
@@ -330,24 +326,32 @@ def test_stop_during_requeue_does_both(start):
 def server() -> Iterator[tuple[subprocess.Popen, Callable[[], Store]]]:
     """The process of a store, and a function that connects to it."""
     start = "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False); print(store.port, flush=True)"
-    program = f"import time; from torch.distributed import TCPStore; {start}; time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    port = int(process.stdout.readline())
-    yield process, lambda: TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    process.kill()
-    process.communicate()
+    fork = "signal.signal(signal.SIGUSR1, lambda *_: print(os.fork(), flush=True))"
+    program = f"import os, signal, time; from torch.distributed import TCPStore; {fork}; {start}; time.sleep(60)"
+    host = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
+    port = int(host.stdout.readline())
+    yield host, lambda: TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    os.killpg(host.pid, signal.SIGKILL)
+    host.communicate()
 
 
 @pytest.mark.parametrize(
-    ("number", "named"),
+    ("number", "has_worker", "named"),
     [
-        (signal.SIGKILL, "rank 0 died, and torch's store with it"),
-        (signal.SIGSTOP, "rank 0 is frozen: torch's store there has not answered for 1 s"),
+        (signal.SIGKILL, False, "rank 0 died, and torch's store with it"),
+        (signal.SIGKILL, True, "rank 0 died, and torch's store with it"),  # which keeps the connections open
+        (signal.SIGSTOP, False, "rank 0 is frozen: torch's store there has not answered for 1 s"),
     ],
 )
-def test_a_store_that_is_lost_is_the_end_of_rank_zero(start, server, number, named):
-    planes = start(2, stores=server[1], hang_timeout=1.0)
-    os.kill(server[0].pid, number)
+def test_a_store_that_is_lost_is_the_end_of_rank_zero(start, server, number, has_worker, named):
+    host, connect = server
+    planes = start(2, stores=connect, hang_timeout=1.0 if number == signal.SIGSTOP else None)
+    for plane in planes if has_worker else ():
+        plane.processes = {0: ["here", str(host.pid), process._started(host.pid)]}  # noqa: SLF001
+    if has_worker:
+        os.kill(host.pid, signal.SIGUSR1)
+        assert host.stdout.readline()
+    os.kill(host.pid, number)
     assert [plane.wait_for_failure(8.0) for plane in planes] == [named] * 2
 
 
@@ -379,8 +383,7 @@ class CountingStore(Store):
 
 
 def test_a_heartbeat_is_two_requests_and_a_batch_is_none(start):
-    requests: list[str] = []
-    shared = HashStore()
+    requests, shared = [], HashStore()
     planes = start(2, stores=lambda: CountingStore(shared, requests), hang_timeout=5.0)
     wait_until(lambda: requests.count("multi_get") >= 4)
     del requests[:]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_hiercomm.control import waiting
-from lightning_hiercomm.control.waiting import MainThread, Wait
+from lightning_hiercomm.control.waiting import MainThread, Position
 
 INSTALLED = "/x/site-packages"
 C10D = f"{INSTALLED}/torch/distributed/distributed_c10d.py"
@@ -46,20 +46,20 @@ def is_in(called: Callable[..., object]) -> bool:
 
 
 @pytest.fixture
-def wait_in() -> Callable[..., Wait | None]:
+def wait_in() -> Callable[..., Position]:
     """``wait_in(*functions)``: what another thread sees while the main thread is in those, the innermost last."""
 
-    def seen(*functions: Callable[..., object], seconds: float = 0.1) -> Wait | None:
-        found: list[Wait | None] = []
+    def seen(*functions: Callable[..., object], seconds: float = 0.1) -> Position:
+        found: list[Position] = []
         is_over = threading.Event()
 
         def look() -> None:
             while not is_in(functions[-1]):
                 time.sleep(0.01)
             main_thread = MainThread()
-            main_thread.wait()
+            main_thread.position()
             time.sleep(seconds)
-            found.append(main_thread.wait())
+            found.append(main_thread.position())
             is_over.set()
 
         looking = threading.Thread(target=look)
@@ -89,7 +89,7 @@ def test_a_backward_pass_that_computes_nothing_is_a_wait(wait_in):
 
 def test_a_broadcast_of_buffers_in_cpp_is_a_wait(wait_in):
     broadcast = function("_sync_buffers", f"{INSTALLED}/torch/nn/parallel/distributed.py")
-    assert wait_in(hook, broadcast) is not None
+    assert wait_in(hook, broadcast).call == "torch.distributed._sync_buffers"
 
 
 @pytest.mark.parametrize("work", [torch._C.Future([]), torch.futures.Future()])
@@ -102,7 +102,7 @@ def test_waiting_for_the_work_of_a_collective_is_a_wait(work):
         while not is_in(names["on_train_batch_end"]):
             time.sleep(0.01)
         time.sleep(0.05)
-        found.append(MainThread().wait())
+        found.append(MainThread().position())
         work.set_result(None)
 
     looking = threading.Thread(target=look)
@@ -113,29 +113,49 @@ def test_waiting_for_the_work_of_a_collective_is_a_wait(work):
 
 
 def test_writing_a_checkpoint_is_no_wait(wait_in):
-    assert wait_in(hook, save, function("write", f"{PACKAGE}/checkpoints/durable.py")) is None
+    assert wait_in(hook, save, function("write", f"{PACKAGE}/checkpoints/durable.py")).call == ""
 
 
 def test_a_backward_pass_that_computes_is_no_wait(wait_in, monkeypatch):
     clock = iter([0.0, 0.0, 0.9, 0.9])  # processor seconds when it begins, and 0.5 s later
     monkeypatch.setattr(waiting.time, "process_time", lambda: next(clock))
-    assert wait_in(hook, backward, seconds=0.5) is None
+    assert wait_in(hook, backward, seconds=0.5).call == ""
+
+
+@pytest.mark.parametrize(("is_busy", "call"), [(True, "backward"), (False, "")])
+def test_a_thread_that_uses_the_processor_waits_if_its_gpu_is_busy(is_busy, call, monkeypatch):
+    seconds, found = iter([0.0, 10.0]), []
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(waiting.time, "process_time", iter([0.0, 0.0, 9.9]).__next__)
+    main_thread = MainThread(gpu_is_busy=lambda: is_busy)
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_in(backward):
+            time.sleep(0.01)
+        found.extend(main_thread.position() for _ in range(2))
+        is_over.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(look)
+        hook(backward, is_over.wait)
+    assert found[1].call == call
 
 
 @pytest.mark.parametrize("functions", [(hook,), (save,), (backward, hook), (barrier, hook)])
 def test_other_calls_that_last_long_are_no_waits(wait_in, functions):
-    assert wait_in(*functions) is None
+    assert wait_in(*functions).call == ""
 
 
 def test_ranks_with_different_parts_in_one_exchange_wait_in_the_same_place(wait_in):
     leader = wait_in(hook, step, exchange, gather)
-    assert leader.place == wait_in(hook, step, exchange).place
-    assert leader.place != wait_in(other_hook, step, exchange).place
+    assert leader.digest == wait_in(hook, step, exchange).digest
+    assert leader.digest != wait_in(other_hook, step, exchange).digest
 
 
 def test_two_collectives_of_one_function_are_different_places(wait_in):
-    assert wait_in(hook, barrier).place != wait_in(hook, gather).place
-    assert wait_in(hook, barrier).place == wait_in(hook, barrier).place
+    assert wait_in(hook, barrier).digest != wait_in(hook, gather).digest
+    assert wait_in(hook, barrier).digest == wait_in(hook, barrier).digest
 
 
 def test_a_thread_that_begins_more_collectives_has_not_waited_since():
@@ -149,9 +169,7 @@ def test_a_thread_that_begins_more_collectives_has_not_waited_since():
             time.sleep(0.01)
         for _ in range(3):
             time.sleep(0.1)
-            wait = main_thread.wait()
-            assert wait is not None
-            seconds.append(wait.seconds)
+            seconds.append(main_thread.position().seconds)
         is_over.set()
 
     looking = threading.Thread(target=look)
@@ -164,4 +182,5 @@ def test_a_thread_that_begins_more_collectives_has_not_waited_since():
 
 def test_the_line_that_the_main_thread_runs_is_reported():
     with ThreadPoolExecutor(1) as pool:
-        assert re.fullmatch(r"test_waiting\.py:\d+ \(test_the_line_.*\)", pool.submit(MainThread().line).result())
+        line = pool.submit(MainThread().position).result().line
+    assert re.fullmatch(r"test_waiting\.py:\d+ \(test_the_line_.*\)", line)
