@@ -106,19 +106,6 @@ def _check_devices(ranks: int, num_devices: int, num_nodes: int) -> None:
         )
 
 
-def check_program_can_run_again() -> None:
-    """Raise an error if ranks would start by running the program again in a notebook or at a Python prompt.
-
-    Lightning does too, but its remedy is its own ``ddp_notebook``.
-    """
-    if fabric.utilities.imports._IS_INTERACTIVE:
-        raise fabric.utilities.exceptions.MisconfigurationException(
-            "start_method='popen' starts ranks by running the script again, but an interactive session has none. Use"
-            " HierarchicalStrategy(..., start_method='fork'), or a name that ends in _notebook, such as"
-            " Trainer(strategy='hierarchical_periodic_notebook')."
-        )
-
-
 @contextmanager
 def process_group_meets_at(store: Store | None, rank: int, size: int) -> Iterator[None]:
     """Make ``init_process_group`` use a store instead of ``env://``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning_hiercomm._lightning.trainer import names_logged_in_training, validates_by_the_clock
+from lightning_hiercomm._lightning.trainer import names_logged_in_training
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.elastic.configuration import check_torchft
 from lightning_hiercomm.nodes.ignored import ignored_by_ddp
@@ -54,11 +54,6 @@ _TRAINER: tuple[Check, ...] = (
         lambda trainer: bool(ignored_by_ddp(trainer.lightning_module)),
         "the module tells DDP to leave parameters or buffers to each rank (_ddp_params_and_buffers_to_ignore), but a"
         " joining node begins with another node's: leave the attribute or elastic= out",
-    ),
-    (
-        validates_by_the_clock,
-        "Trainer(val_check_interval=...) of a time validates at another step on every node: give a number of batches,"
-        " or a fraction of the epoch",
     ),
 )
 

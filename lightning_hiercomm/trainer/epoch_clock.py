@@ -1,4 +1,4 @@
-"""Begins and ends epochs by a callback, because strategies have no such hooks, and computes the length of a run."""
+"""Begins and ends epochs by a callback, because strategies have no such hooks, and checks the length of a run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from lightning_hiercomm._lightning.trainer import accumulates
+from lightning_hiercomm._lightning.trainer import accumulates, validates_by_the_clock
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.batches.running import RunningBatches
+from lightning_hiercomm.nodes.connect import check_equal_work
+from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
+from lightning_hiercomm.schemes import Scheme
 from lightning_hiercomm.trainer.watch import RunControl
 
 
@@ -97,9 +100,18 @@ class EpochClock(pl.Callback):
             self._run.end_epoch()
 
 
-def steps_of_epoch(trainer: pl.Trainer) -> float:
-    """Return the optimizer steps of an epoch; the last counts as a fraction if it accumulates fewer batches."""
-    return trainer.num_training_batches / trainer.accumulate_grad_batches
+def check_training(trainer: pl.Trainer, scheme: Scheme, topology: Topology) -> None:
+    """Check that ranks have equal work, and warn if the run is too short for its scheme. Collective."""
+    check_equal_work(topology, trainer.num_training_batches)
+    if validates_by_the_clock(trainer) and (topology.world_size > 1 or not topology.is_one_node):
+        raise ValueError(
+            "Trainer(val_check_interval=...) is a time, which every rank measures by its own clock, so ranks would"
+            " validate after different batches: give a number of batches, or a fraction of the epoch"
+        )
+    steps_of_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    _, steps = length_of_run(trainer)
+    for warning in scheme.check_run(topology.num_nodes, steps_of_epoch, math.inf if steps is None else steps):
+        pl.utilities.rank_zero_warn(warning)
 
 
 def length_as_given(trainer: pl.Trainer) -> tuple[int | None, int | None]:

@@ -22,7 +22,6 @@ from lightning_hiercomm.run.losses import common_loss
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
-from lightning_hiercomm.trainer.checks import check_launch
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop, FabricModule
 from lightning_hiercomm.trainer.options import Health, Transport
 from lightning_hiercomm.trainer.settings import (
@@ -167,8 +166,7 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         pass_to_ranks()
-        backend, sizes = self._process_group_backend, self._settings.ranks_per_node
-        check_launch(self.parallel_devices, backend, sizes, self.world_size)
+        self._settings.check_launch(self.parallel_devices, self._process_group_backend, self.world_size)
         assert self.cluster_environment is not None
         self._starts_ranks = not self.cluster_environment.creates_processes_externally
         super()._configure_launcher()

@@ -138,21 +138,17 @@ class FabricModule:
 class _BeforeForward:
     """Synchronizes nodes before a forward pass if parameters were unfrozen; a copy of the module has no run."""
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun | None) -> None:
         self._run = run
 
     def __call__(self, module: nn.Module, inputs: object) -> None:
-        if torch.is_grad_enabled():
+        if self._run is not None and torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
                 self._run.misuse.end_batch()
             self._run.follow_unfrozen()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (_nothing,)
-
-
-def _nothing(module: nn.Module, inputs: object) -> None:
-    """Do nothing: the hook of a copied module."""
+        return _BeforeForward, (None,)
 
 
 def _reduce_bucket(own: weakref.ref[FabricModule], bucket: Any) -> Future[Tensor]:

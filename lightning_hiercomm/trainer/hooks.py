@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hiercomm._lightning.collectives import store_of_default_group
-from lightning_hiercomm._lightning.launcher import place_of, process_group_meets_at
+from lightning_hiercomm._lightning.launcher import check_ranks_of_node, place_of, process_group_meets_at
 from lightning_hiercomm._lightning.places import begin_stateful_loader
 from lightning_hiercomm._lightning.saves import dump_within
 from lightning_hiercomm._lightning.trainer import (
@@ -54,10 +54,9 @@ from lightning_hiercomm.schemes.gradient_path import GradientPath
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.batches import attach_batches, begin_batches
 from lightning_hiercomm.trainer.checkpoint_hooks import CheckpointHooks
-from lightning_hiercomm.trainer.checks import check_launch, check_training
 from lightning_hiercomm.trainer.elastic import elastic_node
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values, check_one_node, check_trainer
-from lightning_hiercomm.trainer.epoch_clock import EpochClock, length_as_given, length_of_run
+from lightning_hiercomm.trainer.epoch_clock import EpochClock, check_training, length_as_given, length_of_run
 from lightning_hiercomm.trainer.state import announce, required
 from lightning_hiercomm.trainer.unequal_data import UnequalNodes
 
@@ -76,9 +75,10 @@ class HierarchicalHooks(CheckpointHooks):
         pass_to_ranks()
         if isinstance(self._environment, fabric.plugins.environments.mpi.MPIEnvironment):
             abort_on_uncaught_exceptions()
-        backend, sizes = self._process_group_backend, self._settings.ranks_per_node
-        check_launch(self.parallel_devices, backend, sizes, self.world_size, self._environment)
+        self._settings.check_launch(self.parallel_devices, self._process_group_backend, self.world_size)
         self._starts_ranks = not self._environment.creates_processes_externally
+        if not self._starts_ranks:
+            check_ranks_of_node(self._environment)
         super()._configure_launcher()
 
     @override

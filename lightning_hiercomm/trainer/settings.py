@@ -17,11 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hiercomm._lightning.collectives import collectives_of_default_group
 from lightning_hiercomm.arguments import check_types, checked_fields, note_owner, unknown_argument
 from lightning_hiercomm.batches import HeterogeneousBatches
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire, codec_named
 from lightning_hiercomm.elastic.configuration import Elastic
-from lightning_hiercomm.nodes.connect import process_group
-from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.nodes.connect import check_backend, process_group
+from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
@@ -193,6 +194,14 @@ class Settings:
         _, *others = ((each.name, getattr(self, each.name), each.default) for each in fields(self))
         written = [f"{name}={value!r}" for name, value, default in others if value != default]
         return ", ".join([repr(self.scheme), *written])
+
+    def check_launch(self, devices: Sequence[torch.device] | None, backend: str | None, world_size: int) -> None:
+        """Check devices, backend and ranks before processes start."""
+        for device in devices or ():
+            streams.check_known(device)
+        check_backend(backend, devices or ())
+        if self.ranks_per_node is not None:
+            nodes_by_count(self.ranks_per_node, world_size)
 
     def new_run(self, replicas: Replicas, topology: Topology, gradients: GradientPath | None = None) -> TrainingRun:
         """Build the module's schemes; see :class:`~lightning_hiercomm.run.training_run.TrainingRun`. Collective."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,7 +20,7 @@ from lightning_hiercomm._lightning.ddp import (
     register_bucket_hook,
     time_buffer_broadcasts,
 )
-from lightning_hiercomm._lightning.launcher import RankLauncher, check_program_can_run_again
+from lightning_hiercomm._lightning.launcher import RankLauncher
 from lightning_hiercomm._lightning.trainer import raw_optimizer
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.batches import HeterogeneousBatches
@@ -150,8 +149,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
     def _configure_launcher(self) -> None:
         if self._environment.creates_processes_externally:
             self._start_method = "popen"  # its launcher starts no processes if the cluster environment does
-        elif self._start_method == "popen":
-            check_program_can_run_again()
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = RankLauncher(self, start_method=self._start_method)
@@ -234,11 +231,9 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         # DDPStrategy registers hooks on CUDA only and drops them in silence elsewhere
         assert isinstance(self.model, DistributedDataParallel)
-        register_bucket_hook(self.model, self._reduce_bucket)
-        time_buffer_broadcasts(self.model, self._waiting_for_buffers)
-
-    def _reduce_bucket(self, bucket: Any) -> Future[Tensor]:
-        return self._run.gradients.reduce_bucket(bucket)
+        register_bucket_hook(self.model, lambda bucket: self._run.gradients.reduce_bucket(bucket))
+        meter = self._topology.meter
+        time_buffer_broadcasts(self.model, lambda: meter.waiting(self._run.gradients.level, self.root_device))
 
     @override
     def optimizer_step(
@@ -257,9 +252,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             lambda: step(optimizer, closure, model, **kwargs),
             lambda: run.step(raw_optimizer(optimizer), closure, last=last),
         )
-
-    def _waiting_for_buffers(self) -> AbstractContextManager[None]:
-        return self._topology.meter.waiting(self._run.gradients.level, self.root_device)
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -9,7 +9,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from _lightning.conftest import quiet
 from forked import ForkedPython
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
@@ -20,15 +19,11 @@ from lightning.fabric.plugins.environments import (
     SLURMEnvironment,
 )
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.fabric.utilities import imports
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from packaging.version import Version
 
 from lightning_hiercomm._lightning.launcher import (
-    check_program_can_run_again,
     check_ranks_of_node,
     place_of,
     process_group_meets_at,
@@ -104,17 +99,6 @@ def test_the_ranks_of_a_node_are_compared_with_devices(monkeypatch):
     environment.validate_settings(num_devices=2, num_nodes=7)
     with pytest.raises(ValueError, match=r"devices=1\), but 2 ranks were started on this node: give devices=2"):
         environment.validate_settings(num_devices=1, num_nodes=1)
-
-
-def test_lightning_refuses_to_run_a_notebook_again_and_asks_its_own_flag(monkeypatch):
-    assert accelerator_connector._IS_INTERACTIVE is imports._IS_INTERACTIVE is False
-    check_program_can_run_again()
-    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
-        quiet(devices=2, strategy="ddp")
-    monkeypatch.setattr(imports, "_IS_INTERACTIVE", True)
-    with pytest.raises(MisconfigurationException, match="_notebook"):
-        check_program_can_run_again()
 
 
 def test_a_process_group_uses_the_given_store():

@@ -37,6 +37,7 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.trainer import elastic, hooks
 from lightning_hiercomm.trainer.elastic import ElasticNode
 from lightning_hiercomm.trainer.elastic_refusals import check_trainer
+from lightning_hiercomm.trainer.epoch_clock import check_training
 
 
 class Logging(Quadratic):
@@ -137,9 +138,10 @@ def test_elastic_world_of_several_nodes_is_refused(tmp_path, monkeypatch):
 
 
 def test_timed_validation_is_refused_for_elastic_nodes(tmp_path):
-    pytest.importorskip("torchft", reason="needs the extra `elastic`")
-    with pytest.raises(ValueError, match=r"val_check_interval=.*of a time.*give a number of batches"):
-        check_trainer(one_trainer(tmp_path, val_check_interval=timedelta(minutes=15)))
+    node = MagicMock(world_size=1, is_one_node=False, **{"world.all_gather_object.return_value": [8]})
+    timed = one_trainer(tmp_path, val_check_interval=timedelta(minutes=15))
+    with pytest.raises(ValueError, match=r"val_check_interval=.*by its own clock.*give a number of batches"):
+        check_training(timed, DiLoCo(sync_every=2), node)
 
 
 @pytest.mark.parametrize(
