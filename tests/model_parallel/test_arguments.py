@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
 from model_parallel.conftest import trainer
@@ -24,6 +27,7 @@ from lightning_hiercomm import (
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
 from lightning_hiercomm.nodes.topology import Topology
+from lightning_hiercomm.trainer.model_parallel import _mesh_of_world
 
 
 def test_a_torch_that_cannot_slice_the_mesh_is_refused(monkeypatch):
@@ -121,3 +125,20 @@ def test_one_rank_trains_alone(tmp_path, monkeypatch):
     process.start()
     process.join(timeout=60)
     assert process.exitcode == 0
+
+
+def test_gloo_groups_are_not_split_from_a_gpu_group(launch):
+    """torch splits the default group there, whatever its backend, and cannot copy gloo's options."""
+    assert launch(mesh_on_a_gpu, ranks=2) == [[0], [1]]
+
+
+def mesh_on_a_gpu(folder: Path) -> list[int]:
+    torch.cuda.is_available = lambda: True
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
+    mesh = _mesh_of_world("cpu", torch.tensor([[[0]], [[1]]]))
+    try:
+        dist.all_reduce(torch.zeros(1))  # or rank 0 is gone, and its store with it, while the other makes its group
+        return dist.get_process_group_ranks(mesh["data_parallel"].get_group())
+    finally:
+        dist.destroy_process_group()

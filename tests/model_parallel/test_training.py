@@ -7,6 +7,7 @@ import math
 import lightning.pytorch as pl
 import pytest
 import torch
+from fits import our_warnings
 from model_parallel.conftest import trainer, whole_state
 from model_parallel.sharded import STEPS, Net, Searching, Unfreezing
 
@@ -77,6 +78,7 @@ def _train_all(folder):
     results["again"] = _fit_again()
     results["nonfinite"] = _become_nonfinite()
     results["taught"] = _fit_taught()
+    results["plain"] = _fit_plain()
     return results
 
 
@@ -113,6 +115,25 @@ def _fit_taught():
     module = Taught()
     trainer(HierarchicalModelParallelStrategy(PeriodicAveraging(5), ranks_per_node=2), max_epochs=1).fit(module)
     return module.net[0].weight.to_local().unique().tolist()
+
+
+class Plain(Net):
+    """Its backward passes average nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx).backward()
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def _fit_plain():
+    with our_warnings() as said:
+        trainer(HierarchicalModelParallelStrategy(AllReduce(), ranks_per_node=2)).fit(Plain())
+    return said
 
 
 def _fit_again():
@@ -174,3 +195,10 @@ def test_a_module_is_validated_and_trained_again(trained):
     for results in trained[1:]:
         for parameter, values in trained[0]["again"]["state"].items():
             assert torch.equal(results["again"]["state"][parameter], values)
+
+
+def test_gradients_that_nodes_should_share_and_do_not_are_named(trained):
+    said = [results["plain"] for results in trained]
+    assert [len(each) for each in said] == [1, 1, 0, 0]
+    assert "ranks 1, 3 should share" in said[1][0]
+    assert "call self.manual_backward(loss)" in said[1][0]
