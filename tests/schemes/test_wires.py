@@ -9,10 +9,12 @@ import torch
 from torch.optim import SGD
 from zoo import CYCLING, ZOO, without
 
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import (
     DASO,
     AllReduce,
     DiLoCo,
+    Epochs,
     Gossip,
     ParameterSync,
     PeriodicAveraging,
@@ -163,3 +165,65 @@ def test_float_buffers_travel_as_they_are(on_nodes, scheme, wire):
 
     for buffer in on_nodes(work, ZOO[scheme], THREE, wire=wire, buffer=torch.zeros(3)):
         torch.testing.assert_close(buffer, torch.tensor([0.01 * 0.5**7, 51.0, 8.0]), rtol=1e-6, atol=0)
+
+
+STEPPING = {
+    "periodic": PeriodicAveraging(1),
+    "daso, blocking": DASO(warmup=Epochs(1)),
+    "daso, sharded": DASO(warmup=Epochs(1), reducer="sharded"),
+    "daso, cycling": DASO(1, 1, **CYCLING),
+    "daso, delta": DASO(1, 1, merge="delta", **CYCLING),
+}
+
+
+def after_steps_down(on_nodes, name, wire):
+    """Take a hundred steps from 1.0 down by 0.001 on every rank; the parameters in the end."""
+
+    def work(rank):
+        for i in range(100):
+            rank.train(1.0, last=i == 99)
+        rank.scheme.end_epoch(torch.tensor(1.0))
+        rank.scheme.finish()
+        return rank.values
+
+    inner = partial(SGD, lr=1e-3)
+    return on_nodes(work, STEPPING[name], TWO_OF_TWO, shapes={"x": 3}, inner=inner, wire=wire, epochs=10)
+
+
+@pytest.mark.parametrize("name", STEPPING)
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_a_hundred_small_steps_from_one_arrive_through_a_narrow_wire(on_nodes, name, dtype, unit):
+    results = after_steps_down(on_nodes, name, Wire(dtype))
+    # Eq. 1 takes half of each step's progress back, except of the first and the last, whatever the wire
+    end = 1 - (2 + 98 / 2) * 1e-3 if name == "daso, cycling" else 0.9
+    # every one of the differences that travel is right to half a unit in the last place of itself
+    for x in results:
+        assert torch.equal(x, results[0])
+        torch.testing.assert_close(x, torch.full((3,), end), rtol=0, atol=0.1 * unit)
+
+
+@pytest.mark.parametrize("name", ["periodic", "daso, blocking"])
+def test_sending_the_parameters_themselves_stalls_on_a_narrow_wire(on_nodes, name):
+    for x in after_steps_down(on_nodes, name, Wire(torch.bfloat16, raw=True)):
+        assert x.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("wire", [None, Wire(), Wire(torch.float32)])
+def test_a_wire_as_wide_as_the_parameters_changes_nothing(on_nodes, wire):
+    expected = torch.ones(3)
+    for _ in range(100):
+        expected -= 1e-3
+    for x in after_steps_down(on_nodes, "periodic", wire):
+        assert torch.equal(x, expected)
+
+
+def test_weighted_means_are_equal_through_narrow_and_wide_wires(on_nodes):
+    def work(rank):
+        with torch.no_grad():
+            rank.module["x"] += 0.0 if rank.rank < 3 else 2**-12
+        rank.scheme.average()
+        return rank.values.tolist()
+
+    for wire in (Wire(), Wire(torch.bfloat16)):
+        means = on_nodes(work, PeriodicAveraging(1), ((0, 1, 2), (3,)), shapes={"x": 2}, wire=wire)
+        assert means == [[1 + 2**-14] * 2] * 4
