@@ -30,7 +30,6 @@ from devices import on_a_gpu
 from harness import Rank, attached, flattened, on_ranks, reloaded, with_policy
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
@@ -102,9 +101,6 @@ _HANGS = 20.0  # seconds; a run takes milliseconds, but not on a busy machine
 HALVES = (("a", "b"), ("c",))
 
 
-_OUTER_SCHEDULERS = {"halving": partial(StepLR, step_size=1, gamma=0.5)}
-
-
 @dataclass(frozen=True)
 class Combination:
     """One run; the defaults are the simplest values."""
@@ -159,7 +155,7 @@ class Combination:
 
     def make(self) -> Scheme:
         arguments = dict(self.arguments)
-        for name, table in (("outer_optimizer", _OUTER), ("outer_scheduler", _OUTER_SCHEDULERS), ("graph", _GRAPHS)):
+        for name, table in (("outer_optimizer", _OUTER), ("graph", _GRAPHS)):
             if name in arguments:
                 chosen: Any = table.get(arguments[name])
                 arguments[name] = chosen() if name == "graph" else chosen
@@ -172,9 +168,8 @@ class Combination:
             kind, period = arguments["schedule"]
             arguments["schedule"] = Staggered(period) if kind == "staggered" else Every(period, kind)
             keep = arguments.pop("keep_local", 0.0)
-            scheduler = arguments.pop("outer_scheduler", None)
             if arguments["merge"] in _OUTER:
-                arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], scheduler, keep)
+                arguments["merge"] = OuterOptimizer(_OUTER[arguments["merge"]], keep)
             elif keep:
                 arguments["merge"] = Replace(keep)
         if self.warmup:
@@ -349,7 +344,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
         return {
             "sync_every": period,
             "outer_optimizer": draw.choice([*_OUTER]),
-            "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]),
             "fragments": fragments,
             "staleness": draw.randint(0, -(-period // parts) - 1),
             "keep_local": draw.choice([None, 0.0, 0.5]),
@@ -366,7 +360,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
             "reducer": "sharded" if (merge in _OUTER and reducer == "leader") or reducer == "unfair" else reducer,
             "merge": merge,
             "keep_local": draw.choice([0.0, 0.5]) if merge in ("replace", *_OUTER) else 0.0,
-            "outer_scheduler": draw.choice([None, None, *_OUTER_SCHEDULERS]) if merge in _OUTER else None,
             "staleness": draw.randint(0, schedule.longest_staleness(fragments if isinstance(fragments, int) else 3)),
         }
     return {}
@@ -758,13 +751,11 @@ class Averaging(Reference):
         else:
             self.schedule = ("epoch", args["sync_every"])
         self.is_alone = len(self.nodes) == 1
-        for _, dropped, *_ in getattr(self, "flying", ()):  # whose outer steps count all the same
-            self.end_round(dropped)
         self.parts = self.pieces(self.fragments)
         self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors], int]] = []
         if not hasattr(self, "period"):
             self.parts_sent = 0
-            self.period, self.best, self.bad, self.outer_factor = self.schedule[1], math.inf, 0, 1.0
+            self.period, self.best, self.bad = self.schedule[1], math.inf, 0
             self.outer: dict[int, dict[str, Tensor]] = {}  # what outer optimizers know, of all elements
         elif c.scheme == "daso":
             self.staleness = self.stale_now
@@ -802,12 +793,12 @@ class Averaging(Reference):
             t = new("steps", lambda steps: steps + 1)
             first = new("first", lambda moment: 0.9 * moment + 0.1 * gradient) / (1 - 0.9**t)
             second = new("second", lambda moment: 0.999 * moment + 0.001 * gradient**2) / (1 - 0.999**t)
-            reference -= self.outer_factor * 0.1 * first / (second.sqrt() + 0.1)
+            reference -= 0.1 * first / (second.sqrt() + 0.1)
             return
         rate, momentum = {"nesterov": (0.7, 0.9), "sgd": (1.0, 0.0), "momentum": (0.5, 0.5)}[self.merge]
         buffer = new("buffer", lambda buffer: momentum * buffer + gradient)
         direction = gradient + momentum * buffer if self.merge == "nesterov" else buffer
-        reference -= self.outer_factor * rate * direction
+        reference -= rate * direction
 
     def due(self, step: int, in_epoch: int) -> list[int]:
         """Return the parts that nodes synchronize after a step."""
@@ -856,15 +847,9 @@ class Averaging(Reference):
             keep = self.keep
             self.write(part, {r: keep * x[r][self.parts[part]] + (1 - keep) * arrived[self.node_of[r]] for r in x})
         self.parts_sent += len(parts)
-        self.end_round(parts)
         is_all = len(parts) == len(self.parts)
         if is_all and self.c.state and not keep and self.reducer not in _GRAPHS:
             self.average_state()
-
-    def end_round(self, parts: Sequence[int]) -> None:
-        """The scheduler of the outer learning rate steps when the last part has been merged."""
-        if self.c.argument("outer_scheduler") is not None and len(self.parts) - 1 in parts:
-            self.outer_factor *= 0.5
 
     def turn(self, step: int, leaving: Sequence[int]) -> None:
         """Merge what has come, and send."""
@@ -874,7 +859,6 @@ class Averaging(Reference):
             _, parts, sent, arrived, sent_at = exchange
             for part in parts:
                 self.merge_part(part, sent, arrived[part], step - sent_at)
-            self.end_round(parts)
         if leaving:
             x = self.x
             landed = {part: self.arrive(part, self.means(x, part)) for part in leaving}

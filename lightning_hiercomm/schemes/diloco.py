@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer, SchedulerFactory
+from lightning_hiercomm.schemes.components.outer import OptimizerFactory, OuterOptimizer
 from lightning_hiercomm.schemes.components.schedules import Staggered
-from lightning_hiercomm.schemes.context import Context
-from lightning_hiercomm.schemes.exchange import SyncState
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
-
-log = logging.getLogger(__name__)
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync
 
 _FEWEST_SYNCHRONIZATIONS = 200
 """Of published runs: 226 and more, of 30 to 500 steps each. Measured: docs/howto/choose_a_scheme.md."""
@@ -40,8 +33,7 @@ class DiLoCo(ParameterSync):
     **The averaged model** is the mean of the current x_m, as for every scheme that averages parameters. Validation,
     checkpoints and the end of the run use it, so it includes all local steps. If alpha is 0, it equals a right after
     all fragments are synchronized (when the papers evaluate). A plain checkpoint also stores a and the outer
-    optimizer's state in the layout of one process, so a run resumes on any number of nodes. Schedulers of the outer
-    learning rate count periods.
+    optimizer's state in the layout of one process, so a run resumes on any number of nodes.
 
     For NoLoCo, which exchanges with one random other node instead of all nodes, see
     :class:`~lightning_hiercomm.schemes.parameter_sync.ParameterSync`.
@@ -69,10 +61,7 @@ class DiLoCo(ParameterSync):
         staleness: tau, optimizer steps between sending a fragment and merging it; less than ``sync_every / fragments``.
             Default: 0, wait for it.
         keep_local: alpha, the weight of a node's own parameters when a fragment is merged, from 0 to 1. Default: 0.5
-            with ``staleness`` (second paper) and 0 without (first paper). With ``staleness``, a resumed run keeps the
-            checkpoint's alpha, or 0 if the checkpoint has none.
-        outer_scheduler: Function that creates a learning-rate scheduler of the outer optimizer; it steps once per
-            period. Default: a constant learning rate.
+            with ``staleness`` (second paper) and 0 without (first paper).
         warmup_steps: Length of the initial phase in which gradients are averaged over all nodes, as in ``AllReduce``: a
             number of optimizer steps, or a fraction of the run (a float below 1). At its end the outer parameters are
             set to the current parameters, and t counts from 1. Default: 0, no such phase.
@@ -88,13 +77,12 @@ class DiLoCo(ParameterSync):
         fragments: int | list[str] = 1,
         staleness: int = 0,
         keep_local: float | None = None,
-        outer_scheduler: SchedulerFactory | None = None,
         warmup_steps: int | float = 0,
     ) -> None:
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
-        self.outer = OuterOptimizer(outer_optimizer, outer_scheduler, kept)
+        self.outer = OuterOptimizer(outer_optimizer, kept)
         super().__init__(
             schedule=_staggered(sync_every, fragments, staleness),
             fragments=fragments,
@@ -116,9 +104,6 @@ class DiLoCo(ParameterSync):
                 " learns far less than with DDP. Choose a smaller sync_every, or AllReduce with wire_dtype='int4'."
             )
 
-    def build(self, context: Context) -> RunningDiLoCo:
-        return RunningDiLoCo(self, context)
-
 
 def _staggered(period: int, fragments: int | list[str], staleness: int) -> Staggered:
     if period < 1:
@@ -131,37 +116,3 @@ def _staggered(period: int, fragments: int | list[str], staleness: int) -> Stagg
             f" fragments = {period / fragments:g} steps, because one fragment is pending at a time"
         )
     return Staggered(period)
-
-
-@dataclass
-class DiLoCoState(SyncState):
-    """The state of DiLoCo.
-
-    Attributes:
-        kept_late: The ``keep_local`` of merges with ``staleness``; None if there are none.
-    """
-
-    kept_late: float | None = None
-
-
-class RunningDiLoCo(RunningParameterSync[DiLoCo]):
-    """Run DiLoCo; a resumed run keeps the ``keep_local`` of its checkpoint."""
-
-    state: DiLoCoState
-
-    def _new_state(self) -> DiLoCoState:
-        return DiLoCoState(kept_late=self.config.outer.keep_local if self.config.staleness else None)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own, saved = self.state.kept_late, state["kept_late"]
-        if self.config.keep_local is not None or None in (own, saved):
-            saved = own
-        elif saved != own:
-            self.reference.merge = self.config.outer.keeping(saved)
-            if self.topology.rank == 0:
-                log.warning(
-                    "%s: continues with keep_local=%g from the checkpoint; set keep_local to change it",
-                    type(self.config).__name__,
-                    saved,
-                )
-        super().load_state_dict({**state, "kept_late": saved})

@@ -203,7 +203,6 @@ class Exchanger:
         state.fragments_sent += len(fragments)
         if buffers:
             self._guard.average(buffers, round_ if checked else None)
-        self._end_round(fragments)
         state.synchronizations += 1
         if is_all and self.reference.merge.makes_equal and self._averages_all_nodes:
             state.unsynchronized_steps = 0
@@ -246,7 +245,6 @@ class Exchanger:
     def _merge(self, due: PendingExchange) -> None:
         if due.is_unfit:
             raise self._overlapped.error(self._state.steps)
-        self._end_round(due.fragments, due)  # before the next exchange updates the reference parameters
         while due.buckets:
             pending = due.buckets.popleft()
             pending.arrived.wait()
@@ -254,30 +252,7 @@ class Exchanger:
             self.reference.merge(self.reducer.buckets[pending.index], pending, due.staleness, pending.nodes)
         self._state.synchronizations += 1
 
-    def drop_pending(self) -> None:
-        """Drop a pending exchange, but count its round, because its outer steps were taken."""
-        pending = self._state.pending
-        pending.settle()
-        if pending.exchange is not None:
-            self._end_round(pending.exchange.fragments)
-        pending.drop()
-
     # ---- for both ------------------------------------------------------------------------------------------------
-
-    def _end_round(self, fragments: Sequence[int], arriving: PendingExchange | None = None) -> None:
-        """Step the outer scheduler when all fragments have been received again."""
-        if self.reference.outer is not None and self._ends_round(fragments):
-            if arriving is not None:
-                arriving.wait()
-            self.reference.end_round()
-
-    def _ends_round(self, fragments: Sequence[int]) -> bool:
-        return bool(fragments) and fragments[-1] == len(self.fragments) - 1
-
-    def pending_rounds(self) -> int:
-        """Return the number of rounds of all fragments that end with the pending exchange: 0 or 1."""
-        pending = self._state.pending.exchange
-        return int(pending is not None and self._ends_round(pending.fragments))
 
     def _next_number(self) -> int:
         """Return the number of an exchange that starts; graphs count those of each fragment, from 1."""

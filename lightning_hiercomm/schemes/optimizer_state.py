@@ -121,11 +121,6 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
 
 
-def plain_values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the values of a param group that a checkpoint can hold."""
-    return {name: value for name, value in values_of(group).items() if is_plain(value)}
-
-
 def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
     """Return an optimizer like one param group of another, without parameters and state.
 

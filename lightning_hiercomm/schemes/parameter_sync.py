@@ -246,7 +246,7 @@ class RunningParameterSync(RunningScheme[A]):
 
     def follow(self, replica: Replica) -> None:
         super().follow(replica)
-        self.exchanger.drop_pending()
+        self.state.pending.drop()
         self._cut()
 
     def _cut(self) -> None:
@@ -350,7 +350,7 @@ class RunningParameterSync(RunningScheme[A]):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """``sync_every``, ``staleness``, ``outer_lr`` with an outer optimizer, and ``disagreement``.
+        """``sync_every``, ``staleness`` and ``disagreement``.
 
         With a synchronous first phase also ``phase``: 0 in it, 1 after it. The disagreement is this node's distance
         from the mean over all nodes before the last merge, relative to the mean. It is estimated on up to 4096 elements
@@ -362,7 +362,7 @@ class RunningParameterSync(RunningScheme[A]):
             if self._in_first_phase:
                 values |= {"sync_every": 1.0, "staleness": 0.0}
         relative = self.exchanger.reducer.disagreement.relative()
-        return values | self.reference.scalars() | ({} if relative is None else {"disagreement": relative})
+        return values | ({} if relative is None else {"disagreement": relative})
 
     def state_dict(self, shared: bool = False, can_communicate: bool = True) -> dict[str, Any]:
         state = super().state_dict(shared, can_communicate)
@@ -380,8 +380,6 @@ class RunningParameterSync(RunningScheme[A]):
         if self.reference.merge.keeps_reference:
             self.state.settle()
             state["outer"] = self.reference.by_parameter(self.replica.parameters)
-            # a run that resumes from this file drops pending exchanges, but keeps their outer steps
-            state["pending_rounds"] = self.exchanger.pending_rounds()
         elif self.reference.is_copied:
             self.state.settle()
             state["reference"] = self.reference.by_tensor(self.replica)

@@ -68,15 +68,6 @@ class ReferenceParameters:
             self._held.set_references()
             self.outer = self._built(None)
 
-    def end_round(self) -> None:
-        """Step the outer optimizer's scheduler after all fragments have been merged."""
-        if self.outer is not None:
-            self.outer.end_round()
-
-    def scalars(self) -> dict[str, float]:
-        """Return current values to log."""
-        return self.merge.scalars(self.outer)
-
     def _built(self, before: Any | None) -> Any | None:
         return None if self.is_alone else self.merge.build(self._held, before)
 
@@ -162,9 +153,6 @@ class ReferenceParameters:
                 self.set_values(dict(zip(map(id, self._tensors(replica)), state["reference"], strict=True)))
         if "outer" in state:
             self._load_by_parameter(state["outer"], replica.parameters, with_values=not is_complete)
-            if not is_complete:
-                for _ in range(state["pending_rounds"]):
-                    self.end_round()
         if self.outer is not None and "outer_shards" in state:
             self.outer.load_shard_states(state["outer_shards"])
 

@@ -31,8 +31,8 @@ class CommunicationMonitor(pl.Callback):
       for slower ranks; ``hiercomm/intra_exposed_seconds``, ``inter_...`` and ``world_...`` are its parts.
     - ``hiercomm/synchronizations``: synchronizations between nodes so far: a mean over the nodes, a merged exchange, a
       pull, one step of gossip, or an average of gradients.
-    - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/outer_lr``,
-      ``hiercomm/batch_size``: present values, if the scheme has them.
+    - ``hiercomm/phase``, ``hiercomm/sync_every``, ``hiercomm/staleness``, ``hiercomm/batch_size``: present values, if
+      the scheme has them.
     - ``hiercomm/disagreement``: the distance of rank zero's node from the mean of the nodes in the last
       synchronization, relative to the mean; estimated from a few elements.
     - ``hiercomm/nodes``, ``hiercomm/heals``, ``hiercomm/lost_seconds``, with ``elastic``: the nodes in the last

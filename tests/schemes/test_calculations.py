@@ -89,17 +89,13 @@ FORMS: dict[str, Combination] = {
     "keep_local": sync(3, keep_local=0.25),
     "outer, full": sync(3, "nesterov", reducer="full"),
     "noloco": sync(4, "adam", 1, "permutation"),
-    **{
-        f"diloco, {outer}": diloco(3, outer, 1, 0, outer_scheduler=None)
-        for outer in ("nesterov", "sgd", "momentum", "adam")
-    },
+    **{f"diloco, {outer}": diloco(3, outer, 1, 0) for outer in ("nesterov", "sgd", "momentum", "adam")},
     "diloco, late": diloco(4, "adam", 1, 3, keep_local=0.25),
     "diloco, late, by default": diloco(4, "nesterov", 1, 3),
     "diloco, streaming": diloco(6, "momentum", 2, 0, keep_local=0.0),
     "diloco, streaming late": diloco(6, "adam", 2, 2, keep_local=0.5),
     "diloco, streaming, by default": diloco(6, "nesterov", 2, 2),
     "diloco, uneven": diloco(7, "nesterov", 3, 1, keep_local=0.3),
-    "diloco, scheduler": diloco(5, "sgd", 1, 2, outer_scheduler="halving"),
     "diloco, warm-up": replace(diloco(4, "momentum", 2, 1), warmup=4),
     "gossip": gossip(graph="exponential"),
     "gossip, of ranks": gossip(graph="ring", hierarchical=False),
@@ -131,7 +127,7 @@ WIRED = [
     *("all_reduce", "periodic", "periodic, warm-up", "periodic, before the step, warm-up"),
     *("periodic, mean of optimizers", "daso, 4, 0, eq1", "daso, 5, 2, eq1", "daso, 7, 4, delta"),
     *("replace, 0, permutation", "replace, 1, sharded", "eq1, 1, leader", "delta, 2, leader", "staggered eq1, 2"),
-    *("epochs, outer", "noloco", "diloco, nesterov", "diloco, late", "diloco, streaming late", "diloco, scheduler"),
+    *("epochs, outer", "noloco", "diloco, nesterov", "diloco, late", "diloco, streaming late"),
     *("diloco, warm-up", "gossip, fragments", "gossip, unfair", "gossip, unfair, overlapped"),
     *("gossip, of ranks, overlapped", "steps_delay, 2, glu", "steps_delay, 2, sgd", "steps_delay, 2, dc_asgd"),
 ]

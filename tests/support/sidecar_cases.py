@@ -56,9 +56,8 @@ def schemes():
         "steps_delay": StepsDelay(delay=3, warmup_steps=3),
         "all_reduce_int8": AllReduce(),
         "diloco_int4": DiLoCo(4, staleness=3),  # in flight after 6 steps
-        "streaming_int8": DiLoCo(6, AdamW, fragments=2, staleness=2, outer_scheduler=Halved),
+        "streaming_int8": DiLoCo(6, AdamW, fragments=2, staleness=2),
     }
 
 
 AdamW = partial(torch.optim.AdamW, lr=0.02)
-Halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)

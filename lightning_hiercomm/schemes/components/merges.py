@@ -75,14 +75,6 @@ class Merge(Value, ABC):
         """
         return None
 
-    def scalars(self, outer: Any | None) -> dict[str, float]:
-        """Return current values to log.
-
-        Args:
-            outer: The outer optimizer, if there is one.
-        """
-        return {}
-
 
 class Replace(Merge):
     """Replace the node's own values by the mean: ``x := mean``.

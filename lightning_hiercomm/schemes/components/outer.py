@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_hiercomm.schemes.components.merges import Replace
 from lightning_hiercomm.schemes.components.tensor_state import BY_ELEMENT, IS_KNOWN, by_element, in_runs
@@ -19,14 +17,12 @@ from lightning_hiercomm.schemes.optimizer_state import (
     evaluates_loss,
     is_elementwise,
     keep_state_here,
-    plain_values_of,
     wraps_another,
 )
 from lightning_hiercomm.schemes.optimizer_trial import why_not_in_parts
 from lightning_hiercomm.schemes.reducers.base import Reducer
 
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer]
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
 _States = Sequence[Sequence[tuple[int, Mapping[str, Any]]]]
 """The length and optimizer state of every run of a rank's shard, by bucket."""
 
@@ -50,8 +46,6 @@ class OuterOptimizer(Replace):
         optimizer: Function that creates the optimizer from parameters: any whose update is elementwise and that only
             changes its state and the parameters, which a trial on other tensors checks. Default: SGD with learning rate
             0.7 and Nesterov momentum 0.9, the papers' own.
-        scheduler: Function that creates its learning-rate scheduler, which steps once when all fragments have been
-            merged. Default: a constant learning rate.
         keep_local: Weight of a node's own parameters in the merged ones, from 0 to 1; the paper's alpha. The paper uses
             0.5 with staleness, as ``DiLoCo(staleness=...)`` does. Default: 0.
 
@@ -64,20 +58,14 @@ class OuterOptimizer(Replace):
     def __init__(
         self,
         optimizer: OptimizerFactory | None = None,
-        scheduler: SchedulerFactory | None = None,
         keep_local: float = 0.0,
     ) -> None:
         self.make_optimizer = optimizer or partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-        self.make_scheduler = scheduler
         super().__init__(keep_local)
 
     def __repr__(self) -> str:
         made_by = getattr(self.make_optimizer, "func", self.make_optimizer)
         return f"{type(self).__name__}({getattr(made_by, '__name__', made_by)}, keep_local={self.keep_local})"
-
-    def keeping(self, keep_local: float) -> OuterOptimizer:
-        """Return a copy with another ``keep_local``."""
-        return OuterOptimizer(self.make_optimizer, self.make_scheduler, keep_local)
 
     def build(self, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> RunningOuterOptimizer:
         """Make the outer optimizer of a reducer's reference parameters. Collective over the node.
@@ -116,15 +104,12 @@ class OuterOptimizer(Replace):
                 " elementwise one, such as SGD, Adam or AdamW"
             )
 
-    def scalars(self, outer: RunningOuterOptimizer | None) -> dict[str, float]:
-        return {"outer_lr": 0.0 if outer is None else outer.learning_rate}
-
 
 class RunningOuterOptimizer:
     """The outer optimizer of this rank's shard of the reference parameters, with its state.
 
     Args:
-        config: The configuration, which makes the optimizer and its scheduler.
+        config: The configuration, which makes the optimizer.
         reducer: See :meth:`OuterOptimizer.build`.
         before: See :meth:`OuterOptimizer.build`.
 
@@ -133,15 +118,9 @@ class RunningOuterOptimizer:
     """
 
     def __init__(self, config: OuterOptimizer, reducer: Reducer, before: RunningOuterOptimizer | None = None) -> None:
-        known, schedule = ({}, {}) if before is None else (before._state_by_tensor(), before._schedule())
         self._config = config
         self._reducer = reducer
-        self._begin(self._own_states(known), schedule)
-
-    @property
-    def learning_rate(self) -> float:
-        """The current learning rate."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        self._begin(self._own_states({} if before is None else before._state_by_tensor()))
 
     def update_reference(self, index: int, reference: Tensor, difference: Tensor) -> Tensor:
         """Update a bucket's reference parameters, given the nodes' mean minus them."""
@@ -152,8 +131,9 @@ class RunningOuterOptimizer:
         for run, gradient in zip(runs, gradients, strict=True):
             run.grad = gradient
             keep_state_here(self.optimizer, run)
-        group["params"] = runs or [self._idle]  # some optimizers change those without gradients, too
-        self.optimizer.step()
+        group["params"] = runs  # some optimizers change those without gradients, too
+        if runs:
+            self.optimizer.step()
         group["params"] = parameters
         for run in runs:
             run.grad = None
@@ -161,12 +141,7 @@ class RunningOuterOptimizer:
 
     def undo_point(self) -> Callable[[], None]:
         """Store the state; return a callback that restores it."""
-        return partial(self.load_shard_states, self.shard_states(), copy.deepcopy(self._schedule()))
-
-    def end_round(self) -> None:
-        """Step the scheduler after all fragments have been merged."""
-        if self._scheduler is not None:
-            self._scheduler.step()
+        return partial(self.load_shard_states, self.shard_states())
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -176,12 +151,12 @@ class RunningOuterOptimizer:
         If elements of a parameter have taken different numbers of steps, ``"step_by_element"`` replaces ``"step"``.
         """
         known = self._state_by_tensor()
-        return {"state": [known.get(id(parameter), {}) for parameter in parameters], **self._schedule()}
+        return {"state": [known.get(id(parameter), {}) for parameter in parameters]}
 
     def load_state_dict(self, state: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
         """Restore :meth:`state_dict`, on any number of nodes and ranks."""
         known = dict(zip(map(id, parameters), state["state"], strict=True))
-        self._begin(self._own_states(known), state)
+        self._begin(self._own_states(known))
 
     def shard_states(self) -> list[list[dict[str, Any]]]:
         """Return the optimizer's state for this rank's shard of every bucket, by runs of equally many steps."""
@@ -190,17 +165,9 @@ class RunningOuterOptimizer:
             for runs in self._runs
         ]
 
-    def load_shard_states(
-        self, states: Sequence[Sequence[Mapping[str, Any]]], schedule: Mapping[str, Any] | None = None
-    ) -> None:
+    def load_shard_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Restore :meth:`shard_states` (of a run with the same topology and buckets)."""
-        self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states], schedule or self._schedule())
-
-    def _schedule(self) -> dict[str, Any]:
-        return {
-            "groups": list(map(plain_values_of, self.optimizer.param_groups)),
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-        }
+        self._begin([[(run["numel"], run["state"]) for run in runs] for runs in states])
 
     def _held(self, run: torch.nn.Parameter) -> Mapping[str, Any]:
         """Return the optimizer's state of a run."""
@@ -208,37 +175,25 @@ class RunningOuterOptimizer:
         state: Mapping[Any, Mapping[str, Any]] = self.optimizer.state
         return state.get(run, {})
 
-    def _begin(self, states: _States, schedule: Mapping[str, Any]) -> None:
-        """Make the runs of this rank's shard of every bucket, their optimizer, and its scheduler."""
-        of_buckets = [
+    def _begin(self, states: _States) -> None:
+        """Make the runs of this rank's shard of every bucket, and their optimizer."""
+        # consecutive elements that have taken equally many steps
+        self._runs = [
             [torch.nn.Parameter(run) for run in reference.split([numel for numel, _ in runs])] if runs else []
             for reference, runs in zip(self._reducer.references, states, strict=True)
         ]
-        # an optimizer needs a parameter, its scheduler a step, and a rank in no inter-node process group has neither
-        self._idle = torch.nn.Parameter(torch.zeros(1))
-        self._idle.grad = torch.zeros_like(self._idle)
-        some = [run for runs in of_buckets for run in runs] or [self._idle]
-        optimizer = self._config.make_optimizer(some)
-        (group,) = optimizer.param_groups
+        # an optimizer needs a parameter, and a rank in no inter-node process group has none
+        some = [run for runs in self._runs for run in runs] or [torch.nn.Parameter(torch.zeros(1))]
+        self.optimizer = self._config.make_optimizer(some)
+        (group,) = self.optimizer.param_groups
         keeps_numbers_there = bool(group.get("capturable") or group.get("fused"))
-        for runs, of_runs in zip(of_buckets, states, strict=True):
+        for runs, of_runs in zip(self._runs, states, strict=True):
             for run, (_, state) in zip(runs, of_runs, strict=True):
                 for name, value in state.items():
                     if isinstance(value, Tensor):  # a number, such as the step, may be on the CPU
                         is_there = keeps_numbers_there or is_elementwise(value, name, run)
                         value = value.to(run.device if is_there else value.device, copy=True)
-                    optimizer.state[run][name] = value
-        make_scheduler = self._config.make_scheduler
-        scheduler = None if make_scheduler is None else make_scheduler(optimizer)
-        for name, value in (item for values in schedule.get("groups", ()) for item in values.items()):
-            present = group.get(name)
-            group[name] = copied(value)
-            if isinstance(value, Tensor) and isinstance(present, Tensor):
-                group[name] = group[name].to(present.device)
-        if scheduler is not None and schedule.get("scheduler") is not None:
-            scheduler.load_state_dict(schedule["scheduler"])
-        self._runs = of_buckets  # consecutive elements of this rank's shards that have taken equally many steps
-        self.optimizer, self._scheduler = optimizer, scheduler
+                    self.optimizer.state[run][name] = value
 
     @torch.no_grad()
     def _state_by_tensor(self) -> dict[int, dict[str, Tensor]]:
