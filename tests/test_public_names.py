@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_hiercomm
 from lightning_hiercomm.__main__ import main
-from lightning_hiercomm.checkpoints.formats import FORMAT
+from lightning_hiercomm.checkpoints import FORMAT
 from lightning_hiercomm.schemes import SCHEMES
 
 STORED = Path(__file__).with_name("public_names.txt")

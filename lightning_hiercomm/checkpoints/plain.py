@@ -18,14 +18,13 @@ from lightning_hiercomm._lightning.saves import after_saves, holds_averaged_weig
 from lightning_hiercomm._lightning.trainer import is_of_tuner
 from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
+from lightning_hiercomm.checkpoints import FORMAT, KEY, check_format
 from lightning_hiercomm.checkpoints.durable import base_name
-from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
 from lightning_hiercomm.checkpoints.sidecar import REMEDY, restore_sidecar, set_random_state
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 
-_KEY = "hiercomm"
 _WEIGHTS_ONLY = "Load only its weights, with LightningModule.load_from_checkpoint, and call fit without ckpt_path."
 
 
@@ -71,7 +70,7 @@ class Checkpoints:
         if is_own:
             unagreed = [{"unsynchronized_steps": scheme.state.unsynchronized_steps} for scheme in run.schemes]
             schemes = [{**own, **more} for own, more in zip(schemes, unagreed, strict=True)]
-        checkpoint[_KEY] = {
+        checkpoint[KEY] = {
             "format": FORMAT,
             "schemes": schemes,
             "trained": run.scheme_states.trained(),
@@ -101,7 +100,7 @@ class Checkpoints:
         identity: str
         # the path may differ between ranks
         identity, path = topology.world.all_gather_object((secrets.token_hex(8), str(filepath)))[0]
-        checkpoint[_KEY]["identity"], folder = identity, f"{_replicas_folder(path)}/{identity}"
+        checkpoint[KEY]["identity"], folder = identity, f"{_replicas_folder(path)}/{identity}"
         for scheme in run.schemes:
             scheme.state.settle()
         try:
@@ -140,9 +139,9 @@ class Checkpoints:
             FileNotFoundError: If there is no sidecar.
             ValueError: If the checkpoint has another format, or the sidecar does not belong to it or cannot be read.
         """
-        if _KEY in checkpoint:  # not in checkpoints of Lightning's strategies
-            check_format(checkpoint[_KEY].get("format"), filepath, _WEIGHTS_ONLY)
-        self.loaded = checkpoint.get(_KEY, {})
+        if KEY in checkpoint:  # not in checkpoints of Lightning's strategies
+            check_format(checkpoint[KEY].get("format"), filepath, _WEIGHTS_ONLY)
+        self.loaded = checkpoint.get(KEY, {})
         identity, self._sidecar = self.loaded.get("identity"), None
         self._resumed_from = (str(checkpoint.get("global_step")), identity)
         # a tuner restores the state of every rank after its trial

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
+from lightning_hiercomm.checkpoints import KEY
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO, remove, replace, unfinished
 from lightning_hiercomm.comm.dtensor import DTensor, local, whole
 from lightning_hiercomm.comm.meter import Meter
@@ -28,8 +29,6 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.replicas import trained_by
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss, is_placeholder
 
-_KEY = "hiercomm"
-
 
 def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -> None:
     """Write a directory that ``ModelParallelStrategy`` also loads; collective.
@@ -38,13 +37,13 @@ def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -
     written to another name first, so that an earlier directory stays complete until then. Sharded state is removed from
     ``checkpoint``.
     """
-    state = {"state_dict": checkpoint.pop("state_dict"), _KEY: {}}
+    state = {"state_dict": checkpoint.pop("state_dict"), KEY: {}}
     for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer_state
     for place, name, values in _outer_state(checkpoint):
         value = values[name]
         if isinstance(value, DTensor):
-            state[_KEY][f"{place}.{name}"] = value
+            state[KEY][f"{place}.{name}"] = value
             values[name] = str(value.dtype).removeprefix("torch.")
     intra = topology.intra
     if topology.is_closed:  # after fit
@@ -86,7 +85,7 @@ def load_sharded_state(checkpoint: Mapping[str, Any], path: Path, optimizers: Se
             values[name] = whole(torch.empty_like(local(like), dtype=getattr(torch, value)), like)
             state[f"{place}.{name}"] = values[name]
     if state:
-        load({_KEY: state}, checkpoint_id=path)
+        load({KEY: state}, checkpoint_id=path)
 
 
 def whole_on_rank_zero(checkpoint: Mapping[str, Any], rank: int) -> None:
@@ -101,7 +100,7 @@ def whole_on_rank_zero(checkpoint: Mapping[str, Any], rank: int) -> None:
 
 def _outer_state(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the state of outer optimizers: a parameter's key, the state's name, and the dictionary that holds it."""
-    for index, schedule in enumerate(checkpoint.get(_KEY, {}).get("schemes", ())):
+    for index, schedule in enumerate(checkpoint.get(KEY, {}).get("schemes", ())):
         for place, state in enumerate(schedule.get("outer", {}).get("state", ())):
             for name in list(state):
                 yield f"{index}.{place}", name, state

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.saves import with_plain_numbers
-from lightning_hiercomm.checkpoints.formats import FORMAT
+from lightning_hiercomm.checkpoints import FORMAT
 from lightning_hiercomm.comm.dtensor import local, whole
 from lightning_hiercomm.run.shards import reshard
 from lightning_hiercomm.run.training_run import TrainingRun

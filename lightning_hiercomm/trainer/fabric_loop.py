@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from lightning_hiercomm._lightning.ddp import in_ddp, keep_sync_batchnorm_in_group, register_bucket_hook
-from lightning_hiercomm.checkpoints.formats import FORMAT, check_format
+from lightning_hiercomm.checkpoints import FORMAT, check_format
 from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.averaged_model import AveragedModel

@@ -12,8 +12,8 @@ from sidecar_cases import Net
 from torch.utils._pytree import tree_flatten
 
 from lightning_hiercomm import AllReduce, DiLoCo
+from lightning_hiercomm.checkpoints import FORMAT
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
-from lightning_hiercomm.checkpoints.formats import FORMAT
 from lightning_hiercomm.checkpoints.plain import Checkpoints
 from lightning_hiercomm.checkpoints.sidecar import (
     random_state,
