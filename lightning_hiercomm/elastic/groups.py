@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Handle, Reduction, finished
 from lightning_hiercomm.comm.meter import Meter
-from lightning_hiercomm.elastic.transport import gather_values
 
 
 class InterNodeGroup(Communicator):
@@ -56,7 +55,7 @@ class InterNodeGroup(Communicator):
         values: list[Any] = []
 
         def gather(group: Communicator) -> Handle:
-            values.extend(gather_values(group, value))
+            values.extend(group.all_gather_object(value))
             return finished
 
         self._launch(gather)

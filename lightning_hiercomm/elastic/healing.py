@@ -36,7 +36,6 @@ class Healing:
         self._around = around
         self._device = device or torch.device("cpu")
         self._waiting: list[Request] = []
-        self._number = 0  # of this node's last request
         self._sent: dict[str, int] = {}  # the number of chunks by key
         self._threads: list[threading.Thread] = []
 
@@ -45,15 +44,11 @@ class Healing:
         """Whether nodes wait for this node's state."""
         return bool(self._waiting)
 
-    def begin_request(self, me: Request) -> None:
-        """Decline to send this node's state to nodes that still wait for it."""
-        self._decline()
-        self._number = me.number
-
-    def _decline(self) -> None:
+    def decline(self, me: Request) -> None:
+        """Send this node's state to no node that was admitted by its last request, or by an earlier one."""
         self._waiting = []
         if self._around.store is not None:
-            self._around.store.set("declined", str(self._number))
+            self._around.store.set("declined", str(me.number))
 
     def commit(self, recovering: Sequence[Request]) -> None:
         """Expect these nodes after a synchronization, and delete the states that earlier ones have fetched."""
@@ -67,7 +62,7 @@ class Healing:
         self._sent, self._threads = {}, []
         self._waiting += recovering
 
-    def send(self, state: Callable[[], dict[str, Any] | None], about: dict[str, Any]) -> None:
+    def send(self, me: Request, state: Callable[[], dict[str, Any] | None], about: dict[str, Any]) -> None:
         """Send ``state()`` to the nodes that wait, if any; None declines. Collective over the node."""
         if not self._waiting:
             return
@@ -81,7 +76,7 @@ class Healing:
                 thread = threading.Thread(target=self._put, args=(store, key, chunks), daemon=True, name="healing")
                 self._threads.append(thread)
                 thread.start()
-        self._decline()
+        self.decline(me)
 
     def _put(self, store: Store, key: str, chunks: Sequence[Any]) -> None:
         with contextlib.suppress(RuntimeError):  # the run has finished, and closed the store
@@ -92,7 +87,6 @@ class Healing:
         """Wait until nodes have fetched the states, as long as they make progress."""
         if self._around.store is None:
             return
-        self._decline()
         for thread in self._threads:
             thread.join()
         deadline = time.monotonic() + self._around.elastic.dead_after

@@ -27,7 +27,7 @@ class Membership:
         self.around = around
         self.healing = Healing(around, device)
         self.votes = Vote(around)
-        self.rendezvous = Rendezvous(me, around, self.healing.begin_request)
+        self.rendezvous = Rendezvous(me, around, self.healing)
         self.history = ElasticHistory()
         self.shards = DataShards(self.me.replica_id)
 
@@ -68,7 +68,7 @@ class Membership:
         """Send ``state()`` to nodes that wait for this one; None declines. Collective over the node."""
         progress = tuple(self.me.progress)  # `weights_only` loading refuses the class
         about = {"progress": progress, "shards": self.shards.state(), "history": self.history.common()}
-        self.healing.send(state, about)
+        self.healing.send(self.me, state, about)
 
     def adopt(self, state: dict[str, Any], source: Request) -> None:
         """Continue with the progress in a member's state."""
@@ -87,6 +87,7 @@ class Membership:
         if around.lighthouse is not None:
             around.lighthouse.leave()
         if not at_once and around.is_first:
+            self.healing.decline(self.me)
             self.healing.finish()
             self.votes.finish()
         around.transport.finish()

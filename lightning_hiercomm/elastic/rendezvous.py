@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
 from torch.distributed import Store
 
+from lightning_hiercomm.elastic.healing import Healing
 from lightning_hiercomm.elastic.quorum import (
     FINISHED,
     MUST_NOT_BEGIN,
@@ -48,12 +49,12 @@ class Rendezvous:
     Args:
         me: This node, without a replica id.
         around: Reaches the others.
-        on_request: Called before this node asks.
+        healing: Declines with every request to heal the nodes that an earlier one has admitted: they have to ask, too.
     """
 
-    def __init__(self, me: Request, around: Surroundings, on_request: Callable[[Request], None]) -> None:
+    def __init__(self, me: Request, around: Surroundings, healing: Healing) -> None:
         self._around = around
-        self._on_request = on_request
+        self._healing = healing
         self.me = around.shared(replace(me, replica_id=f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"))
         self.last: Quorum | None = None
         self._has_seen_end = False  # of all members, while it was joining
@@ -74,9 +75,9 @@ class Rendezvous:
         began, position, reported = time.monotonic(), participant.position(), ""
         waits_since: float | None = None
         while True:
+            self._healing.decline(self.me)
             number, group = self.me.number + 1, self._around.topology.connected_in
             self.me = replace(self.me, number=number, position=position, admits=admits, group=group)
-            self._on_request(self.me)
             while (quorum := self._answer(participant)) is None:
                 if self._around.is_first and 0 < time.monotonic() - began - _REPORT_AFTER < _POLL:
                     log.warning("node %s waits for other nodes", self.me.node)

@@ -55,17 +55,8 @@ class ElasticTopology(Topology):
     def has_all_ranks_in_groups(self) -> bool:
         return False  # a group may break on one rank only
 
-    def connect_members(
-        self, quorum: Quorum, index: int, transport: GlooTransport, before_change: Callable[[], Callable[[], None]]
-    ) -> str | None:
-        """Connect to all members, unless they are connected; return the error of a rank. Collective over the node.
-
-        ``index`` is this node's among the members.
-        """
-        if quorum.is_connected:
-            return None
-        self.disconnect()
-        after_change = before_change()
+    def connect_members(self, quorum: Quorum, index: int, transport: GlooTransport) -> str | None:
+        """Connect to all members, of which this node is one; return the error of a rank. Collective over the node."""
         sizes, local, error = [member.ranks for member in quorum.members], self.local_rank, None
         has_group = len(sizes) > 1 and local < min(sizes)
         try:
@@ -78,7 +69,6 @@ class ElasticTopology(Topology):
             self.disconnect()
             return errors[0]
         self.reform(sizes, index)
-        after_change()
         self.connected_in = quorum.group
         return None
 

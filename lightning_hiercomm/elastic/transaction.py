@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_hiercomm.comm.base import CommunicationError
 from lightning_hiercomm.elastic.membership import Membership
+from lightning_hiercomm.elastic.quorum import Quorum
 from lightning_hiercomm.elastic.surroundings import Participant
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError
 
@@ -44,7 +45,7 @@ class Transaction:
                     return state
                 membership.rendezvous.note_failure(quorum, f"no state from node {source.node}")
                 continue
-            error = around.topology.connect_members(quorum, index, around.transport, participant.before_change)
+            error = None if quorum.is_connected else self._connect(quorum, index)
             if error is None:
                 membership.note(quorum)
                 undo = participant.undo_point()
@@ -58,6 +59,16 @@ class Transaction:
         if attempts > 1 or len(quorum.members) < nodes_before:
             membership.history.lost_seconds += time.monotonic() - began
         return None
+
+    def _connect(self, quorum: Quorum, index: int) -> str | None:
+        """Connect to all members; return the error of a rank."""
+        around = self._membership.around
+        around.topology.disconnect()
+        after_change = self._participant.before_change()
+        error = around.topology.connect_members(quorum, index, around.transport)
+        if error is None:
+            after_change()
+        return error
 
     def _attempt(self, work: Callable[[], object]) -> str | None:
         """Run ``work``; return the first error of a rank of this node."""

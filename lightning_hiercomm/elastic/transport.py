@@ -123,7 +123,17 @@ class _GlooGroup(TorchCommunicator):
         self._gloo = None  # its connections close with the last reference
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        return gather_values(self, value)
+        """Gather tensors and primitives from all members, without unpickling data of other nodes."""
+        own = packed(value)
+        length = torch.tensor([own.numel()])
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        self.all_gather(lengths, length).wait()
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: own.numel()] = own
+        gathered = torch.zeros(self.size * longest, dtype=torch.uint8)
+        self.all_gather(gathered, padded).wait()
+        return [unpacked(data[:n]) for data, n in zip(gathered.chunk(self.size), lengths.tolist(), strict=True)]
 
     def _start_all_reduce(self, tensor: Tensor, op: Reduction) -> Sequence[dist.Work | None]:
         options = dist.AllreduceOptions()
@@ -149,20 +159,6 @@ class _GlooGroup(TorchCommunicator):
         if self._gloo is None:
             raise CommunicationError("the connections of this group are closed")
         return self._gloo
-
-
-def gather_values(group: Communicator, value: Any) -> list[Any]:
-    """Gather tensors and primitives from all members, without unpickling data of other nodes."""
-    own = packed(value)
-    length = torch.tensor([own.numel()])
-    lengths = torch.zeros(group.size, dtype=torch.int64)
-    group.all_gather(lengths, length).wait()
-    longest = int(lengths.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: own.numel()] = own
-    gathered = torch.zeros(group.size * longest, dtype=torch.uint8)
-    group.all_gather(gathered, padded).wait()
-    return [unpacked(data[:n]) for data, n in zip(gathered.chunk(group.size), lengths.tolist(), strict=True)]
 
 
 def packed(value: Any) -> Tensor:

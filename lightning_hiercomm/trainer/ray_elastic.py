@@ -51,7 +51,6 @@ class ElasticTorchConfig(TorchftConfig):  # type: ignore[misc]
 
     Args:
         elastic: The one that the strategy gets. Its ``lighthouse``, if given, is used instead of an actor.
-        port: At which the lighthouse listens. 0: any free port.
         **kwargs: Arguments of Ray's ``TorchConfig``.
 
     Raises:
@@ -60,7 +59,7 @@ class ElasticTorchConfig(TorchftConfig):  # type: ignore[misc]
         ModuleNotFoundError: If torchft is not installed.
     """
 
-    def __init__(self, elastic: Elastic, port: int = 0, **kwargs: Any) -> None:
+    def __init__(self, elastic: Elastic, **kwargs: Any) -> None:
         if not isinstance(elastic, Elastic):
             raise TypeError(f"elastic={elastic!r} must be the Elastic that the strategy gets")
         if not is_v2_enabled():
@@ -68,7 +67,6 @@ class ElasticTorchConfig(TorchftConfig):  # type: ignore[misc]
         check_torchft()
         super().__init__(lighthouse_kwargs={}, **kwargs)
         self.elastic = elastic
-        self.port = port
 
     @property
     @override
@@ -98,9 +96,9 @@ class _UntilFinished(TorchConfigContextManager):  # type: ignore[misc]
 class _Lighthouse:
     """Serves the lighthouse, unless there is one, and stores whether a worker has finished."""
 
-    def __init__(self, address: str | None, port: int, dead_after: float) -> None:
+    def __init__(self, address: str | None, dead_after: float) -> None:
         host = ray.util.get_node_ip_address()
-        bind = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        bind = f"[{host}]:0" if ":" in host else f"{host}:0"
         self._running = contextlib.ExitStack()
         self._address = address or self._running.enter_context(lighthouse(bind, dead_after))
         self._has_finished = False
@@ -128,7 +126,7 @@ class _ElasticBackend(_TorchftBackend):  # type: ignore[misc]
         if self._actor is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(_Lighthouse).options(num_cpus=0, scheduling_strategy=here)  # workers may use all CPUs
-            self._actor = actor.remote(config.elastic.lighthouse, config.port, config.elastic.dead_after)
+            self._actor = actor.remote(config.elastic.lighthouse, config.elastic.dead_after)
         return self._actor
 
     @override

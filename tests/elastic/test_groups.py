@@ -35,15 +35,17 @@ def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     _store, quorum = quorum_of_two()
 
-    def member(index: int) -> tuple[list[float], int, bool]:
+    def member(index: int) -> tuple[list[float], int, list[str], bool]:
         meter, values = Meter(), torch.arange(3.0) * (index + 1)
         group = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", meter)
         group.all_reduce(values).wait()
+        sent_bytes = meter.snapshot()["inter_bytes"]
+        gathered = group.all_gather_object("of " + "ab"[: index + 1])
         group.close()
-        return values.tolist(), meter.snapshot()["inter_bytes"], isinstance(group, StagedCommunicator)
+        return values.tolist(), sent_bytes, gathered, isinstance(group, StagedCommunicator)
 
     with ThreadPoolExecutor(2) as threads:
-        assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, has_gpu)] * 2
+        assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, ["of a", "of ab"], has_gpu)] * 2
 
 
 def test_inter_node_bytes_are_counted_once():
