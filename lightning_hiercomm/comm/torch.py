@@ -143,8 +143,10 @@ class TorchCommunicator(Communicator):
             if in_one_round or (waiting and sent <= _TWO_ROUNDS):
                 return self._all_reduce_directly(tensor.view(-1), op, in_one_round)
         with self._launches():
-            work = dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=True)
-        return _TorchHandle(self, [work], [tensor])
+            return _TorchHandle(self, [self._start_all_reduce(tensor, op)], [tensor])
+
+    def _start_all_reduce(self, tensor: Tensor, op: Reduction) -> dist.Work | None:
+        return dist.all_reduce(tensor, REDUCE_OPS[op], group=self.group, async_op=True)
 
     def _all_reduce_directly(self, tensor: Tensor, op: Reduction, in_one_round: bool) -> Handle:
         """All-reduce by messages between all pairs.
@@ -235,8 +237,10 @@ class TorchCommunicator(Communicator):
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
         with self._launches():
-            work = dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
-        return _TorchHandle(self, [work], [tensor])
+            return _TorchHandle(self, [self._start_broadcast(tensor, source)], [tensor])
+
+    def _start_broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
+        return dist.broadcast(tensor, src=self.ranks[source], group=self.group, async_op=True)
 
     def _exchange(self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]]) -> Handle:
         tensors = [tensor for tensor, _ in (*send, *receive)]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
+from typing_extensions import override
 
 from lightning_hiercomm.comm.base import CommunicationError, Communicator, Reduction
 from lightning_hiercomm.comm.meter import Meter
@@ -110,12 +111,13 @@ class GlooTransport:
 
 
 class _GlooGroup(TorchCommunicator):
-    """A gloo group that is not in torch's registry of groups."""
+    """A gloo group that is not in torch's registry of groups, so torch's own functions do not reach it."""
 
     def __init__(self, group: Any, rank: int, size: int, meter: Meter) -> None:
         super().__init__(None, range(size), rank, "inter", meter)
         self._gloo = group
 
+    @override
     def _is_nccl(self) -> bool:
         return False
 
@@ -135,16 +137,21 @@ class _GlooGroup(TorchCommunicator):
         self.all_gather(gathered, padded).wait()
         return [unpacked(data[:n]) for data, n in zip(gathered.chunk(self.size), lengths.tolist(), strict=True)]
 
-    def _start_all_reduce(self, tensor: Tensor, op: Reduction) -> Sequence[dist.Work | None]:
+    @override
+    def _start_all_reduce(self, tensor: Tensor, op: Reduction) -> dist.Work | None:
         options = dist.AllreduceOptions()
         options.reduceOp = REDUCE_OPS[op]
-        return [self._required.allreduce([tensor], options)]
+        work: dist.Work = self._required.allreduce([tensor], options)
+        return work
 
-    def _start_broadcast(self, tensor: Tensor, source: int) -> Sequence[dist.Work | None]:
+    @override
+    def _start_broadcast(self, tensor: Tensor, source: int) -> dist.Work | None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        return [self._required.broadcast([tensor], options)]
+        work: dist.Work = self._required.broadcast([tensor], options)
+        return work
 
+    @override
     def _post(
         self, send: Sequence[tuple[Tensor, int]], receive: Sequence[tuple[Tensor, int]], tag: int
     ) -> Sequence[dist.Work | None]:

@@ -23,17 +23,17 @@ from lightning_hiercomm.elastic.quorum import Quorum, Request
 from lightning_hiercomm.elastic.transport import GlooTransport
 
 
-def quorum_of_two() -> tuple[TCPStore, Quorum]:
+def quorum_of(names: str = "ab") -> tuple[TCPStore, Quorum]:
     """With the store at which its members find each other."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-    members = (Request(name, replica_id=name, run="run", ranks=1, store=f"127.0.0.1:{store.port}") for name in "ab")
+    members = (Request(name, replica_id=name, run="run", ranks=1, store=f"127.0.0.1:{store.port}") for name in names)
     return store, Quorum(tuple(members))
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    _store, quorum = quorum_of_two()
+    _store, quorum = quorum_of()
 
     def member(index: int) -> tuple[list[float], int, list[str], bool]:
         meter, values = Meter(), torch.arange(3.0) * (index + 1)
@@ -46,6 +46,22 @@ def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypat
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, ["of a", "of ab"], has_gpu)] * 2
+
+
+def test_collectives_of_elastic_nodes_stay_within_their_own_group():
+    """The default process group, if there is one, is that of one node."""
+    _store, quorum = quorum_of("abc")
+
+    def member(index: int) -> tuple[set[float], set[float]]:
+        group = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", Meter())
+        values, first = torch.full((2**20,), 1.0 + index), torch.full((2**20,), 1.0 + index)
+        group.all_reduce(values).wait()
+        group.broadcast(first, 1).wait()
+        group.close()
+        return {*values.unique().tolist()}, {*first.unique().tolist()}
+
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(member, range(3))] == [({6.0}, {2.0})] * 3
 
 
 def test_inter_node_bytes_are_counted_once():
@@ -77,7 +93,7 @@ def test_gather_over_unequal_nodes_has_all_entries_after_a_failure(node):
 
 
 def test_a_missing_member_is_found_before_the_group_connects():
-    _store, quorum = quorum_of_two()
+    _store, quorum = quorum_of()
     with pytest.raises(RuntimeError):
         GlooTransport("127.0.0.1", dead_after=1.0).connect_group(quorum, 0, "0", Meter())
 
@@ -97,7 +113,7 @@ def test_loss_while_connecting_takes_no_longer_than_between_syncs(dead_after, ke
 
     transport = Transport("127.0.0.1", dead_after)
     with pytest.raises(RuntimeError):
-        transport.connect_group(quorum_of_two()[1], 1, "0", Meter())
+        transport.connect_group(quorum_of()[1], 1, "0", Meter())
     assert 0 < sum(waited) <= dead_after + 1.0
 
 
