@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from lightning_hiercomm.nodes.connect import check_backend, process_group
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
-from lightning_hiercomm.schemes import SCHEMES, Scheme, SchemeName
+from lightning_hiercomm.schemes import SCHEMES, Scheme
 from lightning_hiercomm.schemes.gradient_path import GradientPath
 from lightning_hiercomm.schemes.samples import SampleWeights
 from lightning_hiercomm.trainer.options import Health, Transport
@@ -35,6 +34,10 @@ F = TypeVar("F", bound=Callable[..., None])
 Contradictions = tuple[tuple[Callable[["Settings"], object], str], ...]
 
 _CONTRADICTIONS: Contradictions = (
+    (
+        lambda given: type(given.scheme) is Scheme,
+        "scheme=Scheme() is the base class, and never synchronizes; use one of its subclasses",
+    ),
     (
         lambda given: given.transport.wire_raw and given.wire_dtype is None,
         "wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'",
@@ -167,12 +170,11 @@ class Settings:
             further: Contradictions in this strategy only.
         """
         given = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
-        transport = given["transport"]
-        if isinstance(transport, str):
-            raise TypeError(f"transport={transport!r} must be a Transport: write transport=Transport({transport!r})")
-        if isinstance(given["wire_dtype"], torch.dtype):
-            given["wire_dtype"] = str(given["wire_dtype"]).removeprefix("torch.")
-        given["scheme"] = scheme_named(given["scheme"], schemes)
+        scheme = given["scheme"]
+        if isinstance(scheme, str):
+            if scheme not in schemes:
+                raise ValueError(f"scheme={scheme!r} is unknown; use one of {', '.join(schemes)}, or a Scheme")
+            given["scheme"] = schemes[scheme]()
         if "elastic" in given:
             given["elastic"] = Elastic.of(given["elastic"])
         settings = cls(**given)
@@ -263,25 +265,6 @@ def check_keywords(strategy: type, given: Mapping[str, Any], known: Sequence[str
     check_types({name: given[name] for name in hints if name in given}, hints)
 
 
-def scheme_named(scheme: Scheme | SchemeName, schemes: Mapping[str, Callable[[], Scheme]]) -> Scheme:
-    """Return the scheme of a name, with its default arguments, or the scheme that a user made."""
-    names = ", ".join(schemes)
-    if isinstance(scheme, str):
-        if scheme in schemes:
-            return schemes[scheme]()
-        classes = {made.__name__.lower(): name for name, made in SCHEMES.items()}
-        near = difflib.get_close_matches(scheme.lower(), [*classes, *SCHEMES], n=1)
-        hint = f". Did you mean {classes.get(near[0], near[0])!r}?" if near else ""
-        raise ValueError(f"scheme={scheme!r} is unknown; use one of {names}, or a Scheme{hint}")
-    if isinstance(scheme, type) and issubclass(scheme, Scheme):
-        raise TypeError(f"scheme={scheme.__name__} is a class: use an instance, {scheme.__name__}(...)")
-    if not isinstance(scheme, Scheme):
-        raise TypeError(f"scheme={scheme!r} must be a Scheme or one of {names}")
-    if type(scheme) is Scheme:
-        raise ValueError(f"scheme=Scheme() is the base class, and never synchronizes; use one of {names}")
-    return scheme
-
-
 def register_schemes(strategy: type, strategy_registry: Any) -> None:
     """Register ``hierarchical`` and ``hierarchical_<scheme>``, each also with ranks that are forked."""
     schemes = {"hierarchical": "all_reduce", **{f"hierarchical_{scheme}": scheme for scheme in SCHEMES}}
@@ -297,18 +280,14 @@ def described_like(other: Callable[..., None]) -> Callable[[F], F]:
 
     def decorate(constructor: F) -> F:
         entries = re.split(r"\n(?=    (?! ))", inspect.cleandoc(other.__doc__ or "").partition("\nArgs:")[2])
-        shared = [entry.rstrip() for entry in entries if _name(entry) in inspect.signature(constructor).parameters]
-        head, _, rest = inspect.cleandoc(constructor.__doc__ or "").partition("\nArgs:\n")
-        own = [_name(entry) for entry in re.split(r"\n(?=    (?! ))", f"\n{rest}")]
-        lines = [entry for entry in shared if _name(entry) not in own]
-        constructor.__doc__ = "\n".join([head, "Args:", *lines, rest])
+        shared = [
+            each for each in entries if each.partition(":")[0].strip() in inspect.signature(constructor).parameters
+        ]
+        head, _, own = inspect.cleandoc(constructor.__doc__ or "").partition("\nArgs:\n")
+        constructor.__doc__ = "\n".join([head, "Args:", *shared, own])
         return constructor
 
     return decorate
-
-
-def _name(entry: str) -> str:
-    return entry.partition(":")[0].strip().lstrip("*")
 
 
 def constructor_arguments(strategy: type) -> list[str]:

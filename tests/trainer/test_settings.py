@@ -34,20 +34,15 @@ Ours, OnFabric, RAW = HierarchicalStrategy, HierarchicalFabricStrategy, Transpor
     ("made", "arguments", "message"),
     [
         (Ours, {"scheme": "telepathy"}, "scheme='telepathy' is unknown; use one of all_reduce, periodic"),
-        (Ours, {"scheme": 3}, "must be a Scheme"),
-        (
-            Ours,
-            {"scheme": PeriodicAveraging},
-            r"scheme=PeriodicAveraging is a class: use an instance, PeriodicAveraging\(",
-        ),
+        (Ours, {"scheme": 3}, "scheme=3 must be Scheme"),
+        (Ours, {"scheme": PeriodicAveraging}, r"must be Scheme, .* did you mean PeriodicAveraging\(\)\?"),
         (Ours, {"scheme": Scheme()}, r"scheme=Scheme\(\) is the base class"),
-        (Ours, {"scheme": "DASO"}, r"or a Scheme\. Did you mean 'daso'\?"),
-        (Ours, {"scheme": "PeriodicAveraging"}, "Did you mean 'periodic'"),
         (Ours, {"timeout": 30}, "timeout=30 must be timedelta or None, not of type int"),
         (Ours, {"start_method": "fokr"}, "start_method='fokr' must be 'popen', 'spawn', 'fork' or 'forkserver'"),
         (Ours, {"find_unused_parameters": "yes"}, "find_unused_parameters='yes' must be bool"),
         (Ours, {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be float or None"),
         (Ours, {"wire_dtype": "int3"}, "wire_dtype='int3'"),
+        (Ours, {"wire_dtype": torch.bfloat16}, "wire_dtype=torch.bfloat16 must be 'float32', 'bfloat16'"),
         (Ours, {"transport": RAW}, "wire_raw=True needs a wire_dtype"),
         (Ours, {"transport": RAW, "wire_dtype": "sparse2"}, "wire_dtype='sparse2' would drop most of them"),
         (Ours, {"health": "raise"}, "health='raise' must be Health, not of type str"),
@@ -85,7 +80,7 @@ def test_a_bad_argument_is_named_before_anything_starts(made, arguments, message
         ("hang_timeout", r"write health=Health\(hang_timeout=\.\.\.\)$"),
         ("inter_node", r"write transport=Transport\(inter_node="),
         ("speeds", r"write batches=HeterogeneousBatches\(speeds="),
-        ("transport", r"write transport=Transport\('gloo'\)"),
+        ("transport", "transport='gloo' must be Transport"),
     ],
 )
 def test_a_keyword_that_is_unknown_is_refused_with_the_nearest_one(name, message):
@@ -110,10 +105,6 @@ def test_mixed_precision_of_ddp_is_no_argument_of_the_strategy(strategy):
     strategy(mixed_precision=None)  # as LightningCLI fills it in
     with pytest.raises(ValueError, match=rf"{strategy.__name__} owns. Use precision='bf16-mixed'"):
         strategy(mixed_precision=object())
-
-
-def test_a_wire_type_may_be_one_of_torch():
-    assert repr(HierarchicalStrategy(wire_dtype=torch.bfloat16)) == repr(HierarchicalStrategy(wire_dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(("ending", "start_method"), [("", "popen"), ("_fork", "fork"), ("_notebook", "fork")])
