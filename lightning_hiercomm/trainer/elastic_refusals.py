@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from lightning_hiercomm._lightning.trainer import names_logged_in_training
 from lightning_hiercomm._lightning.tree import pl
@@ -12,58 +11,46 @@ from lightning_hiercomm.nodes.ignored import ignored_by_ddp
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
 
-Check = tuple[Callable[[Any], bool], str]
-
-_CALLBACKS: tuple[Check, ...] = (
-    (
-        lambda callback: (
-            isinstance(callback, pl.callbacks.StochasticWeightAveraging)
-            or _is_of(callback, "WeightAveraging")  # not in all versions
-        ),
-        "{name} averages on each node separately: leave it out",
+_AVERAGES = "averages on each node separately: leave it out"
+_CALLBACKS = {
+    "StochasticWeightAveraging": _AVERAGES,
+    "WeightAveraging": _AVERAGES,
+    "Timer": (
+        "(Trainer(max_time=...) adds one) ends training at another batch on every node: use max_steps or max_epochs"
     ),
-    (
-        lambda callback: (
-            isinstance(callback, pl.callbacks.ModelCheckpoint) and callback._train_time_interval is not None
-        ),
-        "{name}(train_time_interval=...) saves at another step on every node: use every_n_train_steps or"
-        " every_n_epochs",
+    "RayTrainReportCallback": (
+        "waits for a report of every worker, also of lost ones, and only one node writes checkpoints: use"
+        " ModelCheckpoint with a folder that all nodes share, and fit(ckpt_path='last')"
     ),
-    (
-        lambda callback: isinstance(callback, pl.callbacks.ModelCheckpoint) and callback.save_last == "link",
-        "{name}(save_last='link') links on every node, and only one writes: use save_last=True",
+    "LearningRateFinder": (
+        "(Tuner.lr_find uses it) tries rates on one node, and restores a file that one node writes: find a rate without"
+        " elastic="
     ),
-    (
-        lambda callback: isinstance(callback, pl.callbacks.Timer),
-        "{name}, or Trainer(max_time=...), ends training at another batch on every node: use max_steps or max_epochs",
-    ),
-    (
-        lambda callback: _is_of(callback, "RayTrainReportCallback"),  # of an extra
-        "{name} waits for a report of every worker, also of lost ones, and only one node writes checkpoints: use"
-        " ModelCheckpoint with a folder that all nodes share, and fit(ckpt_path='last')",
-    ),
-    (
-        lambda callback: isinstance(callback, pl.callbacks.LearningRateFinder),
-        "{name}, and Tuner.lr_find, which uses it, try rates on one node, and restore a file that one node writes: find"
-        " a rate without elastic=",
-    ),
-)
-
-_TRAINER: tuple[Check, ...] = (
-    (
-        lambda trainer: bool(ignored_by_ddp(trainer.lightning_module)),
-        "the module tells DDP to leave parameters or buffers to each rank (_ddp_params_and_buffers_to_ignore), but a"
-        " joining node begins with another node's: leave the attribute or elastic= out",
-    ),
-)
+}
+"""Why a callback of this class, which may not be installed, is refused."""
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
     """Raise a ``ValueError`` for the first setting or callback of the Trainer that elastic runs do not support."""
     check_torchft()
-    _refuse(_TRAINER, trainer)
+    if ignored_by_ddp(trainer.lightning_module):
+        raise ValueError(
+            "elastic nodes: the module tells DDP to leave parameters or buffers to each rank"
+            " (_ddp_params_and_buffers_to_ignore), but a joining node begins with another node's: leave the attribute"
+            " or elastic= out"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        _refuse(_CALLBACKS, callback)
+        reasons = [_CALLBACKS[each.__name__] for each in type(callback).__mro__ if each.__name__ in _CALLBACKS]
+        if isinstance(callback, pl.callbacks.ModelCheckpoint):
+            if callback._train_time_interval is not None:
+                reasons.append(
+                    "with train_time_interval saves at another step on every node: use every_n_train_steps or"
+                    " every_n_epochs"
+                )
+            if callback.save_last == "link":
+                reasons.append("with save_last='link' links on every node, and only one writes: use save_last=True")
+        if reasons:
+            raise ValueError(f"elastic nodes: {type(callback).__name__} {reasons[0]}")
 
 
 def check_one_node(topology: Topology) -> None:
@@ -99,17 +86,6 @@ def check_monitors(trainer: pl.Trainer) -> None:
                 " every node the mean over its own ranks, and nodes would decide differently: monitor what validation"
                 " logs"
             )
-
-
-def _is_of(callback: pl.Callback, name: str) -> bool:
-    """Return whether a callback is of a class of this name, which may not be installed."""
-    return any(each.__name__ == name for each in type(callback).__mro__)
-
-
-def _refuse(checks: tuple[Check, ...], value: Any) -> None:
-    for applies, message in checks:
-        if applies(value):
-            raise ValueError(f"elastic nodes: {message.format(name=type(value).__name__)}")
 
 
 def _monitors(trainer: pl.Trainer) -> Iterator[tuple[str, str]]:

@@ -114,12 +114,12 @@ class RayTrainReportCallback(Callback):
 @pytest.mark.parametrize(
     ("callback", "said"),
     [
-        (Timer(timedelta(hours=1)), r"Timer, or Trainer\(max_time=\.\.\.\), ends training at another batch"),
+        (Timer(timedelta(hours=1)), r"Timer \(Trainer\(max_time=\.\.\.\) adds one\) ends training at another batch"),
         (Averages(), "Averages averages on each node separately"),
-        (ModelCheckpoint(save_last="link"), r"ModelCheckpoint\(save_last='link'\).*use save_last=True"),
+        (ModelCheckpoint(save_last="link"), "ModelCheckpoint with save_last='link'.*use save_last=True"),
         (ModelCheckpoint(train_time_interval=timedelta(hours=1)), "use every_n_train_steps"),
         (RayTrainReportCallback(), "RayTrainReportCallback waits for a report of every worker.*: use ModelCheckpoint"),
-        (LearningRateFinder(), "LearningRateFinder, and Tuner.lr_find, .*: find a rate without elastic="),
+        (LearningRateFinder(), "LearningRateFinder .Tuner.lr_find uses it.*: find a rate without elastic="),
     ],
     ids=lambda value: type(value).__name__,
 )
