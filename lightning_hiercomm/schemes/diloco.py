@@ -82,11 +82,10 @@ class DiLoCo(ParameterSync):
         if isinstance(fragments, str) or (isinstance(fragments, int) and fragments < 1) or not fragments:
             raise ValueError(f"fragments={fragments!r} must be a positive number, or a list of module names")
         kept = (0.5 if staleness else 0.0) if keep_local is None else keep_local
-        self.outer = OuterOptimizer(outer_optimizer, kept)
         super().__init__(
             schedule=_staggered(sync_every, fragments, staleness),
             fragments=fragments,
-            merge=self.outer,
+            merge=OuterOptimizer(outer_optimizer, kept),
             staleness=staleness,
         )
         self.sync_every = sync_every

@@ -375,7 +375,7 @@ class RunningParameterSync(RunningScheme[A]):
             mean = self.exchanger.optimizer_mean
             if mean is not None and (of_optimizer := mean.state_dict()):
                 state["optimizer_average"] = of_optimizer
-        if not can_communicate:
+        if not shared or not can_communicate:
             return state
         if self.reference.merge.keeps_reference:
             self.state.settle()

@@ -118,14 +118,6 @@ class ReferenceParameters:
                 of_parameter["reference"] = values[id(parameter)]
         return state
 
-    def _load_by_parameter(self, saved: Mapping[str, Any], parameters: Sequence[Tensor], with_values: bool) -> None:
-        if self.outer is not None:
-            state = [{name: v for name, v in own.items() if name != "reference"} for own in saved["state"]]
-            self.outer.load_state_dict({**saved, "state": state}, parameters)
-        if with_values and self._keeps_common_values and all("reference" in own for own in saved["state"]):
-            values = (own["reference"] for own in saved["state"])
-            self.set_values(dict(zip(map(id, parameters), values, strict=True)))
-
     @property
     def _keeps_common_values(self) -> bool:
         return self.merge.keeps_reference and self._is_common and not self.is_alone
@@ -143,18 +135,21 @@ class ReferenceParameters:
 
     def load_state_dict(self, state: Mapping[str, Any], replica: Replica) -> None:
         """Restore the reference parameters from a scheme's whole state, or from its shared state."""
-        is_complete = "reducer" in state
-        if is_complete:
+        if "reducer" in state:
             self._held.load_state_dict(state["reducer"])
-        else:
-            self._held.set_references()
-            self.outer = self._built(self.outer)
-            if "reference" in state and self.is_copied:
-                self.set_values(dict(zip(map(id, self._tensors(replica)), state["reference"], strict=True)))
-        if "outer" in state:
-            self._load_by_parameter(state["outer"], replica.parameters, with_values=not is_complete)
-        if self.outer is not None and "outer_shards" in state:
-            self.outer.load_shard_states(state["outer_shards"])
+            if self.outer is not None and "outer_shards" in state:
+                self.outer.load_shard_states(state["outer_shards"])
+            return
+        self._held.set_references()
+        self.outer = self._built(self.outer)
+        if "reference" in state and self.is_copied:
+            self.set_values(dict(zip(map(id, self._tensors(replica)), state["reference"], strict=True)))
+        saved = [dict(own) for own in state.get("outer", {}).get("state", ())]
+        values = [own.pop("reference", None) for own in saved]
+        if self.outer is not None and saved:
+            self.outer.load_state_dict({"state": saved}, replica.parameters)
+        if self._keeps_common_values and saved and all(value is not None for value in values):
+            self.set_values(dict(zip(map(id, replica.parameters), values, strict=True)))
 
     def undo_point(self) -> Callable[[], None]:
         """Store the reference parameters and the outer optimizer's state; return a callback that restores both."""
