@@ -24,7 +24,6 @@ from lightning_hiercomm.control.waiting import MainThread, describe_caller
 log = logging.getLogger(__name__)
 
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
-_STOPPED = 5.0  # seconds without a turn: this process was stopped, perhaps together with all others
 _FIRST_POLL = 0.002  # seconds
 _UNKNOWN = ("", "0", "")  # the identity of a process on another machine
 _LOST = "{} died, and torch's store with it"
@@ -249,8 +248,8 @@ class ControlPlane:
                 return False
         # a rank without an answer may stop here, but must not train on while others wait for it in a save
         key, timeout = f"at/{self._round}", None if self.requeue_requested else 30.0
-        if self._stop_at is None and self._wait_until(lambda: self.store.check([key]), timeout):
-            with self._lost_store_raises():
+        with self._lost_store_raises():
+            if self._stop_at is None and self._wait_until(lambda: self.store.check([key]), timeout):
                 self._stop_at = int(self.store.get(key))
         return self._stop_at is None or self._batch >= self._stop_at
 
@@ -299,11 +298,10 @@ class ControlPlane:
         self._arrival = own = Arrival(number, self.rank, self.place, purpose, what, line, self._batch, [*steps])
         with self._lost_store_raises():
             self._arrive(own)
-        if not self._wait_until(lambda: self.store.add(f"arrived/{number}", 0) == self.size, self._timeout):
-            waited = f"{self.place} has waited{in_line(line)} for other ranks for timeout={self._timeout} s"
-            with self._lost_store_raises():
+            if not self._wait_until(lambda: self.store.add(f"arrived/{number}", 0) == self.size, self._timeout):
+                waited = f"{self.place} has waited{in_line(line)} for other ranks for timeout={self._timeout} s"
                 self.fail(Failure(waited))
-            self.check()
+                self.check()
         self._arrival = None
 
     def _arrive(self, own: Arrival) -> None:
@@ -333,11 +331,10 @@ class ControlPlane:
         while True:
             self.check()
             left = self.left  # before the check: a rank that passed this barrier may leave
-            with self._lost_store_raises():
-                if is_done():
-                    return True
-                if left and self._arrival is not None:
-                    self.fail(Failure(self._arrival.without_others(f"{left} has ended its run")))
+            if is_done():
+                return True
+            if left and self._arrival is not None:
+                self.fail(Failure(self._arrival.without_others(f"{left} has ended its run")))
             if timeout is not None and time.monotonic() - began > timeout:
                 return False
             self._failed.wait(pause)
@@ -347,7 +344,9 @@ class ControlPlane:
     def _lost_store_raises(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
+        except RankFailure:
+            raise
+        except RuntimeError as error:  # of torch's store
             self.lose_store()
             self.check()
             line = "" if self._arrival is None else self._arrival.line
@@ -375,15 +374,16 @@ class Watch:
         ]
         self._stuck = process.StuckDetector()
         self._is_broken = False  # then heartbeats are more frequent
+        # seconds are those that this process has waited: it may have been stopped, perhaps together with all others
+        self._unanswered = 0.0  # since the last answer of the store
         self._next = (plane.rank + 1) % plane.size  # the rank that this one watches
-        self._seen = ""  # its last status
+        self._seen, self._silent = "", 0.0  # its last status, and the seconds since then
         self._standstill = ""
         self._look_at = 0.0
         self._write_status()
 
     def start(self) -> None:
         """Start the threads."""
-        self._answered_at = self._beat_at = self._seen_at = time.monotonic()
         for thread in self._threads:
             thread.start()
 
@@ -397,22 +397,20 @@ class Watch:
         try:
             while plane.failure is None:
                 self._beat()
-                if plane.is_closing.wait(self._interval / (4 if self._is_broken else 1)):
+                pause = self._interval / (4 if self._is_broken else 1)
+                if plane.is_closing.wait(pause):
                     break
+                self._silent += pause
             self._leave()
         except RuntimeError:  # of torch's store
             plane.lose_store()
 
     def _beat(self) -> None:
         """Write this rank's status, and read what concerns all ranks: two requests to the store."""
-        plane, now = self._plane, time.monotonic()
-        if now - self._beat_at > _STOPPED + self._interval:
-            self._seen_at = now
-        self._beat_at = now
-        status = self._write_status()
+        plane, status = self._plane, self._write_status()
         shared = self._store.multi_get([*_SHARED, f"status/{self._next}"])
         failure, rounds, arrival, requested, plane.left, broken, watched = (value.decode() for value in shared)
-        self._answered_at = time.monotonic()
+        self._unanswered = 0.0
         if failure:
             plane.learn(Failure(**json.loads(failure)))
             return
@@ -425,8 +423,8 @@ class Watch:
         plane.follow_rounds(rounds)
         plane.follow_barriers(arrival)
         self._check_machine()
-        self._check_next(watched, now)
-        self._check_all(status, now)  # each does no harm after a failure: the first one counts
+        self._check_next(watched)
+        self._check_all(status)  # each does no harm after a failure: the first one counts
 
     def _write_status(self) -> Status:
         what, stuck = self._stuck.check()
@@ -441,27 +439,27 @@ class Watch:
         processes = self._plane.processes
         ranks = sorted(processes, key=lambda rank: (rank <= self._plane.rank, rank))
         if ranks and process.is_gone(processes[ranks[0]]):
+            status = self._status_of(ranks[0])  # without an answer, `_watch_store` needs the process
             del processes[ranks[0]]
-            status = self._status_of(ranks[0])
             if not status.has_left:
                 self._plane.fail(Failure(f"{status.place} died"))
 
-    def _check_next(self, watched: str, now: float) -> None:
+    def _check_next(self, watched: str) -> None:
         """End the run if the next rank that has not left is silent."""
         hang_timeout = self._plane.hang_timeout
         if watched != self._seen:
-            self._seen, self._seen_at = watched, now
+            self._seen, self._silent = watched, 0.0
         status = Status(**json.loads(watched))
         if status.has_left or status.rank == self._plane.rank:
-            self._next, self._seen_at = (self._next + 1) % self._plane.size, now
-        elif self._is_broken and now - self._seen_at > 3 * self._interval:
+            self._next, self._silent = (self._next + 1) % self._plane.size, 0.0
+        elif self._is_broken and self._silent > 3 * self._interval:
             self._plane.fail(Failure(f"{status.place} died"))
-        elif hang_timeout is not None and now - self._seen_at > hang_timeout:
+        elif hang_timeout is not None and self._silent > hang_timeout:
             self._fail_frozen(status, "it sent nothing", silent=[status.rank])
 
-    def _check_all(self, own: Status, now: float) -> None:
+    def _check_all(self, own: Status) -> None:
         """Look at all ranks if this one has made no progress for ``hang_timeout`` seconds."""
-        size, hang_timeout = self._plane.size, self._plane.hang_timeout
+        size, hang_timeout, now = self._plane.size, self._plane.hang_timeout, time.monotonic()
         if hang_timeout is None or own.idle < hang_timeout or now < self._look_at:
             return
         self._look_at = now + max(hang_timeout / 10, size / 100)
@@ -497,13 +495,10 @@ class Watch:
 
     def _watch_store(self) -> None:
         """End this rank if the store does not answer: a call has no timeout if the store's process is stopped."""
-        plane, hang_timeout = self._plane, self._plane.hang_timeout
-        on_rank_0, last = not is_agents_store(), time.monotonic()
+        plane, hang_timeout, on_rank_0 = self._plane, self._plane.hang_timeout, not is_agents_store()
         while not plane.is_closing.wait(1.0) and plane.failure is None and self._threads[0].is_alive():
-            now = time.monotonic()
-            if now - last > _STOPPED:
-                self._answered_at = now
-            last, silence = now, now - self._answered_at - self._interval
+            self._unanswered += 1.0
+            silence = self._unanswered - self._interval
             # its forked workers may keep its connections open
             if silence > 1.0 and on_rank_0 and process.is_gone(plane.processes.get(0, _UNKNOWN)):
                 plane.learn(Failure(_LOST.format(_store_host())))

@@ -35,21 +35,13 @@ _PURPOSES: dict[Purpose, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of any rank, which ends the run.
-
-    Attributes:
-        message: Names the rank that failed.
-        raised_by: The rank that raised an exception, and so ends by itself.
-        silent: Ranks whose processes must be killed.
-        is_frozen: Whether all ranks write their stacks, because one is frozen.
-        is_stuck: Whether the ranks wait for each other, so that none ends by itself.
-    """
+    """The first failure of any rank, which ends the run."""
 
     message: str
-    raised_by: int | None = None
-    silent: Sequence[int] = ()
-    is_frozen: bool = False
-    is_stuck: bool = False
+    raised_by: int | None = None  # the rank that raised an exception, and so ends by itself
+    silent: Sequence[int] = ()  # ranks whose processes must be killed
+    is_frozen: bool = False  # a rank is: then all write their stacks
+    is_stuck: bool = False  # the ranks wait for each other, so that none ends by itself
 
 
 @dataclass(frozen=True)
@@ -86,26 +78,16 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Status(Position):
-    """What a rank reports with each heartbeat.
-
-    Attributes:
-        doing: What it does.
-        progress: How often it has reported what it does.
-        idle: Seconds since then.
-        batches: The number of batches it has begun.
-        stuck: Seconds for which its main thread or a worker has been stuck in the kernel.
-        arrival: Why it waits at a barrier.
-        has_left: Whether it has ended its run.
-    """
+    """What a rank reports with each heartbeat."""
 
     rank: int
     place: str
     doing: str = "joining"
-    progress: int = 0
-    idle: float = 0.0
-    batches: int = 0
-    stuck: float = 0.0
-    arrival: Purpose | None = None
+    progress: int = 0  # how often it has reported what it does
+    idle: float = 0.0  # seconds since then
+    batches: int = 0  # begun
+    stuck: float = 0.0  # seconds for which its main thread or a worker has been stuck in the kernel
+    arrival: Purpose | None = None  # at the barrier where it waits
     has_left: bool = False
 
 

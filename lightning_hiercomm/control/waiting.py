@@ -34,21 +34,13 @@ _IDLE = 0.2  # of a core
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a main thread is.
-
-    Attributes:
-        seconds: How long it has been there.
-        call: The function that waits for other ranks, such as ``"torch.distributed.barrier"``; empty if none does.
-        digest: Of the stack outside of this package; equal on ranks that wait in the same place.
-        line: The user's line of code, such as ``"train.py:31 (on_train_batch_end)"``; empty if there is none.
-        collectives: How many collectives over all ranks this rank has begun; equal on ranks that wait in the same one.
-    """
+    """Where a main thread is, and for how long."""
 
     seconds: float = 0.0
-    call: str = ""
-    digest: str = ""
-    line: str = ""
-    collectives: int = 0
+    call: str = ""  # the function that waits for other ranks, such as "torch.distributed.barrier"; empty if none does
+    digest: str = ""  # of the stack outside of this package; equal on ranks that wait in the same place
+    line: str = ""  # the user's line of code, such as "train.py:31 (on_train_batch_end)"; empty if there is none
+    collectives: int = 0  # over all ranks, begun by this one; equal on ranks that wait in the same one
 
 
 class MainThread:

@@ -74,15 +74,13 @@ class RunControl:
         gather: Callable[..., list[Any]],
         timeout: float | None = None,
     ) -> None:
-        """Connect the ranks, if there are several and they are not connected; collective.
+        """Connect the ranks if they are not connected. Collective.
 
         The arguments are those of :class:`ControlPlane`; ``store`` is None if the process group has none.
         """
         if self.plane is not None:
             return
         self._is_stopping_together = self._has_noted_exception = self._is_ending = False  # of the run before
-        if size == 1:
-            return
         if store is None:
             log.warning("No control plane, because the default process group has no store: ranks wait for each other")
             return
