@@ -83,6 +83,15 @@ def test_a_bucket_is_stepped_alone(on_nodes):
         assert rank.trace[-1] == pytest.approx([expected] * 12, abs=1e-5)
 
 
+def test_the_state_of_a_rank_holds_its_shard_of_the_outer_optimizer_alone(on_nodes):
+    def work(rank: Rank) -> int:
+        state = steps(2)(rank).state()["scheme"]
+        assert "outer" not in state
+        return sum(run["state"]["exp_avg"].numel() for runs in state["outer_shards"] for run in runs)
+
+    assert on_nodes(work, DiLoCo(2, ADAM), TWO_BY_TWO, shapes=SEVENS) == [(NUMEL + 1) // 2] * 4
+
+
 @pytest.mark.parametrize(
     ("outer", "fragments", "shapes", "saved_after"),
     [
