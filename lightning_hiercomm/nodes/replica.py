@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -166,13 +165,6 @@ class Replica:
             f"{name} ({self.held.whole(tensor)} x {str(tensor.dtype).removeprefix('torch.')}, {self.held.by(tensor)})"
             for name, tensor in zip(names, tensors, strict=True)
         ]
-
-    def fingerprint(self) -> int:
-        """Return a 64-bit hash of all values."""
-        digest = hashlib.blake2b(digest_size=8)
-        for bucket in self.buckets:
-            digest.update(bucket.pack().cpu().view(torch.uint8).numpy().tobytes())
-        return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _buckets_of_buffers(buffers: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:

@@ -255,7 +255,8 @@ class AveragedModel:
             # the mean of equal values may differ in the last bit
             self.means.average_kept(self.means.differing(whole.tensors))
         else:
-            prints = self._topology.world.all_gather_object(whole.fingerprint())
+            own = [int(print_of(tensor)) for tensor in whole.tensors]
+            prints = self._topology.world.all_gather_object(tuple(own))
             # ranks with shards of a model differ inside their node, but not from the same ranks of other nodes
             if len({tuple(prints[rank] for rank in ranks) for ranks in self._topology.nodes}) > 1:
                 ShardedAllReduce(whole, self._topology)(self.means.round)

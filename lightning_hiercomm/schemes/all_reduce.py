@@ -58,4 +58,4 @@ class RunningAllReduce(RunningScheme[AllReduce]):
         self._check_parameters()
 
     def _write_mean(self) -> None:
-        self._write_mean_of_buffers()
+        self.guard.average(self.replica.buckets_of_buffers)

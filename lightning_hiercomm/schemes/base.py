@@ -307,7 +307,7 @@ class RunningScheme(Generic[S]):
     def _write_mean(self) -> None:
         """Write the weighted mean over all ranks to the replica, in the parameters' own type; blocks."""
         if self._in_first_phase:
-            self._write_mean_of_buffers()
+            self.guard.average(self.replica.buckets_of_buffers)
         else:
             self.guard.average(self.replica.buckets)
 
@@ -323,9 +323,6 @@ class RunningScheme(Generic[S]):
             self.state.unsynchronized_steps = 0
         if self.state.steps % _CHECK_EVERY == 0:
             self._check_parameters()
-
-    def _write_mean_of_buffers(self) -> None:
-        self.guard.average(self.replica.buckets_of_buffers)
 
     def _check_parameters(self) -> None:
         if not self.is_alone:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import ShardSpec
+from lightning_hiercomm.nodes.checksums import print_of
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
@@ -107,7 +108,7 @@ def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact
         )
         before = replica.snapshot()
         (ShardedAllReduce(replica, topology) if exact else average)(topology.new_round())
-        return before, replica.snapshot(), replica.fingerprint()
+        return before, replica.snapshot(), tuple(int(print_of(tensor)) for tensor in replica.tensors)
 
     return on_cpu(on_ranks(work, nodes, weights))
 
@@ -136,7 +137,7 @@ def test_an_average_keeps_the_weighted_mean_and_leaves_identical_bits(
     if len(nodes) == 1:
         assert all(torch.equal(*pair) for before, after, _ in results for pair in zip(before, after, strict=True))
         return
-    assert len({fingerprint for _, _, fingerprint in results}) == 1
+    assert len({checksums for _, _, checksums in results}) == 1
     for index, tensor in enumerate(results[0][1]):
         mean = sum(
             weight * before[index].double() for weight, (before, _, _) in zip(weights, results, strict=True)
@@ -162,21 +163,6 @@ def test_a_snapshot_is_a_copy_that_restores(kinds, bucket_bytes):
     assert all(torch.equal(tensor, expected) for tensor, expected in zip(tensors, before, strict=True))
 
 
-@given(st.lists(kinds, min_size=1, max_size=5), st.data())
-def test_a_fingerprint_changes_with_any_bit_and_with_nothing_else(kinds, data):
-    tensors = [tensor for tensor in filled(kinds, 0) if tensor.numel()]
-    replica = Replica(tensors)
-    before = replica.fingerprint()
-    assert Replica([tensor.contiguous() for tensor in tensors]).fingerprint() == before
-    if not tensors:
-        return
-    tensor = data.draw(st.sampled_from(tensors))
-    where = tuple(data.draw(st.integers(0, extent - 1)) for extent in tensor.shape)
-    bits = tensor[where].view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    tensor[where] = (bits ^ 1).view(tensor.dtype)
-    assert replica.fingerprint() != before
-
-
 def test_tied_tensors_count_once_and_unpacking_keeps_parameters_trainable():
     weight = torch.nn.Parameter(torch.arange(6.0, device=place.device).view(2, 3))
     replica = Replica([weight, weight, torch.nn.Parameter(torch.zeros(0, device=place.device))])
@@ -193,7 +179,6 @@ def test_an_empty_replica_has_no_buckets():
     assert replica.buckets == []
     assert replica.numel == replica.nbytes == 0
     assert replica.device == torch.device("cpu")
-    assert replica.fingerprint() == Replica([torch.zeros(0)]).fingerprint()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
