@@ -17,8 +17,8 @@ def plain(tensor: Tensor) -> Tensor:
 def print_of(tensor: Tensor) -> Tensor:
     """Return a 64-bit checksum of all values of a tensor and of their positions, as an int64 scalar on its device."""
     flat = plain(tensor).contiguous().view(-1)
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
+    if flat.storage_offset() * flat.element_size() % 8 or flat.stride(0) != 1:  # of one element it may be any number
+        flat = flat.clone(memory_format=torch.contiguous_format)
     octets = flat.view(torch.uint8)
     whole = octets.numel() // 8 * 8
     words, rest = octets[:whole].view(torch.int64), octets[whole:]

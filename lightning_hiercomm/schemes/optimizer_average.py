@@ -94,19 +94,18 @@ class OptimizerStateMean:
         self._signed |= negative
         roots = [(index, name) for index, name in narrowed if name not in self._signed | _FIRST_MOMENTS]
         tensors = [held[key] for key in narrowed]
-        layout = (narrowed, roots)
-        if loaded is not None and layout == (loaded["keys"], loaded["roots"]):
-            self._start(replica, tensors, *layout)
-            self._load_means(loaded["means"])
-        elif layout == (self._keys, self._roots) and not all(map(is_, tensors, self._tensors)):
-            means = self._state_of_means()  # the optimizer has replaced its tensors
-            self._start(replica, tensors, *layout)
-            self._load_means(means)
-        self._loaded = None
-        if layout != (self._keys, self._roots):
+        known = loaded or {"keys": self._keys, "roots": self._roots}
+        if (narrowed, roots) != (known["keys"], known["roots"]):
+            self._loaded = None
             self._average_unencoded(replica, held, round_)
-            self._start(replica, tensors, *layout)
+            self._start(replica, tensors, narrowed, roots)
             return
+        if loaded or not all(map(is_, tensors, self._tensors)):  # the optimizer may replace its tensors
+            states = self.state_dict()["means"]
+            self._loaded = None
+            self._start(replica, tensors, narrowed, roots)
+            for mean, state in zip(self._means, states, strict=True):
+                mean.load_state_dict(state)
         rest = {key: tensor for key, tensor in held.items() if key not in narrowed}
         if rest:
             self._average_unencoded(replica, rest, round_)
@@ -196,19 +195,13 @@ class OptimizerStateMean:
             return dict(self._loaded)
         if not self._means:
             return {}
-        return {"keys": [*self._keys], "roots": [*self._roots], "means": self._state_of_means()}
+        means = [mean.state_dict() for mean in self._means]
+        return {"keys": [*self._keys], "roots": [*self._roots], "means": means}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
         self.forget()
         self._loaded = state or None
-
-    def _state_of_means(self) -> list[dict[str, Any]]:
-        return [mean.state_dict() for mean in self._means]
-
-    def _load_means(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for mean, state in zip(self._means, states, strict=True):
-            mean.load_state_dict(state)
 
 
 def _checked(mean: ShardedAllReduce, round_: Round) -> None:

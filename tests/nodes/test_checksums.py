@@ -24,6 +24,12 @@ def test_a_print_depends_on_every_bit(numel, dtype):
             assert int(print_of(other)) != before
 
 
+def test_one_element_of_a_strided_view_has_the_print_of_its_value():
+    strided = torch.arange(2.0, device=place.device)[1::2]
+    assert strided.stride() == (2,)
+    assert int(print_of(strided)) == int(print_of(torch.ones(1, device=place.device)))
+
+
 def test_prints_of_views_and_of_other_memory_formats():
     whole = torch.arange(8.0, device=place.device)
     assert int(print_of(whole[1:4])) == int(print_of(whole[1:4].clone()))
