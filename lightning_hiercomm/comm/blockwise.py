@@ -78,6 +78,9 @@ class Blockwise(Codec):
     def add_decoded(self, payloads: Tensor, own: Tensor, place: int) -> None:
         if fused.add(self, payloads, own, place):
             return
+        if not own.is_floating_point() or payloads.dtype != torch.uint8:
+            super().add_decoded(payloads, own, place)
+            return
         for scales, codes, blocks in self._tiles(payloads, own):
             decoded = scratch("values", (*scales.shape[:-1], blocks.shape[-1]), own.dtype, own.device)
             add_in_order(self._dequantize(scales, codes, decoded), blocks, place)
@@ -91,7 +94,9 @@ class Blockwise(Codec):
     # ---- with PyTorch, which is the definition of the payload ------------------------------------------------------
 
     def _encode(self, values: Tensor, payload: Tensor, residual: Tensor | None = None) -> None:
-        self._check_payload(payload, values.shape)
+        if not self._is_quantized(payload, values):
+            super()._encode(values, payload, residual)
+            return
         for scales, codes, blocks, *errors in self._tiles(payload, values, *([] if residual is None else [residual])):
             if not errors:
                 wanted = blocks.to(arithmetic_dtype(blocks.dtype))
@@ -106,7 +111,9 @@ class Blockwise(Codec):
         payload[..., self._used_bytes(values.shape[-1]) :].zero_()
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
-        self._check_payload(payload, out.shape)
+        if not self._is_quantized(payload, out):
+            super()._decode(payload, out)
+            return
         dtype = arithmetic_dtype(out.dtype)
         for scales, codes, blocks in self._tiles(payload, out):
             if out.dtype == dtype:
@@ -114,13 +121,16 @@ class Blockwise(Codec):
             else:
                 blocks.copy_(self._dequantize(scales, codes, _scratch_like("values", blocks, dtype)))
 
-    def _check_payload(self, payload: Tensor, shape: torch.Size) -> None:
-        *rows, numel = shape
+    def _is_quantized(self, payload: Tensor, values: Tensor) -> bool:
+        if payload.dtype != torch.uint8 or not values.is_floating_point():
+            return False
+        numel = values.shape[-1]
         expected = self.payload_numel(numel, torch.float32)
-        if payload.dtype != torch.uint8 or payload.shape != (*rows, expected):
+        if payload.shape != (*values.shape[:-1], expected):
             raise ValueError(
                 f"with {self} the payload of {numel} elements has {expected} bytes, not {payload.shape[-1]}"
             )
+        return True
 
     def _used_bytes(self, numel: int) -> int:
         return 2 * -(-numel // self.block) - (-numel // self.group) * (self.group // self.per_byte)

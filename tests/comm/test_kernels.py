@@ -267,7 +267,7 @@ def test_tensors_of_the_cpu_take_no_kernel():
     assert not fused.takes(codec, codec.encode(values), values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int32], ids=str)
 def test_kernels_calculate_with_float32_only(dtype, runtime):
     values = torch.ones(600, dtype=dtype, device=harness.place.device)
     Quantized(8).decode(Quantized(8).encode(values), values)
