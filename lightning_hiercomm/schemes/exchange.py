@@ -167,11 +167,8 @@ class Exchanger:
     @property
     def _buffers_with_parameters(self) -> list[Bucket]:
         """Float buffers that are reduced with the parameters whenever training waits for all fragments."""
-        return (
-            []
-            if self._config.merging.keeps_reference or not self._averages_all_nodes
-            else self._replica.buckets_of_buffers
-        )
+        is_apart = self._config.merging.keeps_reference or not self._averages_all_nodes
+        return [] if is_apart else self._replica.buckets_of_buffers
 
     @property
     def all_fragments(self) -> Sequence[int]:
@@ -221,26 +218,19 @@ class Exchanger:
             outgoing: The fragments of the next exchange.
             staleness: Steps until the next exchange is due.
         """
-        sent = self._begin(outgoing, staleness) if outgoing else None  # checks values before a merge replaces them
+        state, sent = self._state, None
+        indexes = self._buckets_of(outgoing)
+        if outgoing:  # checks values before a merge replaces them
+            leaving = [self._overlapped.buckets[index] for index in indexes]
+            preflight = self._overlapped.begin(state.steps, self._next_number(), leaving, inbound=self._inbound)
+            state.fragments_sent += len(outgoing)
+            sent = state.pending.start(state.steps, state.steps + staleness, outgoing, preflight)
         if due is not None:
             self._merge(due)
         if sent is not None:
-            self._send(sent)
-
-    def _begin(self, outgoing: Sequence[int], staleness: int) -> PendingExchange:
-        """Launch the preflight of an exchange."""
-        state = self._state
-        leaving = [self._overlapped.buckets[index] for index in self._buckets_of(outgoing)]
-        preflight = self._overlapped.begin(state.steps, self._next_number(), leaving, inbound=self._inbound)
-        state.fragments_sent += len(outgoing)
-        return state.pending.start(state.steps, state.steps + staleness, outgoing, preflight)
-
-    def _send(self, exchange: PendingExchange) -> None:
-        assert exchange.preflight is not None
-        needs_sent = self.reference.merge.needs_sent
-        for index in self._buckets_of(exchange.fragments):
-            bucket = self._overlapped.start(index, exchange.preflight, self._inbound, needs_sent)
-            exchange.buckets.append(bucket)
+            needs_sent = self.reference.merge.needs_sent
+            for index in indexes:
+                sent.buckets.append(self._overlapped.start(index, preflight, self._inbound, needs_sent))
 
     def _merge(self, due: PendingExchange) -> None:
         if due.is_unfit:
