@@ -133,7 +133,7 @@ def test_an_optimizer_is_right_or_refused_by_name(name, way):
     assert found != "wrong", reason
     if found == "unusable":
         pytest.skip(reason[:200])
-    if way == "StepsDelay" and " in param_groups, which only the program may change" in reason:
+    if " in param_groups, which only the program may change" in reason:
         assert not name.startswith("torch."), reason
     elif name in ELEMENTWISE.split():
         assert found in ("right", "random"), reason

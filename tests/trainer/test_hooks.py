@@ -88,16 +88,6 @@ def test_a_strategy_has_few_classes_and_they_precede_lightnings(strategy):
     assert strategy().communication() == {"synchronizations": 0.0, "steps": 0.0}
 
 
-@pytest.mark.parametrize(("sync_every", "warned"), [(4, False), (5, True)])
-def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every, warned):
-    strategy = HierarchicalStrategy(PeriodicAveraging(sync_every), ranks_per_node=1)
-    trainer = one_trainer(None, strategy=strategy, limit_train_batches=4)
-    with warnings_with("sync_every") as said:
-        trainer.fit(BoringModel())
-    assert len(said) == warned
-    assert all("which has 4 optimizer steps" in text for text in said)
-
-
 @pytest.mark.parametrize(
     ("scheme", "limits", "warned"),
     [
@@ -113,12 +103,14 @@ def test_a_period_that_no_epoch_is_long_enough_for_is_warned_of_once(sync_every,
         ),
         (DiLoCo(8), {"max_epochs": 2}, None),
         (PeriodicAveraging(4, warmup_steps=8), {"max_epochs": 1}, "after 4 optimizer steps: nodes never train alone"),
+        (PeriodicAveraging(4), {"max_epochs": 2}, None),
+        (PeriodicAveraging(5), {"max_epochs": 2}, "which has 4 optimizer steps"),
     ],
 )
-def test_a_run_shorter_than_the_period_warns(scheme, limits, warned):
+def test_a_run_or_epoch_shorter_than_the_period_warns_once(scheme, limits, warned):
     strategy = HierarchicalStrategy(scheme, ranks_per_node=1)
     trainer = one_trainer(None, strategy=strategy, limit_train_batches=4, **{"max_epochs": None, **limits})
-    with warnings_with("the run ends after") as said:
+    with warnings_with("optimizer steps") as said:
         trainer.fit(BoringModel())
     assert len(said) == (warned is not None)
     assert all(warned in text for text in said)

@@ -11,6 +11,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric import accelerators as of_fabric
+from lightning.pytorch import accelerators as of_trainer
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -196,3 +198,18 @@ def test_settings_have_the_defaults_of_the_constructor():
     signature = inspect.signature(HierarchicalStrategy).parameters
     for field in dataclasses.fields(Settings)[1:]:
         assert field.default == (signature[field.name].default or field.default)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cpu", "strategy"),
+    [
+        (pl.Trainer, of_trainer.CPUAccelerator, HierarchicalStrategy),
+        (pl.Trainer, of_trainer.CPUAccelerator, HierarchicalModelParallelStrategy),
+        (Fabric, of_fabric.CPUAccelerator, HierarchicalFabricStrategy),
+    ],
+)
+def test_another_accelerator_is_refused_with_the_remedy(kind, cpu, strategy):
+    devices = staticmethod(lambda devices: [torch.device("xpu", 0)])
+    xpus = type("Xpus", (cpu,), {"get_parallel_devices": devices})()
+    with pytest.raises(ValueError, match=r"'xpu' devices.*accelerator='gpu'.*accelerator='cpu'"):
+        kind(accelerator=xpus, devices=1, strategy=strategy())
