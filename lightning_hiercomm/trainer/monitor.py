@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 from lightning_hiercomm._lightning.trainer import batches_that_stepped
 from lightning_hiercomm._lightning.tree import check_tree, pl
+from lightning_hiercomm.run import traffic
 from lightning_hiercomm.trainer.hooks import HierarchicalHooks
 
 _MB = 1e6
@@ -76,7 +77,7 @@ class CommunicationMonitor(pl.Callback):
             )
         else:
             # an earlier fit of this process is counted too; the first broadcast of the parameters comes later
-            self._before = _strategy(trainer).total_communication()
+            self._before = _summed(_strategy(trainer), "world")
             self._begun = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,15 +121,16 @@ class CommunicationMonitor(pl.Callback):
 
     def _snapshot(self, trainer: pl.Trainer) -> dict[str, float]:
         strategy = _strategy(trainer)
-        mine, node = strategy.communication(), strategy.node_communication()
+        mine, node = strategy.communication(), _summed(strategy, "intra")
         return mine | {key: node[key] for key in node if key.endswith("_bytes")}
 
     def _sum_up(self, strategy: HierarchicalHooks, ranks: int) -> str:
         seconds, mine = time.perf_counter() - self._begun, strategy.communication()
         steps, synchronizations = (mine[key] - self._first[key] for key in ("steps", "synchronizations"))
-        total = strategy.total_communication()
+        topology, total = strategy.topology, _summed(strategy, "world")
+        assert topology is not None
         total = {key: total[key] - self._before.get(key, 0.0) for key in total}
-        nodes = 1 if strategy.topology is None else strategy.topology.nodes_in_world
+        nodes = topology.nodes_in_world
         lines = [
             f"Communication of {steps:.0f} optimizer steps on {ranks} ranks, {nodes} nodes, in {seconds:.2f} s",
             f"  {'':<22}{'MB sent':>11}{'MB per step and node':>22}{'messages':>10}{'waited, s per rank':>20}",
@@ -139,12 +141,12 @@ class CommunicationMonitor(pl.Callback):
                 f"  {f'{level} ({where})':<22}{mb:>11.3f}{mb / max(steps, 1) / nodes:>22.3g}"
                 f"{total[f'{level}_messages']:>10.0f}{waited:>20.2f}"
             )
-        waited = total["exposed_seconds"] / ranks
+        waited, ddp = total["exposed_seconds"] / ranks, traffic.ddp_inter_bytes(topology, strategy.schemes, steps)
         interval = f"{steps / synchronizations:.3g}" if synchronizations else ""
         every = ", one at every step" if interval == "1" else f", one in {interval} steps" if interval else ""
         lines.append(f"  synchronizations between nodes: {synchronizations:.0f}{every}")
         lines.append(f"  waited for communication: {waited:.2f} s per rank, {waited / seconds:.0%} of the run")
-        lines.append(f"  plain DDP between nodes:  {_compared(total, strategy.ddp_inter_bytes(steps))}")
+        lines.append(f"  plain DDP between nodes:  {_compared(total, ddp)}")
         lines += [f"  {line}" for line in strategy.history()]
         return "\n".join(lines)
 
@@ -153,6 +155,13 @@ def _strategy(trainer: pl.Trainer) -> HierarchicalHooks:
     strategy = trainer.strategy
     assert isinstance(strategy, HierarchicalHooks)
     return strategy
+
+
+def _summed(strategy: HierarchicalHooks, level: Literal["intra", "world"]) -> dict[str, float]:
+    """Return the strategy's report with counters summed over the ranks of a node, or all. Collective."""
+    topology = strategy.topology
+    assert topology is not None
+    return traffic.summed_over(getattr(topology, level), topology.meter, strategy.communication(), strategy.root_device)
 
 
 def _next_log(x: int, every: int) -> int:

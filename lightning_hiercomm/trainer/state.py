@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_hiercomm._lightning.tree import as_shown, fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints.plain import Checkpoints
-from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import broadcast_values
@@ -130,16 +129,6 @@ class StrategyState(pl.strategies.ParallelStrategy):
         """The strategy as a user writes it."""
         return as_shown(f"{type(self).__name__}({self._settings.as_written()})")
 
-    @property
-    def meter(self) -> Meter | None:
-        """Counts this rank's traffic; None before a Trainer has started the processes."""
-        return self.topology.meter if self.topology is not None else None
-
-    @property
-    def phase(self) -> str:
-        """The phase of the (first) scheme, such as ``"warm-up"``."""
-        return self.schemes[0].phase if self.schemes else "not training"
-
     def communication(self) -> dict[str, float]:
         """Return this rank's counters since the run began, and the schemes' present values, without communication.
 
@@ -148,26 +137,13 @@ class StrategyState(pl.strategies.ParallelStrategy):
             ``exposed_seconds`` (the time training waited) and its parts ``intra_exposed_seconds``, ...,
             ``synchronizations``, ``steps``, and the scheme's own scalars.
         """
-        values = traffic.communication(self.meter, self.schemes, self.batches)
+        meter = None if self.topology is None else self.topology.meter
+        values = traffic.communication(meter, self.schemes, self.batches)
         return values if self._elastic_node is None else values | self._elastic_node.membership.history.scalars()
-
-    def node_communication(self) -> dict[str, float]:
-        """Return :meth:`communication` with counters summed over this node's ranks. Collective over the node."""
-        topology = self._topology
-        return traffic.summed_over(topology.intra, topology.meter, self.communication(), self.root_device)
-
-    def total_communication(self) -> dict[str, float]:
-        """Return :meth:`communication` with counters summed over all ranks. Collective."""
-        topology = self._topology
-        return traffic.summed_over(topology.world, topology.meter, self.communication(), self.root_device)
 
     def history(self) -> list[str]:
         """Return lines about the nodes that joined and left, and the time lost; empty without ``elastic``."""
         return [] if self._elastic_node is None else self._elastic_node.membership.history.lines()
-
-    def ddp_inter_bytes(self, steps: float) -> float:
-        """Return the bytes that ring DDP would have sent between nodes, with ``elastic`` those of this node."""
-        return traffic.ddp_inter_bytes(self._topology, self.schemes, steps)
 
 
 def announce(settings: Settings, topology: Topology, schemes: Sequence[RunningScheme[Scheme]]) -> None:

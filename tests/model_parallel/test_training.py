@@ -50,10 +50,13 @@ class BytesOfTraining(pl.Callback):
     """Between nodes, without the first broadcast."""
 
     def on_train_start(self, trainer, pl_module):
-        self.before = trainer.strategy.total_communication()["inter_bytes"]
+        self.before = self.bytes_of_all(trainer.strategy)
 
     def on_fit_end(self, trainer, pl_module):
-        self.sent = trainer.strategy.total_communication()["inter_bytes"] - self.before
+        self.sent = self.bytes_of_all(trainer.strategy) - self.before
+
+    def bytes_of_all(self, strategy):
+        return sum(strategy.topology.world.all_gather_object(strategy.communication()["inter_bytes"]))
 
 
 def _train_all(folder):

@@ -31,8 +31,7 @@ from lightning_hiercomm.trainer import hooks
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda s: s.total_communication(), "there is no topology yet: it is set up by Strategy.setup_environment"),
-        (lambda s: s.ddp_inter_bytes(1), "there is no topology yet"),
+        (lambda s: s.node_process_group, "there is no topology yet: it is set up by Strategy.setup_environment"),
         (lambda s: s.on_train_batch_start(None, 1) or s.on_train_end() or s._run, "there is no training run yet"),  # noqa: SLF001
         (lambda s: s.on_train_start(), "there is no LightningModule yet: it is set up by Strategy.connect"),
         (lambda s: s.configure_ddp(), "there is no LightningModule yet"),
@@ -68,7 +67,7 @@ def test_large_worlds_connect_lazily_with_enough_open_files(fit, monkeypatch):
 def test_before_a_run_reports_are_empty():
     strategy = pickle.loads(pickle.dumps(HierarchicalStrategy()))
     assert strategy.communication() == {"synchronizations": 0.0, "steps": 0.0}
-    assert (strategy.phase, strategy.schemes, strategy.topology, strategy.meter) == ("not training", [], None, None)
+    assert (strategy.schemes, strategy.topology, strategy.history()) == ([], None, [])
     with strategy.averaged_model():
         pass
     strategy.on_validation_start()
