@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import logging
 import multiprocessing.util
 import sys
 import threading
@@ -20,8 +19,6 @@ from lightning_hiercomm.control import process
 from lightning_hiercomm.control.bootstrap import is_agents_store
 from lightning_hiercomm.control.reports import Arrival, Failure, Purpose, Status, in_line, standstill
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
-
-log = logging.getLogger(__name__)
 
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
 _FIRST_POLL = 0.002  # seconds

@@ -40,7 +40,7 @@ class Position:
     call: str = ""  # the function that waits for other ranks, such as "torch.distributed.barrier"; empty if none does
     digest: str = ""  # of the stack outside of this package; equal on ranks that wait in the same place
     line: str = ""  # the user's line of code, such as "train.py:31 (on_train_batch_end)"; empty if there is none
-    collectives: int = 0  # over all ranks, begun by this one; equal on ranks that wait in the same one
+    collectives: int = 0  # over all ranks, begun by a rank that waits; equal on ranks that wait in the same one
 
 
 class MainThread:
@@ -85,7 +85,7 @@ class MainThread:
             call="trainer.save_checkpoint" if call and _is_saving(frames) else call,
             digest=hashlib.blake2b(repr((functions, call if is_direct else "")).encode(), digest_size=8).hexdigest(),
             line=_line(frames),
-            collectives=self._count_of_all_ranks() - self._first_count,
+            collectives=self._count_of_all_ranks() - self._first_count if call else 0,
         )
 
     def _is_idle(self, seconds: float) -> bool:
