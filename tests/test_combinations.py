@@ -22,46 +22,31 @@ def test_random_combinations_equal_an_independent_calculation(first):
             raise
 
 
-def _parameter_sync(period, staleness, merge):
-    composition = (
-        ("schedule", ("epoch", period)),
-        ("fragments", 1),
-        ("reducer", "sharded"),
-        ("merge", merge),
-        ("keep_local", 0.0),
-    )
-    return (*composition, ("staleness", staleness))
-
-
 @pytest.mark.parametrize("merge", ["eq1", "delta", "nesterov", "adam"])
 @pytest.mark.parametrize("wire", [None, "int8"])
 def test_an_exchange_in_flight_at_an_epochs_end_is_merged_before_the_next(merge, wire):
-    check(Combination("parameter_sync", _parameter_sync(3, 2, merge), wire=wire, resume=7, looks=(7,)))
+    arguments = {"schedule": ("epoch", 3), "fragments": 1, "reducer": "sharded", "merge": merge, "staleness": 2}
+    check(Combination("parameter_sync", arguments, wire=wire, resume=7, looks=(7,)))
 
 
 @pytest.mark.parametrize("resume", [None, 5])
 @pytest.mark.parametrize("nodes", ["1+1", "2x2", "3+1"])
 def test_a_server_counts_steps_per_parameter(nodes, resume):
-    arguments = (("delay", 2), ("warmup_steps", 4), ("local_update", "sgd"))
+    arguments = {"delay": 2, "warmup_steps": 4, "local_update": "sgd"}
     check(Combination("steps_delay", arguments, nodes, optimizer="adam", unfreeze=3, resume=resume))
     check(Combination("steps_delay", arguments, nodes, optimizer="adamw", freeze=2, again=6, resume=resume))
 
 
 def test_steps_delay_steps_while_all_parameters_are_frozen():
-    arguments = (
-        ("delay", 4),
-        ("warmup_steps", 4),
-        ("local_update", "glu"),
-    )
+    arguments = {"delay": 4, "warmup_steps": 4, "local_update": "glu"}
     check(Combination("steps_delay", arguments, two=True, unfreeze=7, freeze=3))
 
 
 def test_gossip_replicas_have_bit_equal_weights_after_a_resume():
-    arguments = (("graph", "roulette"), ("fragments", 3), ("hierarchical", False), ("overlap", False))
-    arguments += (("push_sum", True),)
+    arguments = {"graph": "roulette", "fragments": 3, "hierarchical": False, "overlap": False, "push_sum": True}
     check(Combination("gossip", arguments, "2x2", weights=(1.0, 1.0, 1.0, 3.0), reweight=0, resume=2))
 
 
 def test_an_optimizer_with_all_parameters_frozen_has_no_fragments():
-    arguments = (("sync_every", 3), ("outer_optimizer", "momentum"), ("fragments", 2), ("staleness", 0))
+    arguments = {"sync_every": 3, "outer_optimizer": "momentum", "fragments": 2, "staleness": 0}
     check(Combination("diloco", arguments, two=True, unfreeze=5, freeze=1))

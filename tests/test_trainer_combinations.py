@@ -29,7 +29,7 @@ def test_random_fits_equal_an_independent_calculation(first):
             raise
 
 
-PERIODIC = (("sync_every", 4), ("at_epoch_end", True), ("order", "after_step"))
+PERIODIC = {"sync_every": 4, "at_epoch_end": True, "order": "after_step"}
 
 
 @pytest.mark.parametrize("how", [{"accumulate": 2}, {"manual": True}], ids=["accumulated", "manual"])
@@ -38,11 +38,11 @@ def test_gradients_after_an_unfreeze_follow_the_synchronized_set(how):
 
 
 OF_SCHEMES = {
-    "all_reduce": (),
+    "all_reduce": {},
     "periodic": PERIODIC,
-    "steps_delay": (("delay", 2), ("warmup_steps", 2), ("local_update", "glu")),
-    "gossip": (("graph", "full"), ("fragments", 2), ("hierarchical", True), ("overlap", False), ("push_sum", True)),
-    "diloco": (("sync_every", 4), ("outer_optimizer", "adam"), ("fragments", 2), ("staleness", 1), ("keep_local", 0.5)),
+    "steps_delay": {"delay": 2, "warmup_steps": 2, "local_update": "glu"},
+    "gossip": {"graph": "full", "fragments": 2, "hierarchical": True, "overlap": False, "push_sum": True},
+    "diloco": {"sync_every": 4, "outer_optimizer": "adam", "fragments": 2, "staleness": 1, "keep_local": 0.5},
 }
 LOOKS = {"validate": ("batches", 3), "saves": ("last",), "after": ("save", "validate")}
 

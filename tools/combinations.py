@@ -106,7 +106,7 @@ class Combination:
     """One run; the defaults are the simplest values."""
 
     scheme: str = "all_reduce"  # the kind of scheme
-    arguments: tuple[tuple[str, Any], ...] = ()  # of the scheme, by name; objects are given by a name
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the scheme; objects are given by a name
     nodes: str = "1+1"  # of how many ranks
     weights: tuple[float, ...] | None = None  # of the ranks
     reweight: int | None = None  # before which step the ranks get their weights in reversed order
@@ -151,20 +151,15 @@ class Combination:
         return round(self.warmup * self.total) if isinstance(self.warmup, float) else self.warmup
 
     def argument(self, name: str, default: Any = None) -> Any:
-        return dict(self.arguments).get(name, default)
+        return self.arguments.get(name, default)
 
     def make(self) -> Scheme:
         arguments = dict(self.arguments)
-        for name, table in (("outer_optimizer", _OUTER), ("graph", _GRAPHS)):
-            if name in arguments:
-                chosen: Any = table.get(arguments[name])
-                arguments[name] = chosen() if name == "graph" else chosen
-        if isinstance(arguments.get("fragments"), tuple):
-            arguments["fragments"] = list(arguments["fragments"])
+        if "outer_optimizer" in arguments:
+            arguments["outer_optimizer"] = _OUTER[arguments["outer_optimizer"]]
+        for name in {"graph", "reducer"} & arguments.keys():
+            arguments[name] = _GRAPHS[arguments[name]]() if arguments[name] in _GRAPHS else arguments[name]
         if self.scheme == "parameter_sync":
-            arguments["reducer"] = (
-                _GRAPHS[arguments["reducer"]]() if arguments["reducer"] in _GRAPHS else arguments["reducer"]
-            )
             kind, period = arguments["schedule"]
             arguments["schedule"] = Staggered(period) if kind == "staggered" else Every(period, kind)
             keep = arguments.pop("keep_local", 0.0)
@@ -244,7 +239,7 @@ def drawn(number: int) -> Combination:
     wire = draw.choice([None, None, None, "float32", "bfloat16", "float16", "int8", "int4"])
     combination = Combination(
         kind,
-        tuple(arguments.items()),
+        arguments,
         name,
         weights=tuple(float(draw.randint(1, 4)) for _ in range(ranks)) if chance(0.4) else None,
         wire=wire,
@@ -253,50 +248,45 @@ def drawn(number: int) -> Combination:
         dtype=draw.choice(["float64", "float64", "float64", "float32", "bfloat16", *_DTYPES]),
         optimizer=draw.choice([*_OPTIMIZERS]),
         two=chance(0.2),
-        buffer=draw.choice([None, None, "statistics", *_BUFFERS]),
+        buffer=draw.choice([None, None, "statistics", "mask"]),
         looks=tuple(sorted(draw.sample(range(total), min(2, total)))) if chance(0.4) else (),
         resume=draw.randrange(total) if chance(0.3) else None,
         epochs=epochs,
         steps=steps,
         knows_last=chance(0.8),
     )
+    more: dict[str, Any] = {}
     if combination.argument("plateau") is not None:
-        losses = tuple(draw.choice([1.0, 0.99, 0.9, 0.5]) for _ in range(6))
-        combination = replace(combination, losses=losses, epochs=6, steps=min(steps, 5))
-        total = combination.total
+        more = {"losses": tuple(draw.choice([1.0, 0.99, 0.9, 0.5]) for _ in range(6)), "epochs": 6}
+        more["steps"] = min(steps, 5)
+        total = 6 * more["steps"]
     if combination.weights is not None and chance(0.4):
-        combination = replace(combination, reweight=draw.randrange(total))
+        more["reweight"] = draw.randrange(total)
     if kind == "periodic" or (kind == "daso" and combination.argument("staleness") == 0):
-        combination = replace(combination, state=chance(0.3))
+        more["state"] = chance(0.3)
     if chance(0.2):
-        combination = replace(combination, unfreeze=draw.randrange(1, total))
+        more["unfreeze"] = draw.randrange(1, total)
     if chance(0.15):
-        freeze = draw.randrange(1, total)
-        again = draw.randrange(freeze + 1, total) if freeze + 1 < total and chance(0.5) else None
-        combination = replace(combination, freeze=freeze, again=again)
+        more["freeze"] = freeze = draw.randrange(1, total)
+        more["again"] = draw.randrange(freeze + 1, total) if freeze + 1 < total and chance(0.5) else None
     if chance(0.15):
         if kind == "steps_delay":  # which takes them over in its warm-up
             arguments["warmup_steps"] = arguments["delay"] * total
-        combination = replace(combination, clamp=0.4, arguments=tuple(arguments.items()))
+        more["clamp"] = 0.4
     if len(nodes) > 1 and kind != "all_reduce" and chance(0.3):
-        combination = replace(combination, policy="raise")
+        more["policy"] = "raise"
     if kind != "all_reduce" and chance(0.2):
-        combination = replace(combination, skip=(draw.randrange(total), draw.randrange(len(nodes))))
+        more["skip"] = draw.randrange(total), draw.randrange(len(nodes))
     if kind in ("periodic", "diloco") and chance(0.4):
-        combination = replace(combination, warmup=draw.choice([draw.randint(1, total), draw.choice([0.25, 0.5, 0.9])]))
-    if kind == "diloco" and _can_average_state(combination) and chance(0.3):
-        combination = replace(combination, state=True)
+        more["warmup"] = draw.choice([draw.randint(1, total), draw.choice([0.25, 0.5, 0.9])])
+    waits = arguments.get("fragments") == 1 and arguments.get("staleness") == 0 and not arguments.get("keep_local")
+    if kind == "diloco" and waits and chance(0.3):
+        more["state"] = True
+    combination = replace(combination, **more)
     return combination if goes_together(combination) else drawn(number + 1_000_003)
 
 
-def _can_average_state(c: Combination) -> bool:
-    waits = c.argument("fragments") == 1 and c.argument("staleness") == 0
-    return waits and not c.argument("keep_local")
-
-
-_BUFFERS = ("mask",)
-"""Kinds of buffers except statistics."""
-_NAMED_PARTS = (("a",), ("c",), ("c", "a"), ("b", "c"))
+_NAMED_PARTS = (["a"], ["c"], ["c", "a"], ["b", "c"])
 
 
 def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
@@ -375,7 +365,7 @@ def goes_together(c: Combination) -> bool:
         or (is_server and c.wire in ("int8", "int4"))  # refused: a server gets gradients
         or is_cut_late  # may be refused: parts are of one type, so there may be more, and each is due earlier
         # refused: one half has no such parameters
-        or (c.two and any(isinstance(value, tuple) and value in _NAMED_PARTS for _, value in c.arguments))
+        or (c.two and parts in _NAMED_PARTS)
         or (c.skip is not None and c.skip[0] < c.synchronous_steps)  # then all nodes skip
         or (c.dtype in _DTYPES and parts == 1 and _is_late_for_types(c))  # refused: one exchange is in flight at a time
     )
@@ -576,8 +566,7 @@ class Reference:
         return {r: flattened([p[n] for n in self.names]) for r, p in self.parameters.items()}
 
     def put(self, rank: int, flat: Tensor) -> None:
-        parts = flat.split([math.prod(self.shapes[name]) for name in self.names])
-        for name, part in zip(self.names, parts, strict=True):
+        for name, part in zip(self.names, flat.split(self.sizes), strict=True):
             self.parameters[rank][name].copy_(part.view(self.shapes[name]))
 
     @property
@@ -623,9 +612,7 @@ class Reference:
                 for rank in c.ranks:
                     self.put(rank, averaged)
                     for name in set(self.names) - set(names):
-                        for index, each in enumerate(self.shapes):
-                            if each == name:
-                                list(self.parameters[rank].values())[index].grad = None
+                        self.parameters[rank][name].grad = None
                 self.names = names
                 self.begin()
             epoch, in_epoch = divmod(step, c.steps)
@@ -671,8 +658,7 @@ class Reference:
 
     def optimize(self, rank: int, gradient: Tensor) -> None:
         """One step of a rank's own optimizer."""
-        parts = gradient.split([math.prod(self.shapes[name]) for name in self.names])
-        for name, part in zip(self.names, parts, strict=True):
+        for name, part in zip(self.names, gradient.split(self.sizes), strict=True):
             self.parameters[rank][name].grad = part.view(self.shapes[name]).clone()
         if not self.skips(rank):
             self.optimizers[rank].step()
@@ -684,18 +670,15 @@ class Reference:
     def average_state(self) -> None:
         """Replace what the optimizers remember by its mean; an encoded second moment by the square of a mean root."""
         held: list[tuple[str, str]] = []
-        for index, name in enumerate(self.shapes):
-            if name not in self.names:
-                continue
-            states = {r: o.state.get(list(self.parameters[r].values())[index], {}) for r, o in self.optimizers.items()}
+        for name in (name for name in self.shapes if name in self.names):
+            states = [o.state.get(self.parameters[r][name], {}) for r, o in self.optimizers.items()]
             for key, value in states[0].items():
-                has_mean = all(key in state for state in states.values())  # a scaler may have skipped all steps of one
+                has_mean = all(key in state for state in states)  # a scaler may have skipped all steps of one
                 if has_mean and isinstance(value, Tensor) and value.shape == self.shapes[name]:
                     held.append((name, key))
         encoded = [(self.names.index(name), key) for name, key in held if self.encodes(name)]
         for name, key in held:
-            index = list(self.shapes).index(name)
-            values = {r: o.state[list(self.parameters[r].values())[index]][key] for r, o in self.optimizers.items()}
+            values = {r: o.state[self.parameters[r][name]][key] for r, o in self.optimizers.items()}
             if key == "exp_avg_sq" and self.encodes(name) and encoded == self.encoded_state:
                 root = self.mean({r: value.sqrt() for r, value in values.items()})
                 mean = torch.maximum(root, self.roots[name] / 2).square()
@@ -736,7 +719,7 @@ class Averaging(Reference):
     """ParameterSync in all its compositions, periodic averaging, DASO and DiLoCo."""
 
     def begin(self) -> None:
-        c, args = self.c, dict(self.c.arguments)
+        c, args = self.c, self.c.arguments
         self.reducer = args.get("reducer", "sharded")
         self.merge = args.get("merge", "replace")
         self.staleness = args.get("staleness", 0)
@@ -761,15 +744,8 @@ class Averaging(Reference):
             self.staleness = self.stale_now
         self.stale_now = self.staleness
         self.references: dict[int, list[Tensor]] = {}
-        places = dict(
-            zip(
-                self.shapes,
-                torch.arange(sum(map(math.prod, self.shapes.values()))).split(
-                    [math.prod(shape) for shape in self.shapes.values()]
-                ),
-                strict=True,
-            )
-        )
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        places = dict(zip(self.shapes, torch.arange(sum(sizes)).split(sizes), strict=True))
         self.places = flattened([places[name] for name in self.names]).long()
         if self.merge in _OUTER:
             for node in range(len(self.nodes) if self.reducer in _GRAPHS else 1):
@@ -903,7 +879,7 @@ class Averaging(Reference):
 
     def periodic_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
         """Average all nodes every few steps of an epoch, and at its end."""
-        is_due, args = bool(self.due(step, in_epoch)), dict(self.c.arguments)
+        is_due, args = bool(self.due(step, in_epoch)), self.c.arguments
         at_end = last and args["at_epoch_end"]
         if args["order"] == "before_step":
             gradients = self.gradients()
@@ -920,7 +896,7 @@ class Averaging(Reference):
             self.synchronize_now([0])
 
     def daso_step(self, step: int, in_epoch: int, epoch: int, last: bool) -> None:
-        args = dict(self.c.arguments)
+        args = self.c.arguments
         cooldown = args["cooldown"].epochs
         waits = epoch < args["warmup"].epochs or (bool(cooldown) and epoch >= self.c.epochs - cooldown)
         leaves = (in_epoch - 1) % self.period == 0
@@ -937,7 +913,7 @@ class Averaging(Reference):
 
     def judge(self, epoch: int) -> None:
         """Halve the period and the staleness when the loss no longer falls."""
-        args = dict(self.c.arguments)
+        args = self.c.arguments
         plateau = args["plateau"]
         loss = sum(weight * (self.c.loss(rank, epoch) or 0.0) for rank, weight in enumerate(self.weights))
         if loss < self.best * (1 - plateau.threshold):
@@ -991,11 +967,10 @@ class Delayed(Reference):
         if len(self.nodes) == 1:
             super().one_step(step, in_epoch, epoch, last)
             return
-        args, x = dict(self.c.arguments), self.x
+        args, x = self.c.arguments, self.x
         gradients = self.gradients()
         sent = {r: torch.zeros_like(g) if self.skips(r) else g for r, g in gradients.items()}
-        parts = self.mean(sent).split([math.prod(self.shapes[name]) for name in self.names])
-        for name, part in zip(self.names, parts, strict=True):
+        for name, part in zip(self.names, self.mean(sent).split(self.sizes), strict=True):
             self.server[name].grad = part.view(self.shapes[name]).clone()
         self.kept.step()
         if step <= args["warmup_steps"]:
@@ -1132,7 +1107,7 @@ def tolerance_of(c: Combination) -> float | None:
     """How far a run may be from its reference; None: they are not to be compared."""
     if c.dtype == "mixed and narrow":
         return None
-    parts = next((value for name, value in c.arguments if name == "fragments"), 1)
+    parts = c.argument("fragments", 1)
     if c.dtype == "mixed" and (isinstance(parts, int) and parts > 1):
         return None  # cut by bytes, each type by itself
     narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype != "float32")

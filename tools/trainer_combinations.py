@@ -731,8 +731,7 @@ def _tolerance(fit: Fit) -> float | None:
         return None
     if fit.freeze is not None and (fit.accumulate > 1 or fit.manual):
         return None  # nodes synchronize when the optimizer steps, with gradients that were taken before
-    parts = next((value for name, value in fit.arguments if name == "fragments"), 1)
-    if fit.finetuning and parts != 1:
+    if fit.finetuning and fit.argument("fragments", 1) != 1:
         return None  # what unfreezes is the optimizer's last, and elsewhere in the parts
     return combinations.tolerance_of(fit)
 

@@ -24,7 +24,7 @@ CYCLING = {"warmup": Epochs(0), "cooldown": Epochs(0), "plateau": None}
 
 
 def form(scheme: str, more: dict[str, Any] | None = None, **arguments: Any) -> Combination:
-    return Combination(scheme, tuple(arguments.items()), **(more or {}))
+    return Combination(scheme, arguments, **(more or {}))
 
 
 def daso(sync_every: int, staleness: int, merge: str = "eq1", reducer: str = "leader", **phases: Any) -> Combination:
@@ -83,7 +83,7 @@ FORMS: dict[str, Combination] = {
     },
     "exponential, every second step": sync(2, reducer="exponential"),
     "staggered exponential": sync(4, reducer="exponential", of="staggered", fragments=2),
-    "named fragments": sync(6, "eq1", 1, "leader", of="staggered", fragments=("c", "a")),
+    "named fragments": sync(6, "eq1", 1, "leader", of="staggered", fragments=["c", "a"]),
     "epochs, eq1": sync(4, "eq1", 3, of="epoch"),
     "epochs, outer": sync(3, "nesterov", of="epoch", keep_local=0.5),
     "keep_local": sync(3, keep_local=0.25),
