@@ -331,9 +331,7 @@ class Toy(pl.LightningModule):
             self.statistics_of_now = 0.9 * self.statistics_of_now + 0.1 * rank
         if "noise" in fit.module:
             loss = loss * (0.5 + torch.rand(()))
-        strategy = self.trainer.strategy
-        node = strategy.topology.node
-        if (self.step, node) == fit.skip:
+        if (self.step, self.trainer.strategy.topology.node) == fit.skip:
             loss = loss * math.inf
         if fit.losses:
             loss = loss - loss.detach() + fit.loss(rank, min(self.trainer.current_epoch, fit.epochs - 1))
@@ -416,11 +414,7 @@ class _Unfreezes(BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == self.epoch:
             pl_module.b.requires_grad_(True)
-            optimizer.add_param_group({**_first_group(optimizer), "params": [pl_module.b]})
-
-
-def _first_group(optimizer: Any) -> dict[str, Any]:
-    return {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+            optimizer.add_param_group({**optimizer.param_groups[0], "params": [pl_module.b]})
 
 
 class _Swaps(pl.Callback):
@@ -454,12 +448,9 @@ def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, save
         resume: Whether to go on.
         saves: Whether to leave a file in the folder, if this is to be resumed later.
     """
-    module = Toy(fit)
+    module, file = Toy(fit), folder / "saved.ckpt"
     torch.manual_seed(0)
-    callbacks: list[Any] = [*_callbacks(fit, folder)]
-    file = folder / "saved.ckpt"
-    if saves:
-        module.saves_to = file
+    module.saves_to = file if saves else None
     arguments: dict[str, Any] = {"precision": fit.precision}
     if fit.precision == "scaled":
         # of two optimizers, the second one's gradients were scaled before the first one's step let the scale grow
@@ -483,7 +474,7 @@ def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, save
         max_epochs=fit.epochs,
         max_steps=fit.total * fit.optimizers if fit.cut else -1,
         accumulate_grad_batches=fit.accumulate,
-        callbacks=callbacks,
+        callbacks=[*_callbacks(fit, folder)],
         enable_checkpointing=bool(fit.saves),
         num_sanity_val_steps=2 if "validate" in fit.after else 0,
         **arguments,
@@ -499,9 +490,8 @@ def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, save
 
 
 def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
-    batches = None
-    if fit.weights is not None:
-        batches = HeterogeneousBatches(int(sum(fit.weights)), speeds=list(fit.weights))
+    weights = fit.weights
+    batches = HeterogeneousBatches(int(sum(weights)), speeds=list(weights)) if weights else None
     return HierarchicalStrategy(
         fit.make(),
         batches=batches,
@@ -510,18 +500,14 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
         wire_dtype=fit.wire,  # type: ignore[arg-type]
         transport=Transport(wire_raw=fit.raw, bucket_mb=fit.bucket_bytes / 2**20),
         average_optimizer_state=fit.state,
-        health=Health(
-            on_nonfinite=fit.policy,  # type: ignore[arg-type]
-            hang_timeout=100.0,
-        ),
+        health=Health(on_nonfinite=fit.policy, hang_timeout=100.0),  # type: ignore[arg-type]
         checkpoint_replicas=fit.replicas,
         find_unused_parameters=fit.freeze is not None,
     )
 
 
 def _callbacks(fit: Fit, folder: Path) -> Iterator[pl.Callback]:
-    if fit.finetuning:
-        assert fit.unfreeze is not None
+    if fit.finetuning and fit.unfreeze is not None:
         yield _Unfreezes(fit.unfreeze // fit.steps)
     if fit.stops:
         yield EarlyStopping("val_loss", patience=0, min_delta=0.05, check_on_train_epoch_end=False)
@@ -754,16 +740,11 @@ def _compare(fit: Fit, ranks: list[Record], tolerance: float) -> None:
     column = 0
     for shapes in combinations.halves_of(c):
         reference = _REFERENCES[c.scheme](c, shapes, gradient)
+        reference.stop_after = steps
         numel = sum(math.prod(shape) for shape in shapes.values())
         here = slice(column, column + numel)
         column += numel
-        _compare_half(fit, ranks, _run_to(reference, steps), here, tolerance)
-
-
-def _run_to(reference: Reference, steps: int) -> Reference:
-    if steps < reference.c.total:
-        reference.stop_after = steps
-    return reference.run()
+        _compare_half(fit, ranks, reference.run(), here, tolerance)
 
 
 def _compare_half(fit: Fit, ranks: list[Record], reference: Reference, here: slice, tolerance: float) -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("benchmarks")
-
 from benchmarks import bounds
 from benchmarks.contenders import ROWS
 from benchmarks.workloads import WORKLOADS, parameter_count

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("benchmarks")
-
 from benchmarks import measure, report
 from benchmarks.job import Job, Record
 

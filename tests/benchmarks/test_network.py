@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from packaging.version import Version
-
-pytest.importorskip("benchmarks")
-
 from forked import stand_in_for_python
+from packaging.version import Version
 
 from benchmarks import launch, network
 from benchmarks.job import Job

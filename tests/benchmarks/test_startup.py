@@ -6,8 +6,6 @@ import pytest
 import torch
 from packaging.version import Version
 
-pytest.importorskip("benchmarks")
-
 from benchmarks import startup
 from benchmarks.startup import DDP
 from lightning_hiercomm.comm import torch as over_torch

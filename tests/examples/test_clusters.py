@@ -119,44 +119,40 @@ def test_torchrun(checkout):
     assert "on 4 ranks" in run_with_torchrun(checkout, first, second)
 
 
+def launched(checkout: Path, launcher: str, script: str, **environment: str) -> tuple[list[str], list[str]]:
+    """What a script gives to the launcher: options, and the arguments of Python."""
+    make_program(checkout / launcher, 'printf "%s\\n" "$@" > command')
+    run(checkout, f"bash {CLUSTERS / script}", **environment, PATH=f"{checkout}:{os.environ['PATH']}")
+    words = (checkout / "command").read_text().splitlines()
+    python = words.index(".venv/bin/python")
+    return words[:python], words[python + 1 :]
+
+
 @pytest.mark.nightly  # a push tests its variables in test_launching.py
 @pytest.mark.long("eight ranks, as many as the script asks for, read the configuration and train")
 def test_slurm(checkout):
-    """``srun`` is played by this test; what it does to the environment is what SLURM's documentation says."""
-    make_program(checkout / "srun", 'while [[ $1 == --* ]]; do shift; done\nprintf "%s\\n" "$@" > command')
-    text = (ROOT / "examples/clusters/digits.sbatch").read_text()
-    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
-    nodes, tasks_per_node = int(options["nodes"]), int(options["ntasks-per-node"])
-    places = slurm(nodes, tasks_per_node)
-    run(checkout, "bash examples/clusters/digits.sbatch", **places[0], PATH=f"{checkout}:{os.environ['PATH']}")
-    python, *arguments = (checkout / "command").read_text().splitlines()
-    assert python == ".venv/bin/python"
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", (CLUSTERS / "digits.sbatch").read_text(), re.MULTILINE))
+    places = slurm(int(options["nodes"]), int(options["ntasks-per-node"]))
+    _, arguments = launched(checkout, "srun", "digits.sbatch", **places[0])
     assert "on 8 ranks" in run_tasks(checkout, arguments, places)
 
 
 @pytest.mark.nightly  # a push tests LSF's and SLURM's variables in test_launching.py
 @pytest.mark.long("four ranks that train")
 def test_lsf(checkout):
-    make_program(checkout / "jsrun", 'printf "%s\\n" "$@" > command')
-    run(checkout, f"bash {CLUSTERS}/digits.lsf", PATH=f"{checkout}:{os.environ['PATH']}")
-    words = (checkout / "command").read_text().splitlines()
-    start = words.index(".venv/bin/python")
-    options = dict(zip(words[:start:2], words[1:start:2], strict=True))
+    words, arguments = launched(checkout, "jsrun", "digits.lsf")
+    options = dict(zip(words[::2], words[1::2], strict=True))
     hosts, ranks = int(options["--nrs"]), int(options["--tasks_per_rs"])
     assert options["--rs_per_host"] == "1"
     assert re.search(rf"^#BSUB -nnodes {hosts}$", (CLUSTERS / "digits.lsf").read_text(), re.MULTILINE)
     (checkout / "hosts").write_text("launch\n" + f"{socket.gethostname()}\n" * hosts * ranks)
-    job = {
-        "LSB_JOBID": "7",
-        "LSB_DJOB_RANKFILE": str(checkout / "hosts"),
-        "MASTER_PORT": str(free_port()),
-        "JSM_NAMESPACE_SIZE": str(hosts * ranks),
-    }
+    job = {"LSB_JOBID": "7", "LSB_DJOB_RANKFILE": str(checkout / "hosts"), "MASTER_PORT": str(free_port())}
+    job["JSM_NAMESPACE_SIZE"] = str(hosts * ranks)
     places = [
-        {"JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_LOCAL_RANK": str(rank % ranks)}
+        {**job, "JSM_NAMESPACE_RANK": str(rank), "JSM_NAMESPACE_LOCAL_RANK": str(rank % ranks)}
         for rank in range(hosts * ranks)
     ]
-    assert "on 4 ranks" in run_tasks(checkout, words[start + 1 :], [{**job, **place} for place in places])
+    assert "on 4 ranks" in run_tasks(checkout, arguments, places)
 
 
 @pytest.mark.nightly
@@ -203,20 +199,14 @@ def test_kubeflow(checkout):
     job = yaml.safe_load((CLUSTERS / "kubeflow.yaml").read_text())["spec"]
     replicas = [job["pytorchReplicaSpecs"][kind] for kind in ("Master", "Worker")]
     pods = [replica["template"] for replica in replicas for _ in range(replica["replicas"])]
-    port, commands = free_port(), []
+    ranks = int(job["nprocPerNode"])
+    every = f"PET_NNODES={len(pods)} PET_NPROC_PER_NODE={ranks} WORLD_SIZE={ranks * len(pods)}"
+    every += f" PET_MASTER_ADDR=127.0.0.1 PET_MASTER_PORT={free_port()}"
+    commands = []
     for rank, pod in enumerate(pods):
         (container,) = pod["spec"]["containers"]
-        variables = {
-            "PET_NNODES": len(pods),
-            "PET_NODE_RANK": rank,
-            "PET_NPROC_PER_NODE": job["nprocPerNode"],
-            "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": port,
-            "WORLD_SIZE": len(pods) * int(job["nprocPerNode"]),
-            "RANK": rank,
-        }
-        exports = " ".join(f"{name}={value}" for name, value in variables.items())
-        commands.append(f"export {exports}\n.venv/bin/{' '.join(container['command'])} {SHORT}")
+        exports = f"export {every} PET_NODE_RANK={rank} RANK={rank}"
+        commands.append(f"{exports}\n.venv/bin/{' '.join(container['command'])} {SHORT}")
     assert "on 4 ranks" in run_with_torchrun(checkout, *commands)
 
 

@@ -6,7 +6,20 @@ import pytest
 import yaml
 
 
-def bits(output):
+def bits_learnt(folder, inside):
+    example = folder.examples / "language_model"
+    configurations = ("--config", example / "config.yaml", "--config", example / f"{inside}.yaml")
+    output = folder.run(
+        *(
+            "language_model/main.py",
+            "fit",
+            *configurations,
+            "--trainer.max_steps=16",
+            "--trainer.val_check_interval=16",
+        ),
+        *("--trainer.limit_val_batches=8", "--trainer.strategy.init_args.scheme.init_args.sync_every=15"),
+        *("--model.lr=0.01", "--data.context=32"),
+    )
     assert "Communication of 16 optimizer steps on 4 ranks" in output
     assert float(re.search(r"([\d.]+) times what was sent", output)[1]) > 5
     found = re.search(r"needs ([\d.]+) bits per byte of held-out text", output)
@@ -14,30 +27,11 @@ def bits(output):
     return float(found[1])
 
 
-def learnt(folder, inside):
-    example = folder.examples / "language_model"
-    return bits(
-        folder.run(
-            "language_model/main.py",
-            "fit",
-            *("--config", example / "config.yaml", "--config", example / f"{inside}.yaml"),
-            *(
-                "--trainer.max_steps=16",
-                "--trainer.val_check_interval=16",
-                "--trainer.limit_val_batches=8",
-                "--trainer.strategy.init_args.scheme.init_args.sync_every=15",
-                "--model.lr=0.01",
-                "--data.context=32",
-            ),
-        )
-    )
-
-
 @pytest.mark.long("two runs on four ranks, the model whole and sharded, which have to learn the same")
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_both_ways_inside_the_node_learn_the_same(folder):
-    whole, sharded = learnt(folder, "ddp"), learnt(folder, "fsdp2")
+    whole, sharded = bits_learnt(folder, "ddp"), bits_learnt(folder, "fsdp2")
     assert whole < 4.5
     assert abs(whole - sharded) <= 0.01
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-SCHEME = "--trainer.strategy.init_args.scheme.init_args"
+PHASES = [f"--trainer.strategy.init_args.scheme.init_args.{phase}.epochs=1" for phase in ("warmup", "cooldown")]
 
 
 def fit(folder, config, *args):
@@ -24,13 +24,7 @@ def mean_iou(out):
 @pytest.mark.nightly
 @pytest.mark.long("three epochs on four ranks, one for each phase of DASO, which have to learn")
 def test_short_run_learns_to_segment_and_goes_through_all_phases(folder):
-    out = fit(
-        folder,
-        "config.yaml",
-        "--trainer.max_epochs=3",
-        f"{SCHEME}.warmup.epochs=1",
-        f"{SCHEME}.cooldown.epochs=1",
-    )
+    out = fit(folder, "config.yaml", "--trainer.max_epochs=3", *PHASES)
     assert re.findall(r"DASO: (\S+) from epoch (\d)", out) == [("warm-up", "0"), ("cycling", "1"), ("cool-down", "2")]
     assert mean_iou(out) > 50  # knowing sky and road alone, the two largest of five classes, gives less than 40
 
@@ -45,7 +39,7 @@ def test_the_same_program_trains_on_a_cityscapes_folder(folder):
         *("--trainer.accelerator=cpu", "--trainer.sync_batchnorm=false", "--trainer.num_nodes=1"),
         *("--trainer.devices=4", "--trainer.strategy.init_args.ranks_per_node=2"),
         *("--trainer.strategy.init_args.start_method=fork", "--trainer.max_epochs=3"),
-        *(f"{SCHEME}.warmup.epochs=1", f"{SCHEME}.cooldown.epochs=1", "--model.width=4", "--model.levels=2"),
+        *(*PHASES, "--model.width=4", "--model.levels=2"),
         *("--data.init_args.batch_size=1", "--data.init_args.crop=[32, 64]", "--data.init_args.num_workers=0"),
     )
     assert mean_iou(out) > 50  # of two classes, by their colours
@@ -60,10 +54,7 @@ def make_cityscapes(root, lengths):
             labels[24 + number % 16 :] = 7
             labels[-4:] = 1  # the car itself, which does not count
             pixels = np.where((labels == 23)[..., None], [90, 130, 220], [110, 110, 110]).astype(np.uint8)
-            save(pixels, root / "leftImg8bit" / split / "aachen" / f"{name}_leftImg8bit.png")
-            save(labels, root / "gtFine" / split / "aachen" / f"{name}_gtFine_labelIds.png")
-
-
-def save(pixels, path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
+            for values, kind, end in ((pixels, "leftImg8bit", ""), (labels, "gtFine", "_labelIds")):
+                path = root / kind / split / "aachen" / f"{name}_{kind}{end}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values).save(path)

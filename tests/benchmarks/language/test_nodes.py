@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from simulated import Simulated
 
 from benchmarks.language import corpus
 from benchmarks.language.model import SIZES, Transformer, loss_of
 from benchmarks.language.nodes import Plan, held_out_loss, train
-from benchmarks.simulate.simulation import schedule
 from benchmarks.simulate.tasks import Batches
 
 STEPS = SIZES["toy"].steps
@@ -32,35 +30,12 @@ def assert_same(first, second):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-class Module(pl.LightningModule):
-    """What a node trains, for a Trainer."""
-
-    def __init__(self, experiment):
-        super().__init__()
-        self.experiment = experiment
-        self.model = experiment.task.model(0)
-
-    def train_dataloader(self):
-        batches = Batches(self.experiment.task, self.trainer.global_rank, self.experiment.batch, 0)
-        return DataLoader([batches.draw() for _ in range(STEPS)], batch_size=None)
-
-    def on_train_batch_start(self, batch, batch_idx):
-        rate = self.experiment.learning_rate * schedule(batch_idx, STEPS)
-        self.trainer.optimizers[0].param_groups[0]["lr"] = rate
-
-    def training_step(self, batch, batch_idx):
-        return loss_of(self.model, batch)
-
-    def configure_optimizers(self):
-        return self.experiment.task.optimizer(self.model.parameters(), self.experiment.learning_rate)
-
-
 @pytest.mark.pooled
 def test_a_trainer_with_the_strategy_gives_the_same_parameters(fit):
     experiment = plan("int4").experiment()
     # DDP rebuilds its buckets after a step, except with this argument, and codecs depend on the order in a bucket
     strategy = {"scheme": experiment.scheme, "wire_dtype": "int4", "ranks_per_node": 1, "find_unused_parameters": True}
-    reports = fit(Module(experiment), strategy, devices=2, gradient_clip_val=1.0, use_distributed_sampler=False)
+    reports = fit(Simulated(experiment), strategy, devices=2, gradient_clip_val=1.0)
     expected = train(plan("int4")).parameters
     for report in reports:
         assert_same(expected, report["state_dict"].values())
