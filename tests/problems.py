@@ -151,6 +151,38 @@ class Quadratic(pl.LightningModule):
         return self.loader(self.samples(2, seed=4))
 
 
+class Drifting(pl.LightningModule):
+    """Rank r goes from 0 towards r + 1, slowly; ``own`` is what it holds after a batch, ``seen`` what it validates."""
+
+    def __init__(self, steps: int = 7) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+        self.steps = steps
+        self.own: list[Tensor] = []
+        self.seen: list[Tensor] = []
+
+    def values(self) -> Tensor:
+        return torch.cat([parameter.detach() for parameter in self.parameters()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 0.5 * (self.x - self.global_rank - 1).square().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.values())
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.own.append(self.values())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(self.steps * self.trainer.world_size, 1))
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(torch.zeros(self.trainer.world_size, 1))
+
+
 class Manual(Quadratic):
     def __init__(self) -> None:
         super().__init__()

@@ -10,40 +10,11 @@ import pytest
 import torch
 from harness import on_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from problems import one_trainer
-from torch.utils.data import DataLoader
+from problems import Drifting, one_trainer
 
 from lightning_hiercomm import Gossip, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.run.averaged_model import AveragedModel
 from lightning_hiercomm.run.replicas import Replicas
-
-
-class Drifting(pl.LightningModule):
-    """Rank r goes from 0 towards r + 1, slowly; ``own`` is what it holds after a batch, ``seen`` what it validates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x = torch.nn.Parameter(torch.zeros(6, dtype=torch.float64))
-        self.own: list[torch.Tensor] = []
-        self.seen: list[torch.Tensor] = []
-
-    def training_step(self, batch, batch_idx):
-        return 0.5 * (self.x - self.global_rank - 1).square().sum()
-
-    def validation_step(self, batch, batch_idx):
-        self.seen.append(self.x.detach().clone())
-
-    def on_train_batch_end(self, *_):
-        self.own.append(self.x.detach().clone())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-    def train_dataloader(self):
-        return DataLoader(torch.zeros(7 * self.trainer.world_size, 1))
-
-    def val_dataloader(self):
-        return DataLoader(torch.zeros(self.trainer.world_size, 1))
 
 
 def _file(path):

@@ -11,10 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from problems import one_trainer, warnings_with
+from problems import Drifting, one_trainer, warnings_with
 from runs import add, on_two_nodes, scalar, with_buffers
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, DiLoCo, Gossip, HierarchicalStrategy, PeriodicAveraging, StepsDelay
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -118,8 +117,8 @@ def test_weights_that_are_swapped_in_and_out_are_not_written():
 # ---- in a Trainer ----------------------------------------------------------------------------------------------------
 
 
-class Written(pl.LightningModule):
-    """Trains ``x`` towards the rank; ``still`` has no gradient, and is written in one hook of each validation.
+class Written(Drifting):
+    """Has ``still`` too, without a gradient, which is written in one hook of each validation.
 
     Args:
         hooks: One for each validation, or save.
@@ -127,15 +126,11 @@ class Written(pl.LightningModule):
     """
 
     def __init__(self, *hooks: str, saves_to: Path | None = None) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        super().__init__(steps=10)
         self.still = nn.Parameter(torch.zeros(3, dtype=torch.float64))
         self.hooks, self.saves_to = hooks, saves_to
-        self.own = self.values()
+        self.own = [self.values()]
         self.goes_on: list[bool] = []
-
-    def values(self) -> torch.Tensor:
-        return torch.cat([self.x.detach(), self.still.detach()])
 
     def write(self, hook: str) -> None:
         now = self.trainer.global_step // 2 - 1
@@ -143,27 +138,12 @@ class Written(pl.LightningModule):
             self.still.data.fill_(10.0)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return (self.x - self.global_rank - 1).square().sum() + 0 * self.still.sum()
+        return super().training_step(batch, batch_idx) + 0 * self.still.sum()
 
     def on_train_batch_start(self, *_: object) -> None:
         if self.saves_to is not None and self.trainer.global_step == 2:
             self.trainer.save_checkpoint(self.saves_to)
-        self.goes_on.append(torch.equal(self.values(), self.own))
-
-    def on_train_batch_end(self, *_: object) -> None:
-        self.own = self.values()
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.x.sum(), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader(torch.zeros(10 * self.trainer.world_size, 1))
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(torch.zeros(self.trainer.world_size, 1))
+        self.goes_on.append(torch.equal(self.values(), self.own[-1]))
 
 
 HOOKS = ("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end", "on_validation_end")
