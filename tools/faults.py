@@ -33,11 +33,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS / "startup"), *filter(None
 import torch  # noqa: E402
 from forked import ForkedPython, stand_in_for_python  # noqa: E402
 from launches import slurm, torchrun_agents  # noqa: E402
-from oracle import FAULTS, MOMENTS, SCHEMES  # noqa: E402
+from oracle import FAULTS, MOMENTS  # noqa: E402
 
 EPOCHS, BATCHES = 3, 6
 SECONDS = 60.0  # after the fault, when a run counts as hanging
 _START_SECONDS = 120.0  # until the fault
+SCHEMES = ("all_reduce", "periodic", "daso", "stale", "streaming", "steps_delay", "gossip, overlapped")
 LAUNCHERS = ("fork", "spawn", "popen", "torchrun", "slurm")
 _GRACE = 8.0  # for processes to go after their parents: a loader's workers look for theirs every 5 s
 _EXITS_WELL = ("os._exit(0)",)  # what torchrun takes for a rank that has done its work
@@ -93,7 +94,7 @@ def drawn(seed: int) -> Iterator[Case]:
             ranks = draw.choice((1, 2, 2))
             launcher = draw.choice((*LAUNCHERS, *(name for name in LAUNCHERS if name != "spawn")))
             at, workers = draw.randrange(_TIMES.get(moment, EPOCHS * BATCHES)), draw.random() < 0.3
-            run = draw.choice([*SCHEMES]), launcher, ranks, draw.randrange(2 * ranks), draw.random() < 0.3
+            run = draw.choice(SCHEMES), launcher, ranks, draw.randrange(2 * ranks), draw.random() < 0.3
             yield Case(fault, moment, at, *run, workers and launcher != "spawn")
 
 
@@ -144,7 +145,7 @@ def is_named_in(case: Case, output: str) -> bool:
 def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
     job = [
         *(str(TESTS / "jobs" / "oracle.py"), "--out", str(folder), "--accident", case.fault, "--moment", case.moment),
-        *("--at", str(case.time), "--victim", str(case.victim), "--scheme", case.scheme, "--sync-every", "3"),
+        *("--at", str(case.time), "--victim", str(case.victim), "--scheme", case.scheme),
         *("--steps", str(BATCHES), "--epochs", str(EPOCHS), "--saves", *(["--replicas"] if case.replicas else [])),
         *("--workers", str(int(case.workers)), *(["--hang-timeout", "4"] if case.fault in ("stop", "hold") else [])),
     ]

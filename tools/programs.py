@@ -38,32 +38,16 @@ from ports import free_port
 from problems import one_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from zoo import ZOO
 
-from lightning_hiercomm import (
-    DASO,
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    Health,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-    Scheme,
-    StepsDelay,
-)
+from lightning_hiercomm import Health, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm._lightning.launcher import settle_as_fork
 
 EPOCHS, BATCHES = 2, 3
 HANG_TIMEOUT, PATIENCE, START = 4.0, 5.0, 60.0  # seconds; the last until the first hook
 LAYOUTS = {"1x2": [2], "2x1": [1, 1], "2x2": [2, 2], "3x1": [1, 1, 1], "2+1": [2, 1]}
-SCHEMES: dict[str, Callable[[], Scheme]] = {
-    "all_reduce": AllReduce,
-    "periodic": lambda: PeriodicAveraging(2),
-    "periodic, epochs": lambda: PeriodicAveraging(None),
-    "gossip": Gossip,
-    "diloco": lambda: DiLoCo(2),
-    "daso": lambda: DASO(2, 1, warmup=0, cooldown=0),
-    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
-}
+SCHEMES = {name: ZOO[name] for name in ("all_reduce", "periodic")} | {"periodic, epochs": PeriodicAveraging(None)}
+SCHEMES |= {name: ZOO[name] for name in ("gossip", "diloco", "daso", "steps_delay")}
 KEEP_THE_MEAN = ("all_reduce", "periodic", "periodic, epochs", "gossip")
 ONCE = ("on_fit_start", "on_train_start", "on_train_end")
 BATCH_HOOKS = ("on_train_batch_start", "training_step", "on_before_optimizer_step", "on_train_batch_end")
@@ -354,7 +338,7 @@ def _fit(toy: Toy) -> Outcome:
 
 
 def _strategy(toy: Toy) -> HierarchicalStrategy:
-    scheme, sizes = SCHEMES[toy.program.scheme](), LAYOUTS[toy.program.layout]
+    scheme, sizes = SCHEMES[toy.program.scheme], LAYOUTS[toy.program.layout]
     finds = toy.program.has("freeze")
     health = Health(hang_timeout=toy.hang_timeout)
     return HierarchicalStrategy(scheme, ranks_per_node=sizes, health=health, find_unused_parameters=finds)

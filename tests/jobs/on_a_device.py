@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,16 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
+from support.zoo import ZOO
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hiercomm import (
-    DASO,
-    AllReduce,
-    DiLoCo,
-    Gossip,
     HeterogeneousBatches,
     HierarchicalFabricStrategy,
     HierarchicalModelParallelStrategy,
     HierarchicalStrategy,
-    PeriodicAveraging,
-    StepsDelay,
     Transport,
 )
 from lightning_hiercomm.batches import speed
@@ -38,14 +32,8 @@ from lightning_hiercomm.batches import speed
 BATCH, STEPS = 8, 12
 """Samples of a rank's step, and steps of a fit."""
 
-SCHEMES: dict[str, Callable[[], Any]] = {
-    "all_reduce": AllReduce,
-    "periodic": lambda: PeriodicAveraging(4),
-    "daso": lambda: DASO(4, 2, warmup=0, cooldown=0),
-    "diloco": lambda: DiLoCo(4, fragments=2, staleness=1),
-    "gossip": lambda: Gossip(fragments=2),
-    "steps_delay": lambda: StepsDelay(2, warmup_steps=2),
-}
+SCHEMES = {name: ZOO[name] for name in ("all_reduce", "periodic", "daso", "gossip", "steps_delay")}
+SCHEMES["diloco"] = ZOO["streaming"]
 BETWEEN_NODES: dict[str, Any] = {"torch": {}, "gloo": {"transport": Transport(inter_node="gloo")}}
 
 
@@ -192,25 +180,25 @@ def fits(accelerator: str, folder: Path) -> dict[str, dict[str, Any]]:
 
     for name, scheme in SCHEMES.items():
         for between, arguments in BETWEEN_NODES.items():
-            found[f"{name}, {between}"] = fit(Net(), over_gloo(scheme(), **arguments), accelerator)
-        found[f"{name}, bf16-mixed"] = fit(Net(), over_gloo(scheme()), accelerator, precision="bf16-mixed")
+            found[f"{name}, {between}"] = fit(Net(), over_gloo(scheme, **arguments), accelerator)
+        found[f"{name}, bf16-mixed"] = fit(Net(), over_gloo(scheme), accelerator, precision="bf16-mixed")
         device = "cuda" if accelerator == "gpu" else "cpu"
         scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=100)
         plugin = MixedPrecision("16-mixed", device, scaler)
-        found[f"{name}, 16-mixed"] = fit(Overflowing(), over_gloo(scheme()), accelerator, plugins=[plugin])
+        found[f"{name}, 16-mixed"] = fit(Overflowing(), over_gloo(scheme), accelerator, plugins=[plugin])
         path, kept = folder / f"{name}.ckpt", {"checkpoint_replicas": True}
         saves = [SaveAfter(STEPS, path)]
-        whole = fit(Dropping(), over_gloo(scheme(), **kept), accelerator, max_epochs=2, callbacks=saves)
+        whole = fit(Dropping(), over_gloo(scheme, **kept), accelerator, max_epochs=2, callbacks=saves)
         found[f"{name}, whole"] = whole
-        found[f"{name}, resumed"] = fit(Dropping(), over_gloo(scheme(), **kept), accelerator, path, max_epochs=2)
+        found[f"{name}, resumed"] = fit(Dropping(), over_gloo(scheme, **kept), accelerator, path, max_epochs=2)
     for name in ("all_reduce", "periodic", "diloco"):
-        sharded = HierarchicalModelParallelStrategy(SCHEMES[name](), ranks_per_node=1, process_group_backend="gloo")
+        sharded = HierarchicalModelParallelStrategy(SCHEMES[name], ranks_per_node=1, process_group_backend="gloo")
         found[f"{name}, FSDP2"] = fit(Sharded(), sharded, accelerator)
     for name in ("periodic", "daso"):
-        on_fabric = HierarchicalFabricStrategy(SCHEMES[name](), ranks_per_node=1, process_group_backend="gloo")
+        on_fabric = HierarchicalFabricStrategy(SCHEMES[name], ranks_per_node=1, process_group_backend="gloo")
         found[f"{name}, Fabric"] = loop(on_fabric, accelerator)
     batches = HeterogeneousBatches(2 * BATCH)
-    found["measured"] = fit(Sizes(), over_gloo(AllReduce(), batches=batches), accelerator)
+    found["measured"] = fit(Sizes(), over_gloo("all_reduce", batches=batches), accelerator)
     return found
 
 

@@ -20,29 +20,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    DASO,
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    Health,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-    Scheme,
-    StepsDelay,
-    Transport,
-)
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from zoo import ZOO
+
+from lightning_hiercomm import Health, HierarchicalStrategy, PeriodicAveraging, Transport
 
 TARGETS = (0.0, 2.0, 4.0, 10.0)
-SCHEMES: dict[str, Callable[[int], Scheme]] = {
-    "all_reduce": lambda _: AllReduce(),
-    "periodic": PeriodicAveraging,
-    "daso": lambda _: DASO(2, 1, warmup=0, cooldown=0),
-    "diloco": lambda period: DiLoCo(period, staleness=1),
-    "steps_delay": lambda _: StepsDelay(2, warmup_steps=2),
-    "gossip": lambda _: Gossip(overlap=True),
-}
-"""What ``--scheme`` names, of the period that ``--sync-every`` gives."""
 
 
 def _raise(error: BaseException) -> None:
@@ -199,7 +182,7 @@ class Report(pl.Callback):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--scheme", choices=SCHEMES, default="periodic")
+    parser.add_argument("--scheme", choices=ZOO, help="default: PeriodicAveraging(sync_every)")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--ranks-per-node", type=int)
@@ -236,7 +219,7 @@ def main() -> None:
         devices=arguments.devices,
         num_nodes=arguments.num_nodes,
         strategy=HierarchicalStrategy(
-            SCHEMES[arguments.scheme](arguments.sync_every),
+            ZOO.get(arguments.scheme, PeriodicAveraging(arguments.sync_every)),
             ranks_per_node=arguments.ranks_per_node,
             transport=Transport(inter_node=arguments.inter_node),
             health=Health(hang_timeout=arguments.hang_timeout),

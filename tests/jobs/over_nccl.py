@@ -23,7 +23,7 @@ def fits() -> dict[str, torch.Tensor]:
         pl.Trainer(
             accelerator="gpu",
             devices=int(os.environ["WORLD_SIZE"]),
-            strategy=HierarchicalStrategy(scheme(), ranks_per_node=1),
+            strategy=HierarchicalStrategy(scheme, ranks_per_node=1),
             max_epochs=1,
             logger=False,
             enable_checkpointing=False,

@@ -10,7 +10,7 @@ import ctypes
 import gc
 import json
 import os
-from collections.abc import Callable
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -19,26 +19,15 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
-from lightning_hiercomm import (
-    DASO,
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    HierarchicalStrategy,
-    PeriodicAveraging,
-    Scheme,
-    StepsDelay,
-)
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from zoo import ZOO
+
+from lightning_hiercomm import HierarchicalStrategy, Scheme
 
 torch.set_num_threads(1)
 
-ASYNCHRONOUS: dict[str, Callable[[], Scheme]] = {
-    "DASO": lambda: DASO(2, 1, warmup=0, cooldown=0, plateau=None),
-    "DiLoCo": lambda: DiLoCo(8, fragments=2, staleness=2),
-    "StepsDelay": lambda: StepsDelay(2, warmup_steps=0),
-    "Gossip": lambda: Gossip(overlap=True, fragments=2),
-}
-SCHEMES: list[Callable[[], Scheme]] = [AllReduce, lambda: PeriodicAveraging(2), *ASYNCHRONOUS.values()]
+ASYNCHRONOUS = {name: ZOO[name] for name in ("daso", "streaming", "steps_delay", "gossip, overlapped")}
+SCHEMES = [ZOO["all_reduce"], ZOO["periodic"], *ASYNCHRONOUS.values()]
 
 _libc = ctypes.CDLL(None)
 
@@ -101,12 +90,12 @@ def main() -> None:
     gc.freeze()  # what is imported stays, and every look would go through it
     fits: list[dict[str, int]] = []
     for number in range(arguments.fits):
-        fit(SCHEMES[number % len(SCHEMES)](), 1, BoringModel(), 4)
+        fit(SCHEMES[number % len(SCHEMES)], 1, BoringModel(), 4)
         fits.append(held())
     steps: dict[str, list[dict[str, int]]] = {}
     for name in ASYNCHRONOUS if arguments.steps else ():
         watch = Watch(arguments.steps)
-        fit(ASYNCHRONOUS[name](), 2, Long(), arguments.steps, watch)
+        fit(ASYNCHRONOUS[name], 2, Long(), arguments.steps, watch)
         steps[name] = watch.seen
         if os.environ["RANK"] == "0":
             print(f"{name}, rank 0, {arguments.steps} steps: {watch.seen}", flush=True)
