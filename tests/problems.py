@@ -31,6 +31,10 @@ from lightning_hiercomm import (
 BATCH = 8
 """Samples per step over all ranks: each takes ``BATCH / world_size``."""
 
+QUIET: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
+"""A Trainer's arguments."""
+
 SHORT_SCHEMES = {
     "all_reduce": AllReduce(),
     "periodic": PeriodicAveraging(2),
@@ -299,18 +303,7 @@ def one_trainer(folder: Path, **arguments: Any) -> pl.Trainer:
     What became of the last one is collected first.
     """
     collect_trainers()
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 2,
-        "default_root_dir": folder,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return pl.Trainer(**{**defaults, **arguments})
+    return pl.Trainer(default_root_dir=folder, **{**QUIET, "devices": 1, "num_sanity_val_steps": 0, **arguments})
 
 
 def report_of(trainer: pl.Trainer) -> dict[str, Any]:

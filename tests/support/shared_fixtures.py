@@ -33,7 +33,6 @@ from ports import free_port
 from tqdm import tqdm
 
 from lightning_hiercomm import Health, HierarchicalStrategy
-from lightning_hiercomm._lightning.launcher import settle_as_fork
 
 torch.set_num_threads(1)  # or four ranks fight for two cores, and a forked OpenMP pool hangs
 settings.register_profile("unhurried", deadline=None)  # the time of an example depends on the load of the machine
@@ -189,24 +188,15 @@ Launch = Callable[..., list[Any]]
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """``launch(main, ranks=4)``: what ``main(folder)`` returned on every rank of a world that a launcher started.
+    """``launch(main, ranks=4)``: what ``main(folder)`` returned on every rank of a world that is forked for it.
 
     A launch costs more than a short fit, so tests whose fits may follow each other in one world share it.
     """
+    from ranks import Ranks  # on the path only now
 
     def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
-        folder = folder or tmp_path_factory.mktemp("launch")
-        before = dict(os.environ)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-        try:
-            with ends_ranks_after_an_error():
-                _join(
-                    torch.multiprocessing.start_processes(_main, (main, folder), ranks, join=False, start_method="fork")
-                )
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        return [torch.load(folder / f"returned-{rank}.pt", weights_only=False) for rank in range(ranks)]
+        with closing(Ranks()) as world:
+            return world.run(ranks, main, folder or tmp_path_factory.mktemp("launch"))
 
     return run
 
@@ -215,37 +205,12 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
 def borrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
     """``borrow(main, ranks=4)``: what ``launch`` returns, from ranks that stay, for half of what a fit costs with it.
 
-    They do not see changes of the test's own process, and their output is discarded.
+    They do not see changes of the test's own process.
     """
     from ranks import Ranks  # on the path only now
 
-    world = Ranks()
-
-    def run(main: Callable[[Path], Any], ranks: int = 4, folder: Path | None = None) -> list[Any]:
-        return world.run(ranks, main, folder or tmp_path_factory.mktemp("pooled"))
-
-    yield run
-    world.close()
-
-
-def _join(context: Any) -> None:
-    """Wait for all ranks; after one has failed, the others have 20 seconds to report it."""
-    while all(process.exitcode in (None, 0) for process in context.processes):
-        alive = [process.sentinel for process in context.processes if process.is_alive()]
-        if not alive:
-            break
-        multiprocessing.connection.wait(alive)
-    for process in context.processes:
-        process.join(timeout=20)
-    while not context.join():
-        pass
-
-
-def _main(rank: int, main: Callable[[Path], Any], folder: Path) -> None:
-    settle_as_fork("fork")  # as RankLauncher's ranks do
-    os.environ["LOCAL_RANK"] = str(rank)
-    warnings.filterwarnings("ignore")
-    torch.save(main(folder), folder / f"returned-{rank}.pt")
+    with closing(Ranks()) as world:
+        yield lambda main, ranks=4, folder=None: world.run(ranks, main, folder or tmp_path_factory.mktemp("pooled"))
 
 
 class _Report(pl.Callback):
@@ -294,24 +259,13 @@ def fit(tmp_path: Path, request: pytest.FixtureRequest) -> Fit:
             strategy = HierarchicalStrategy(
                 **{"ranks_per_node": 2, "health": Health(hang_timeout=100.0), **starts, **(strategy or {})},
             )
-        defaults: dict[str, Any] = {
-            "accelerator": "cpu",
-            "default_root_dir": folder,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "max_epochs": 1,
-        }
+        from problems import QUIET  # on the path only now
+
+        own = {"devices": devices, "strategy": strategy, "callbacks": [*(callbacks or []), _Report(folder)]}
+        arguments = {**QUIET, "default_root_dir": folder, "max_epochs": 1, **own, **trainer_arguments}
 
         def main(_: Path | None = None) -> None:
-            trainer = pl.Trainer(
-                **{**defaults, **trainer_arguments},
-                devices=devices,
-                strategy=strategy,
-                callbacks=[*(callbacks or []), _Report(folder)],
-            )
-            trainer.fit(module, **(fit_arguments or {}))
+            pl.Trainer(**arguments).fit(module, **(fit_arguments or {}))
 
         if forked:
             with ends_ranks_after_an_error():
