@@ -196,8 +196,9 @@ class RunningDASO(RunningParameterSync[DASO]):
             return
         if last or self.is_alone:
             return  # the epoch's end averages
-        due = self.state.pending.take(self.state.steps)
         starts = (self.state.step_in_epoch - 1) % self._period == 0  # after batch 0, B, 2B, ... of the epoch
+        # of an epoch without its end, as in the trial of a learning rate finder, an exchange may be overdue
+        due = self.state.pending.take(self.state.steps, at_once=starts)
         if starts and self.staleness == 0:
             self.average()
         elif starts or due is not None:
