@@ -11,31 +11,36 @@ from lightning_hiercomm._lightning import require_attribute
 from lightning_hiercomm._lightning.tree import fabric, pl
 
 
-def lost_places(trainer: pl.Trainer, has_sidecars: bool) -> Iterator[str]:
+def lost_places(trainer: pl.Trainer, has_sidecars: bool, have_equal_data: bool) -> Iterator[str]:
     """Yield why ranks may continue elsewhere in their data, after a resume from a checkpoint that is saved now."""
-    keepers = []
-    for loader in filter(is_stateful, _train_loaders(trainer)):
-        samplers = [each for each in _samplers(loader) if isinstance(each, DistributedSampler)]
-        if not samplers:  # with one, a place is a number of batches, which is equal on all ranks
-            keepers.append("a train dataloader")
-        if any(map(_draws_again, samplers)) and not trainer.is_last_batch:
+    of_rank_0 = []
+    loaders = list(filter(is_stateful, _train_loaders(trainer)))
+    for loader in loaders:
+        if any(map(_draws_again, _samplers(loader))) and not trainer.is_last_batch:
             yield (
                 f"{type(loader).__name__} draws another order when this run resumes in mid-epoch, so some samples come"
                 " twice and others not at all: its place holds no order under Lightning's distributed sampler. Give it"
                 " sampler=DistributedSampler(dataset, num_replicas=..., rank=...) instead of shuffle=True."
             )
+    if not all(have_equal_data and _counts_batches(loader) for loader in loaders):
+        of_rank_0.append("a train dataloader")
     if trainer.datamodule is not None and pl.utilities.model_helpers.is_overridden(  # type: ignore[attr-defined]
         "state_dict",
         trainer.datamodule,  # type: ignore[attr-defined]
         pl.LightningDataModule,
     ):
-        keepers.append("the data module")
-    if keepers and not has_sidecars and trainer.world_size > 1:
+        of_rank_0.append("the data module")
+    if of_rank_0 and not has_sidecars and trainer.world_size > 1:
         yield (
-            f"The checkpoint holds rank 0's state of {' and of '.join(keepers)}: after a resume all ranks continue at"
+            f"The checkpoint holds rank 0's state of {' and of '.join(of_rank_0)}: after a resume all ranks continue at"
             " rank 0's place in the data. Unless it is the place of all, use"
             " HierarchicalStrategy(checkpoint_replicas=True) to store every rank's."
         )
+
+
+def _counts_batches(loader: object) -> bool:
+    """Return whether a loader's place is a number of batches, which is equal on all ranks with equal data."""
+    return any(isinstance(each, DistributedSampler) for each in _samplers(loader))
 
 
 def _draws_again(sampler: object) -> bool:

@@ -82,7 +82,7 @@ class CheckpointHooks(StrategyState):
         entries = entries_of_rank(checkpoint) if has_sidecars else {}  # before they hold the mean
         checkpoints.add_to(checkpoint, run, self.batches, together)
         if together and self._elastic_node is None:
-            for place in lost_places(self._module.trainer, has_sidecars):
+            for place in lost_places(self._module.trainer, has_sidecars, self._unequal is None):
                 checkpoints.warnings.warn(place)
         if self._elastic_node is not None and not self._elastic_node.writes:
             return  # another node writes

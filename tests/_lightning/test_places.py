@@ -55,15 +55,17 @@ def saved(state: object) -> dict[str, Any]:
 
 
 def test_only_loaders_and_modules_with_a_state_of_their_own_have_a_place():
-    def lost(*of: object, has_sidecars: bool = False, world_size: int = 2) -> list[str]:
+    def lost(*of: object, has_sidecars: bool = False, world_size: int = 2, have_equal_data: bool = True) -> list[str]:
         trainer = trainer_with(*of)
         trainer.is_last_batch, trainer.world_size = False, world_size
-        return [*lost_places(trainer, has_sidecars)]
+        return [*lost_places(trainer, has_sidecars, have_equal_data)]
 
     assert lost(DataLoader([1]), pl.LightningDataModule()) == []
-    assert lost(Loader([1], sampler=DistributedSampler([1], 2, 0))) == []
+    counts = Loader([1], sampler=DistributedSampler([1], 2, 0))
+    assert lost(counts) == []
+    assert "rank 0's state of a train dataloader" in lost(counts, have_equal_data=False)[0]
     assert lost(Loader([1]), Module(), has_sidecars=True) == lost(Loader([1]), Module(), world_size=1) == []
-    (both,) = lost(Loader([1]), Module())
+    (both,) = lost([Loader([1]), Loader([1])], Module())
     assert "rank 0's state of a train dataloader and of the data module" in both
 
 
@@ -74,7 +76,7 @@ def test_an_order_drawn_by_a_wrapped_sampler_is_known():
         )
         trainer = trainer_with(kind([1] * 4, sampler=wrapped))
         trainer.is_last_batch, trainer.world_size = is_last_batch, 2
-        return [*lost_places(trainer, has_sidecars=True)]
+        return [*lost_places(trainer, has_sidecars=True, have_equal_data=True)]
 
     (warning,) = lost(Loader, MyRandomSampler())
     assert "Loader draws another order" in warning
