@@ -5,9 +5,9 @@ that trains a small model at a pace of its own (a step sleeps), and is started a
 Faults are drawn from the seed; ``cut`` needs root, and network namespaces.
 
 It counts how often the run stood still; how long survivors waited for each fault at most, compared with their
-undisturbed pace; how long a node needed from asking to training; which share of an undisturbed run's steps was taken
-by the survivors (``waits alone``), and by all nodes together (``with restarts``: what a node has trained since the last
-synchronization is lost with it); and whether all end with equal bits.
+undisturbed pace; which share of an undisturbed run's steps was taken by the survivors (``waits alone``), and by all
+nodes together (``with restarts``: what a node has trained since the last synchronization is lost with it); and whether
+all end with equal bits.
 
 ``--torchft SECONDS`` lets the same faults happen to torchft's own DiLoCo, with a Manager of that timeout.
 """
@@ -56,8 +56,6 @@ class Fault:
     at: float = 0.0  # when it happened, in seconds since the run began
     # how long any other node stood still at most from the fault on, until that one was back
     survivors_waited: float | None = None
-    asked_after: float | None = None  # seconds from the fault until the node's next life asked for the others
-    back_after: float | None = None  # seconds from then until it trained
 
 
 def drawn(arguments: argparse.Namespace) -> Iterator[Fault]:
@@ -227,7 +225,7 @@ class Run:
         for number, fault in enumerate(outcome.faults):
             struck = self._began + fault.at
             others = [other for other in outcome.faults if other is not fault]
-            back = self._note_return(fault, struck)
+            back = self._returned(fault, struck)
             until = min([back + self._period, end, *(self._began + other.at for other in others[number:])])
             waits = [
                 after[0] - max(before[0], struck) - usual
@@ -243,19 +241,12 @@ class Run:
         own = [(self._began + fault.at, fault.lasts) for fault in self.outcome.faults if fault.node == node]
         return any(struck <= end and struck + lasts >= begin for struck, lasts in own)
 
-    def _note_return(self, fault: Fault, struck: float) -> float:
-        """When the node trained again, if it had to be started again."""
-        folder, name = self._nodes.folder, str(fault.node)
-        for incarnation, started in enumerate(self._nodes.started[name]):
-            if started < struck:
-                continue
-            asks, trains = (folder / f"{name}.{incarnation}.{what}" for what in ("asks", "began"))
-            if asks.exists() and trains.exists():
-                fault.asked_after = round(asks.stat().st_mtime - struck, 3)
-                fault.back_after = round(trains.stat().st_mtime - asks.stat().st_mtime, 3)
-                return trains.stat().st_mtime
-            break
-        return struck + fault.lasts
+    def _returned(self, fault: Fault, struck: float) -> float:
+        """When the node trained again: in its next life, if that began."""
+        name = str(fault.node)
+        lives = (life for life, started in enumerate(self._nodes.started[name]) if started >= struck)
+        began = self._nodes.folder / f"{name}.{next(lives, -1)}.began"
+        return began.stat().st_mtime if began.exists() else struck + fault.lasts
 
     @staticmethod
     def _kept(steps: Sequence[tuple[float, int]], between: tuple[float, float], every: int) -> float:
@@ -374,7 +365,6 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
 def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
     bound = arguments.dead_after + 1.0
     waits = sorted(fault.survivors_waited or 0.0 for fault in outcome.faults)
-    back = sorted(fault.back_after for fault in outcome.faults if fault.back_after is not None)
     kinds = ", ".join(
         f"{sum(fault.what == kind for fault in outcome.faults)} {kind}" for kind in ("kill", "stop", "cut")
     )
@@ -391,8 +381,6 @@ def said(outcome: Outcome, arguments: argparse.Namespace) -> str:
         lines.insert(
             2, f"survivors waited: median {median:.2f} s, longest {waits[-1]:.2f} s; {late} beyond {bound:.1f} s"
         )
-    if back:
-        lines.append(f"from asking to training: median {statistics.median(back):.2f} s, longest {back[-1]:.2f} s")
     return "\n".join(lines)
 
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from elastic_cases import (
-    SCHEMES,
-    assert_equal,
-    die_at,
-    threads,
-)
+from elastic_cases import SCHEMES, assert_equal, die_at, threads
 from elastic_threads import ElasticRank
 
 MOMENTS = ["before the quorum", "in the exchange", "before the vote", "after the vote"]

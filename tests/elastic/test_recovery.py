@@ -6,17 +6,7 @@ import copy
 
 import pytest
 import torch
-from elastic_cases import (
-    ALL,
-    COPIED,
-    PEERS,
-    SCHEMES,
-    TRAINING,
-    assert_equal,
-    put,
-    threads,
-    train_stay,
-)
+from elastic_cases import ALL, COPIED, PEERS, SCHEMES, TRAINING, assert_equal, put, threads, train_stay
 from elastic_threads import ElasticRank, wait_until
 from harness import on_nodes
 

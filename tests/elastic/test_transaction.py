@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_cases import (
-    ALL,
-    SCHEMES,
-    TRAINING,
-    assert_equal,
-    die_at,
-    threads,
-    undisturbed,
-)
+from elastic_cases import ALL, SCHEMES, TRAINING, assert_equal, die_at, threads, undisturbed
 from elastic_threads import ElasticRank, Failing, Threads, play, wait_until
 
 from lightning_hiercomm import PeriodicAveraging
