@@ -73,46 +73,39 @@ def test_a_server_steps_with_what_a_program_sets_in_param_groups(program):
 
 
 @pytest.mark.parametrize("nodes", [TWO, ((0, 1), (2,))], ids=str)
-@pytest.mark.parametrize("exact", [True, False])
-def test_steps_delay_resumes_together_with_a_scheduler(nodes, exact):
-    targets = (4.0, 4.0, 4.0)
+def test_a_plain_checkpoint_resumes_together_with_a_scheduler(nodes):
+    """Exact resumes with rates that change are in test_calculations.py."""
     saved: dict[int, Any] = {}
+
+    def take_three_steps(rank: Rank, scheduler: Any) -> None:
+        for _ in range(3):
+            rank.train()
+            scheduler.step()
 
     def scheduler_of(rank: Rank) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(rank.optimizer, lambda step: 1 / (1 + step))
 
     def first(rank: Rank) -> list[Any]:
-        scheduler = scheduler_of(rank)
-        for at in range(6):
-            if at == 3:
-                optimizer = rank.scheme.optimizer_state()
-                state = rank.state() if exact else {"values": list(map(torch.Tensor.clone, rank.parameters))}
-                saved[rank.rank] = reloaded({**state, "optimizer": rank.optimizer.state_dict() if exact else optimizer})
-                saved[rank.rank]["scheduler"] = scheduler.state_dict()
-            rank.train()
-            scheduler.step()
+        take_three_steps(rank, scheduler := scheduler_of(rank))
+        state = {"optimizer": rank.scheme.optimizer_state(), "scheduler": scheduler.state_dict()}
+        saved[rank.rank] = reloaded({**state, "values": list(map(torch.Tensor.clone, rank.parameters))})
+        take_three_steps(rank, scheduler)
         return rank.trace[3:]
 
     def resumed(rank: Rank) -> list[Any]:
-        state = saved[rank.rank]
-        scheduler = scheduler_of(rank)
-        if exact:
-            rank.load(state)
-        else:
-            with torch.no_grad():
-                for parameter, values in zip(rank.parameters, state["values"], strict=True):
-                    parameter.copy_(values)
-            rank.scheme.follow(Replica(rank.parameters))
-            rank.optimizer.load_state_dict(state["optimizer"])
-            rank.scheme.load_state_dict({**rank.scheme.state_dict(shared=True), "steps": 3})
+        state, scheduler = saved[rank.rank], scheduler_of(rank)
+        with torch.no_grad():
+            for parameter, values in zip(rank.parameters, state["values"], strict=True):
+                parameter.copy_(values)
+        rank.scheme.follow(Replica(rank.parameters))
+        rank.optimizer.load_state_dict(state["optimizer"])
+        rank.scheme.load_state_dict({**rank.scheme.state_dict(shared=True), "steps": 3})
         rank.scheme.begin_run(1, None)
         scheduler.load_state_dict(state["scheduler"])
-        for _ in range(3):
-            rank.train()
-            scheduler.step()
+        take_three_steps(rank, scheduler)
         return rank.trace
 
-    arguments: dict[str, Any] = {"shapes": SHAPES, "inner": MOMENTUM, "targets": targets}
+    arguments: dict[str, Any] = {"shapes": SHAPES, "inner": MOMENTUM, "targets": (4.0, 4.0, 4.0)}
     whole = on_nodes(first, WARM_UP, nodes, **arguments)
     for expected, trace in zip(whole, on_nodes(resumed, WARM_UP, nodes, **arguments), strict=True):
         assert trace == expected
