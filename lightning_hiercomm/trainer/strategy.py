@@ -140,12 +140,6 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         self._gradients_over = self.scheme.gradients
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        kwargs = {name: value for name, value in self._ddp_kwargs.items() if name != "process_group"}
-        return {**state, "_ddp_kwargs": kwargs}
-
-    @override
     def _configure_launcher(self) -> None:
         if self._environment.creates_processes_externally:
             self._start_method = "popen"  # its launcher starts no processes if the cluster environment does
@@ -176,9 +170,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         self._wrap_in_ddp()
 
     def _wrap_in_ddp(self) -> None:
-        # with a process group of its own, DDP finds the parameters that no rank used: they get no gradient
         group = self._group_of_gradients
-        self._ddp_kwargs = {**self._ddp_kwargs, "process_group": process_group(group or self._topology.intra)}
         parameters: list[Tensor] = list(self._module.parameters())
         # programs with unused parameters toggle them: one that is frozen for another optimizer's turn returns
         toggles = self._ddp_kwargs.get("find_unused_parameters")
@@ -197,8 +189,11 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        assert self._group_of_gradients is not None
+        # with a process group of its own, DDP finds the parameters that no rank used: they get no gradient
+        arguments = {**self._ddp_kwargs, "process_group": process_group(self._group_of_gradients)}
         settled = self._topology.num_nodes > 1 or self._settings.elastic is not None
-        return in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs, settled, self._own_tensors)
+        return in_ddp(model, self.determine_ddp_device_ids(), arguments, settled, self._own_tensors)
 
     @override
     def _new_run(self, mesh: Mapping[str, int] | None = None, gradients: GradientPath | None = None) -> TrainingRun:
