@@ -57,14 +57,7 @@ train_with_momentum = partial(
 
 
 class Oracle(pl.LightningModule):
-    """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD; ``report`` is x after each batch.
-
-    Args:
-        steps: Batches an epoch, on every rank.
-        targets: The a_r.
-        learning_rate: Of SGD.
-        momentum: Of SGD.
-    """
+    """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD, the a_r being ``targets``; ``report`` is x after each batch."""
 
     def __init__(
         self,

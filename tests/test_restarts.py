@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 import torch
-from forked import ForkedPython, forking_workers
+from forked import forking_workers
+from launches import Job, Mpiexec
 from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,46 +23,34 @@ STEPS_AN_EPOCH = 16  # on two nodes of two ranks; on two of one, no more are tak
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-Train = Callable[..., list[ForkedPython]]
+Train = Callable[..., Job]
 
 
 @pytest.fixture
-def train(tmp_path: Path) -> Iterator[Train]:
+def train(tmp_path: Path, mpiexec: Mpiexec) -> Iterator[Train]:
     """``train(folder, *arguments)``: the digits on two nodes of one rank; ends what is left of it."""
-    started: list[ForkedPython] = []
+    with ExitStack() as jobs:
 
-    def start(folder: str, *arguments: str) -> list[ForkedPython]:
-        where, port = tmp_path / folder, free_port()
-        where.mkdir()
-        mine = []
-        for agent in range(2):
-            mine.append(
-                ForkedPython(
-                    [
-                        *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-                        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-                        *("--local-addr", "127.0.0.1", "--max-restarts", "9", "--monitor-interval", "0.1"),
-                        *forking_workers(),
-                        *(ROOT / "tests/jobs/digits.py", "fit", "--config", DIGITS / "config.yaml"),
-                        *("--config", DIGITS / "restarts.yaml", "--ckpt_path=last"),
-                        *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.logger=false"),
-                        *("--trainer.strategy.init_args.ranks_per_node=null", "--trainer.enable_progress_bar=false"),
-                        *("--trainer.callbacks+=kills.Kills", f"--trainer.callbacks.folder={where}", *arguments),
-                    ],
-                    os.environ,
-                    where / f"output-{agent}",
-                    where,
+        def start(folder: str, *arguments: str) -> Job:
+            where, port = tmp_path / folder, free_port()
+            where.mkdir()
+            job = jobs.enter_context(closing(Job(where, mpiexec)))
+            for _ in range(2):
+                job.python(
+                    *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+                    *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
+                    *("--local-addr", "127.0.0.1", "--max-restarts", "9", "--monitor-interval", "0.1"),
+                    *forking_workers(),
+                    *(str(ROOT / "tests/jobs/digits.py"), "fit", "--config", str(DIGITS / "config.yaml")),
+                    *("--config", str(DIGITS / "restarts.yaml"), "--ckpt_path=last"),
+                    *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.logger=false"),
+                    *("--trainer.strategy.init_args.ranks_per_node=null", "--trainer.enable_progress_bar=false"),
+                    *("--trainer.callbacks+=kills.Kills", f"--trainer.callbacks.folder={where}", *arguments),
                 )
-            )
-            _wait_for(lambda: _listens(port))  # the first one keeps the store
-        started.extend(mine)
-        return mine
+                _wait_for(lambda: _listens(port))  # the first one keeps the store
+            return job
 
-    yield start
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        yield start
 
 
 def _listens(port: int) -> bool:
@@ -77,10 +65,10 @@ def _wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def accuracy(*agents: ForkedPython) -> float:
+def accuracy(job: Job) -> float:
     """What a run reaches, once it has ended."""
-    output = "\n".join(agent.communicate(timeout=SECONDS)[0] for agent in agents)
-    assert [agent.returncode for agent in agents] == [0] * len(agents), output
+    codes, output = job.end(SECONDS)
+    assert codes == [0, 0], output
     (reached,) = re.findall(r"Test accuracy of the averaged model: ([\d.]+)%", output)
     return float(reached)
 
@@ -99,7 +87,7 @@ def test_kills_in_one_run_change_no_bit(train, tmp_path):
         train(folder, *short, f"--trainer.callbacks.times={kills}")
         for folder, kills in (("undisturbed", 0), ("disturbed", times))
     ]
-    undisturbed, disturbed = (accuracy(*agents) for agents in both)
+    undisturbed, disturbed = (accuracy(job) for job in both)
     starts, kills = (written(tmp_path / "disturbed", name) for name in ("start", "kill"))
     print(f"{time.monotonic() - began:.0f} s; kills {kills}; starts {starts}; accuracy {disturbed} and {undisturbed}")
     assert len(kills) == times

@@ -392,6 +392,11 @@ class Record:
     end: Tensor | None = None  # all values at the end
     buffer: Tensor | None = None  # the buffer at the end
 
+    @property
+    def last(self) -> list[Tensor]:
+        """What it ends with."""
+        return [tensor for tensor in (self.end, self.buffer) if tensor is not None]
+
 
 def halves_of(c: Combination) -> list[dict[str, tuple[int, ...]]]:
     if not c.two:
@@ -1123,35 +1128,26 @@ def tolerance_of(c: Combination) -> float | None:
 
 
 def _check_equalities(c: Combination, records: list[list[Record]]) -> None:
-    shares = c.argument("hierarchical", True)
     for half in range(len(records[0])):
-        ends = [ranks[half].end for ranks in records]
-        for rank, end in enumerate(ends):
-            assert end is not None
-            assert end.isfinite().all(), f"rank {rank} ends with {end.tolist()}"
-            assert torch.equal(end, ends[0]), f"rank {rank} ends with {end.tolist()}, rank 0 with {ends[0].tolist()}"
-            buffer, first = records[rank][half].buffer, records[0][half].buffer
-            if buffer is not None:
-                assert torch.equal(buffer, first), f"rank {rank} ends with the buffer {buffer}, rank 0 with {first}"
-        for node in _NODES[c.nodes] if shares else ():
+        own = [ranks[half] for ranks in records]
+        for rank, each in enumerate(own):
+            assert each.end is not None
+            assert each.end.isfinite().all(), f"rank {rank} ends with {each.end.tolist()}"
+            same(each.last, own[0].last, f"rank {rank} ends otherwise than rank 0")
+        for node in _NODES[c.nodes] if c.argument("hierarchical", True) else ():
             for rank in node[1:]:
-                for step, (own, other) in enumerate(
-                    zip(records[rank][half].trace, records[node[0]][half].trace, strict=True)
-                ):
-                    assert torch.equal(own, other), (
-                        f"after step {step} rank {rank} of a node holds {own.tolist()}, rank {node[0]} {other.tolist()}"
-                    )
+                same(own[rank].trace, own[node[0]].trace, f"ranks {rank} and {node[0]} of a node differ")
 
 
 def _check_same(records: list[list[Record]], other: list[list[Record]], message: str) -> None:
-    for rank, (one, two) in enumerate(zip(records, other, strict=True)):
-        for a, b in zip(one, two, strict=True):
-            for step, (x, y) in enumerate(zip([*a.trace, a.end], [*b.trace, b.end], strict=True)):
-                assert x is not None
-                assert y is not None
-                assert torch.equal(x, y), f"{message}: rank {rank} after step {step}: {x.tolist()} and {y.tolist()}"
-            if a.buffer is not None and b.buffer is not None:
-                assert torch.equal(a.buffer, b.buffer), f"{message}: rank {rank}'s buffer: {a.buffer} and {b.buffer}"
+    for rank, halves in enumerate(zip(records, other, strict=True)):
+        for one, two in zip(*halves, strict=True):
+            same([*one.trace, *one.last], [*two.trace, *two.last], f"{message}: rank {rank}")
+
+
+def same(one: list[Tensor], other: list[Tensor], message: str, strict: bool = True) -> None:
+    for step, (a, b) in enumerate(zip(one, other, strict=strict)):
+        assert torch.equal(a, b), f"{message}: step {step}: {a.tolist()} and {b.tolist()}"
 
 
 def _compare(c: Combination, records: list[Record], reference: Reference, tolerance: float) -> None:
@@ -1215,19 +1211,7 @@ def tell(
     among: int = 200,
     places: Mapping[str, Callable[[], AbstractContextManager[object]]] = {"cpu": nullcontext},
 ) -> int:
-    """A command line that checks drawn combinations and tells what fails.
-
-    Args:
-        doc: Of the program.
-        module: Its name.
-        drawn: The combination of a number.
-        check: Raises if one is not right.
-        among: How many are drawn if nothing is said.
-        places: Where ranks can compute, by name.
-
-    Returns:
-        The exit status: whether any failed.
-    """
+    """A command line that checks so many drawn combinations; the exit status tells of failures."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--random", type=int, default=among, metavar="RUNS", help="so many combinations")
     parser.add_argument("--seed", type=int, default=0, help="of the first million of numbers")

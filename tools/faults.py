@@ -201,13 +201,9 @@ def files_left(folder: Path) -> Iterator[str]:
 
 
 def failures(cases: Sequence[Case], jobs: int = 2, seconds: float = float("inf"), keep: Path | None = None) -> int:
-    """Run cases, and print a line of a table for each; how many did not pass.
+    """Run cases, some at a time, and print a line of a table for each; how many did not pass.
 
-    Args:
-        cases: What to run.
-        jobs: How many at a time.
-        seconds: After which no further run begins.
-        keep: Gets what was said in runs that did not pass.
+    No run begins after so many ``seconds``; ``keep`` gets what was said in runs that did not pass.
     """
     began, done, failed = time.monotonic(), 0, 0
 

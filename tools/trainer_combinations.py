@@ -34,7 +34,7 @@ sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("t
 import combinations
 import lightning.pytorch as pl
 import torch
-from combinations import _NODES, _OPTIMIZERS, _REFERENCES, _SHAPES, Combination, Reference, tell
+from combinations import _NODES, _OPTIMIZERS, _REFERENCES, _SHAPES, Combination, Reference, same, tell
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EarlyStopping,
@@ -439,14 +439,9 @@ class _Swaps(pl.Callback):
 
 
 def trained(fit: Fit, folder: Path, accelerator: str, resume: bool = False, saves: bool = False) -> Record:
-    """Fit it on this rank, and do what comes after; goes on from the file that an earlier fit has left in the folder.
+    """Fit it on this rank, and do what comes after.
 
-    Args:
-        fit: What to do.
-        folder: For its files; the same on all ranks.
-        accelerator: The Trainer's.
-        resume: Whether to go on.
-        saves: Whether to leave a file in the folder, if this is to be resumed later.
+    It ``saves`` a file in the folder, the same on all ranks, if it is to be resumed later; ``resume`` goes on from it.
     """
     module, file = Toy(fit), folder / "saved.ckpt"
     torch.manual_seed(0)
@@ -593,7 +588,7 @@ def check(fit: Fit) -> None:
     _check_whole(fit, whole)
     if "plain" in record[0]:
         for rank, each in enumerate(record):
-            _check_same(each["whole"].trace, each["plain"].trace, f"looks changed the run: rank {rank}")
+            same(each["whole"].trace, each["plain"].trace, f"looks changed the run: rank {rank}", strict=False)
     if "resumed" in record[0]:
         _check_resumed(fit, record)
     tolerance = _tolerance(fit)
@@ -610,7 +605,7 @@ def _check_whole(fit: Fit, ranks: list[Record]) -> None:
     shares = fit.argument("hierarchical", True)
     for node in _NODES[fit.nodes] if shares else ():
         for rank in node[1:]:
-            _check_same(ranks[rank].trace, ranks[node[0]].trace, f"ranks {node[0]} and {rank} of a node differ")
+            same(ranks[rank].trace, ranks[node[0]].trace, f"ranks {node[0]} and {rank} of a node differ")
     for rank, own in enumerate(ranks):
         assert own.loss == first.loss or math.isnan(first.loss), f"rank {rank} logs {own.loss}, rank 0 {first.loss}"
         assert own.counted == first.counted, f"rank {rank} counts {own.counted}, rank 0 {first.counted}"
@@ -689,7 +684,7 @@ def _check_resumed(fit: Fit, record: list[dict[str, Record]]) -> None:
         whole, resumed = each["whole"], each["resumed"]
         assert resumed.counted == whole.counted or fit.stops, f"a resumed run counts {resumed.counted}, {whole.counted}"
         if not fit.replicas and fit.scheme == "all_reduce" and not fit.module and fit.averages is None and not fit.wire:
-            _check_same(whole.trace[fit.resume + 1 :], resumed.trace, "a resume of DDP's training goes another way")
+            same(whole.trace[fit.resume + 1 :], resumed.trace, "a resume of DDP's training goes another way", False)
         if not fit.replicas:
             first = record[0]["resumed"]
             _check_state(_known(fit, resumed.end), _known(fit, first.end), f"resumed rank {rank} differs from rank 0")
@@ -697,7 +692,7 @@ def _check_resumed(fit: Fit, record: list[dict[str, Record]]) -> None:
         if "reborn" in fit.module:
             continue  # it counts its own steps
         after = whole.trace[fit.resume + 1 :]
-        _check_same(after, resumed.trace, f"a resume after step {fit.resume}: rank {rank}")
+        same(after, resumed.trace, f"a resume after step {fit.resume}: rank {rank}", strict=False)
         message = f"after a resume after step {fit.resume} rank {rank} ends differently"
         _check_state(_known(fit, whole.end), _known(fit, resumed.end), message)
         if fit.averages == "swap":
@@ -761,11 +756,6 @@ def _compare_half(fit: Fit, ranks: list[Record], reference: Reference, here: sli
     if fit.averages != "ema":
         end = torch.cat([ranks[0].end[name].flatten().double() for name in _SHAPES])
         combinations.is_close(end[here], reference.end, tolerance, "fit ends on")
-
-
-def _check_same(one: list[Tensor], other: list[Tensor], message: str) -> None:
-    for step, (a, b) in enumerate(zip(one, other, strict=False)):
-        assert torch.equal(a, b), f"{message}: step {step}: {a.tolist()} and {b.tolist()}"
 
 
 def _check_state(one: dict[str, Tensor], other: dict[str, Tensor], message: str) -> None:

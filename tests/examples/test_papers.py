@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import math
 import pickle
@@ -22,6 +21,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import ReduceLROnPlateau
 from problems import one_trainer
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torchvision.models import WeightsEnum
 
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
 STRATEGY = "--trainer.strategy.init_args"
@@ -116,47 +116,33 @@ def test_every_configuration_names_its_source_and_assumptions():
         assert "Not given: " in comment or "The rest" in comment, path
 
 
-NETS = """
-import json, sys, torch, torchvision.models._api
-sys.path.insert(0, {papers!r})
-from train import make_net
-torch.nn.Module.load_state_dict = lambda *_, **__: None  # the weights would have to be downloaded
-torchvision.models._api.WeightsEnum.get_state_dict = lambda *_, **__: {{}}
-found = {{}}
-with torch.device("meta"):
-    for name, size, small in {nets!r}:
-        for weights in (None, "DEFAULT") if name != "resnet20" else (None,):
-            net = make_net(name, 7, weights, small)
-            seen = []
-            for layer in net.modules():
-                if isinstance(layer, torch.nn.MaxPool2d | torch.nn.Identity):
-                    layer.register_forward_hook(lambda layer, inputs, output: seen.append(output.shape[-1]))
-            found[f"{{name}} {{weights}}"] = [*net(torch.empty(2, 3, size, size)).shape, *seen[:1]]
-print(found)
-"""
-
-
-@pytest.mark.nightly  # a push trains two of them
-@pytest.mark.long("makes ten networks of torchvision, nearly all of them twice")
-def test_models_have_the_requested_classes_and_fit_small_pictures(folder):
-    small = [(name, 32, True) for name in ("resnet18", "resnet50", "densenet121")]
-    others = [("resnet20", 32, False), ("resnet34", 64, False), ("vgg11", 32, False), ("vgg16_bn", 32, False)]
-    nets = [*small, *others, ("alexnet", 224, False), ("shufflenet_v2_x1_0", 64, False), ("vit_b_16", 224, False)]
-    script = folder.path / "nets.py"
-    script.write_text(NETS.format(papers=str(PAPERS), nets=nets))
-    found = ast.literal_eval(folder.run(script).splitlines()[-1])
-    assert len(found) == 2 * len(nets) - 1
-    assert all(shape[:2] == [2, 7] for shape in found.values())
-    whole = {name for name, _, _ in small}
-    assert {shape[2] for name, shape in found.items() if name.split()[0] in whole} == {32}
-
-
 @pytest.fixture
 def train(monkeypatch):
     """The papers' program, as a module."""
     monkeypatch.syspath_prepend(PAPERS)
     with mock.patch.dict(sys.modules):  # other examples have modules of the same names
         return importlib.import_module("train")
+
+
+@pytest.mark.nightly  # a push trains two of them
+@pytest.mark.long("makes ten networks of torchvision, nearly all of them twice")
+def test_models_have_the_requested_classes_and_fit_small_pictures(train, monkeypatch):
+    # the weights would have to be downloaded
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: None)
+    monkeypatch.setattr(WeightsEnum, "get_state_dict", lambda *_, **__: {})
+    small = [(name, 32, True) for name in ("resnet18", "resnet50", "densenet121")]
+    others = [("resnet20", 32, False), ("resnet34", 64, False), ("vgg11", 32, False), ("vgg16_bn", 32, False)]
+    others += [("alexnet", 224, False), ("shufflenet_v2_x1_0", 64, False), ("vit_b_16", 224, False)]
+    for name, size, is_small in [*small, *others]:
+        for weights in (None, "DEFAULT") if name != "resnet20" else (None,):
+            seen = []
+            with torch.device("meta"):
+                net = train.make_net(name, 7, weights, is_small)
+                for layer in net.modules():
+                    if isinstance(layer, torch.nn.MaxPool2d | torch.nn.Identity):
+                        layer.register_forward_hook(lambda *given, seen=seen: seen.append(given[-1].shape[-1]))
+                assert net(torch.empty(2, 3, size, size)).shape == (2, 7), name
+            assert not is_small or seen[0] == 32, name
 
 
 @pytest.mark.parametrize(

@@ -10,29 +10,9 @@ from problems import Quadratic, same_bits
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_hiercomm import (
-    AllReduce,
-    DiLoCo,
-    Gossip,
-    PeriodicAveraging,
-)
+from lightning_hiercomm import AllReduce, DiLoCo, Gossip, PeriodicAveraging
 
 pytestmark = pytest.mark.pooled
-
-
-class Lazy(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.LazyLinear(1)
-
-
-@pytest.mark.parametrize("ranks_per_node", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_lazy_modules_are_refused_with_ddps_sentence(fit, ranks_per_node):
-    with pytest.raises(ProcessException) as refused:
-        fit(Lazy(), {"ranks_per_node": ranks_per_node}, devices=2, forked=True)
-    sentence = r"RuntimeError: Modules with uninitialized parameters \(head.weight, head.bias\) can't be used"
-    refused.match(sentence)
-    refused.match("Run a dummy forward pass to correctly initialize")
 
 
 class Searching(Quadratic):

@@ -190,3 +190,14 @@ def test_only_the_documented_phases_send_fewer_bytes(run_oracle, reducer):
     blocking_only = {"warmup": Epochs(2), "cooldown": 0}
     assert sent("blocking", **cycling_only) > sent("all", **cycling_only)
     assert sent("blocking", **blocking_only) == sent("all", **blocking_only)
+
+
+def test_an_overdue_exchange_is_merged_before_the_next_one_starts():
+    """Epochs have no end in the trial of a learning rate finder."""
+
+    def work(rank):
+        for step in range(9):
+            rank.train(last=step == 7)
+        return rank.scheme.state.pending.exchange.started, rank.scheme.state.synchronizations
+
+    assert on_nodes(work, cycling(2)()) == [(9, 4)] * 2

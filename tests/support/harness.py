@@ -51,13 +51,7 @@ def on_ranks(
 ) -> list[T]:
     """What ``work(topology)`` returns on every rank; raises if it raised on any.
 
-    Args:
-        work: Gets a topology with a meter of its own.
-        nodes: The ranks of every node.
-        weights: Of the ranks.
-        timeout: Seconds after which a wait for a peer becomes an error.
-        connect: What the topology connects with, given the world's own way.
-        waits_on_host: Of the topology.
+    A wait for a peer of more than ``timeout`` seconds is an error; ``connect`` changes the world's own way to connect.
     """
 
     def body(rank: int, world: ThreadWorld) -> T:

@@ -64,7 +64,7 @@ class Job:
     def python(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         """Start Python in a fork that need not import Lightning."""
         output = self.folder / f"output-{len(self.processes)}"
-        self.processes.append(ForkedPython(arguments, {**os.environ, **(environment or {})}, output))
+        self.processes.append(ForkedPython(arguments, {**os.environ, **(environment or {})}, output, self.folder))
 
     def oracle(self, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
         self.python(str(ORACLE), "--out", str(self.folder), *map(str, arguments), environment=environment)
@@ -112,9 +112,9 @@ class Job:
     openmpi = partialmethod(mpi, "openmpi")
     mpich = partialmethod(mpi, "mpich")
 
-    def end(self) -> tuple[list[int], str]:
+    def end(self, seconds: float = SECONDS) -> tuple[list[int], str]:
         """Wait for all processes; their exit codes, and what they printed."""
-        outputs = [process.communicate(timeout=SECONDS)[0] for process in self.processes]
+        outputs = [process.communicate(timeout=seconds)[0] for process in self.processes]
         return [process.returncode for process in self.processes], "\n".join(outputs)
 
     def report(self, rank: int) -> dict:

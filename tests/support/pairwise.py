@@ -56,13 +56,6 @@ def mark_nightly(items: Sequence[pytest.Item], chosen: Iterable[int]) -> None:
         items[number].add_marker(pytest.mark.nightly)
 
 
-def requested(request: pytest.FixtureRequest, *names: str) -> set[tuple[Any, ...]]:
-    """Return the values of parameters in the tests of a fixture's module that will run."""
-    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    values = [item.callspec.params for item in own]
-    return {tuple(each[name] for name in names) for each in values if {*names} <= {*each}}
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="run the whole of every product, and the longest runs")
 

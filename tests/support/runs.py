@@ -65,15 +65,7 @@ def on_two_nodes(
 ) -> list[T]:
     """Return ``work(run)`` of both nodes, with a run that has begun.
 
-    Args:
-        scheme: What every optimizer trains by.
-        work: Gets the run.
-        module: Makes a rank's own; of a ``ModuleList``, each layer has an optimizer. Default: two layers of one weight.
-        inner: Makes the user's optimizers.
-        wire: What travels between nodes.
-        on_nonfinite: Of the run.
-        epochs: How long it will be.
-        of_replicas: Further arguments of ``Replicas``.
+    Of a ``ModuleList``, each layer has an optimizer; ``of_replicas`` are further arguments of ``Replicas``.
     """
 
     def body(topology: Topology) -> T:
