@@ -35,17 +35,32 @@ class Uneven(Oracle):
         return DataLoader(torch.ones(4, 1))
 
 
+class Stopping(Uneven):
+    """Rank 0 stops in the middle of an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 0 and batch_idx == 2:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(100_000, 1))  # otherwise the other rank reaches its validation, too
+
+
 EQUALLY_MANY = r"rank 0 \(node 0\) .* with 5 optimizer steps, and rank 1 \(node 1\) .* with 8 optimizer steps"
 BY_BATCHES = r"rank 0 \(node 0\) ended (an epoch|training) after 5 batches of the run.*, and rank 1"
+ALONE = r"rank 0 \(node 0\) (ended .*|asked .*|reduced .*) after 3 batches of the run.*, and rank 1"
 
 
 @pytest.mark.long("heartbeats are seconds apart, and ranks are started and end")
-def test_ranks_that_take_unequal_numbers_of_batches_are_named(fit, capfd):
+@pytest.mark.parametrize(
+    ("module", "found"), [(Uneven(), f"{BY_BATCHES}|{EQUALLY_MANY}"), (Stopping(), ALONE)], ids=["unequal", "one stops"]
+)
+def test_ranks_that_take_unequal_numbers_of_batches_are_named(fit, capfd, module, found):
     arguments = {"devices": 2, "use_distributed_sampler": False, "forked": True}
     with pytest.raises(Exception, match=r"exit code 1|equally many steps"):
-        fit(Uneven(), {"scheme": PeriodicAveraging(50, at_epoch_end=False), "ranks_per_node": 1}, **arguments)
-    # what is found first, depends on when ranks report
-    assert re.search(f"{BY_BATCHES}|{EQUALLY_MANY}", capfd.readouterr().err)
+        fit(module, {"scheme": PeriodicAveraging(50, at_epoch_end=False), "ranks_per_node": 1}, **arguments)
+    assert re.search(found, capfd.readouterr().err)  # what is found first, depends on when ranks report
 
 
 def test_a_rank_that_raises_in_the_learning_rate_finder_ends_the_others(fit):
