@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,16 +42,18 @@ def in_runs(columns: Mapping[str, Tensor], numel: int) -> list[tuple[int, dict[s
     numbers = {name: values.cpu() for name, values in columns.items() if name.endswith(BY_ELEMENT)}
     if not numel or not numbers:
         return [(numel, {})] if numel else []
-    rows = torch.stack([values.double() for values in numbers.values()], 1).view(torch.int64)  # NaN equals NaN
+    begins = torch.zeros(numel, dtype=torch.bool)
+    begins[0] = True
+    for values in numbers.values():
+        bits = values.double().view(torch.int64)  # NaN equals NaN
+        begins[1:] |= bits[1:] != bits[:-1]
     runs: list[tuple[int, dict[str, Any]]] = []
-    start = 0
-    for length in torch.unique_consecutive(rows, return_counts=True, dim=0)[1].tolist():
+    for start, end in pairwise([*begins.nonzero().view(-1).tolist(), numel]):
         state: dict[str, Any] = {}
         if numbers[IS_KNOWN][start]:
-            state = {name: values[start:][:length] for name, values in columns.items() if name not in numbers}
+            state = {name: values[start:end] for name, values in columns.items() if name not in numbers}
             for name in numbers.keys() - {IS_KNOWN}:
                 number, own = name.removesuffix(BY_ELEMENT), numbers[name][start]
                 state[number.removesuffix(NUMBER)] = own.item() if number.endswith(NUMBER) else own
-        runs.append((length, state))
-        start += length
+        runs.append((end - start, state))
     return runs
