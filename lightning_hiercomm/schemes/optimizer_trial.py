@@ -42,7 +42,7 @@ def why_not_in_parts(make: MakeOptimizer, device: torch.device, *, keeps_attribu
     Args:
         make: Makes a new optimizer of the given parameters.
         device: The device on which the optimizer will step.
-        keeps_attributes: Whether it must not change its attributes.
+        keeps_attributes: Whether it must not change its attributes, and must have its whole state after its first step.
     """
     with _alone:
         key = _key(make, device, keeps_attributes)
@@ -82,7 +82,8 @@ def _tried(
             parts = [_Tried(make, [part], device) for part in (flat[:cut], flat[cut:])]
             tensors = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
             whole = _Tried(make, tensors, device)
-            for _ in range(_STEPS):
+            before: set[str] = set()
+            for step in range(_STEPS):
                 gradient = torch.randn(len(flat), generator=generator)
                 gradient[:cut] = gradient[:cut].abs()
                 gradient[cut:] *= 8
@@ -91,6 +92,10 @@ def _tried(
                     part.step(of_part)
                 if reason := _difference(whole, parts, keeps_attributes):
                     return reason
+                names = {name for state in whole.states() for name in state}
+                if keeps_attributes and step and (late := sorted(names - before)):
+                    return f"its state {late[0]!r} first exists after {step + 1} steps"
+                before = names
     except Exception as error:  # whatever the optimizer raises
         return _why_it_raised("of a flat shard", error)
     return None

@@ -202,9 +202,18 @@ class CountsInAttribute(Plain):
         super().step(closure)
 
 
+class RemembersTwo(Plain):
+    @staticmethod
+    def way(p, grad, state, group):
+        older = state.setdefault("older", state["last"]) if "last" in state else grad
+        state["last"] = grad.clone()
+        return older
+
+
 @pytest.mark.parametrize(
     ("outer", "reason"),
     [
+        (partial(RemembersTwo, lr=0.1), "RemembersTwo cannot .*its state 'older' first exists after 2 steps"),
         (partial(AdaptsInGroup, lr=0.1), "AdaptsInGroup cannot .*changes 'scale' in param_groups"),
         (CountsInAttribute, "CountsInAttribute cannot .*changes its attribute 'taken'"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS cannot .*evaluates the loss"),
