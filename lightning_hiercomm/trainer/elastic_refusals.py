@@ -28,6 +28,7 @@ _CALLBACKS = {
     ),
 }
 """Why a callback of this class, which may not be installed, is refused."""
+_PACKAGES = ("lightning", "pytorch_lightning", "ray")  # a user's own class may have one of these names
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -40,7 +41,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
             " or elastic= out"
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        reasons = [_CALLBACKS[each.__name__] for each in type(callback).__mro__ if each.__name__ in _CALLBACKS]
+        known = [each for each in type(callback).__mro__ if each.__module__.partition(".")[0] in _PACKAGES]
+        reasons = [_CALLBACKS[each.__name__] for each in known if each.__name__ in _CALLBACKS]
         if isinstance(callback, pl.callbacks.ModelCheckpoint):
             if callback._train_time_interval is not None:
                 reasons.append(

@@ -108,7 +108,9 @@ class Averages(EMAWeightAveraging):
 
 
 class RayTrainReportCallback(Callback):
-    """Of the name of Ray's, which may not be installed."""
+    """Stands for Ray's, which may not be installed."""
+
+    __module__ = "ray.train.lightning"
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,12 @@ def test_callbacks_that_decide_per_node_are_refused(tmp_path, callback, said):
     pytest.importorskip("torchft", reason="needs the extra `elastic`")
     with pytest.raises(ValueError, match=said):
         check_trainer(one_trainer(tmp_path, callbacks=[callback], enable_checkpointing=True))
+
+
+def test_a_users_own_callback_may_have_the_name_of_a_refused_one(tmp_path):
+    pytest.importorskip("torchft", reason="needs the extra `elastic`")
+    own = type("Timer", (Callback,), {"__module__": "user_program"})()
+    check_trainer(one_trainer(tmp_path, callbacks=[own]))
 
 
 def test_elastic_world_of_several_nodes_is_refused(tmp_path, monkeypatch):
