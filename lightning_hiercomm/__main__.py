@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -30,12 +31,16 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(run=lambda arguments: examine(arguments.ranks_per_node))
 
     plan = commands.add_parser("plan", help="choose a scheme; doctor measures the network")
-    plan.add_argument("--step-time", type=float, required=True, metavar="SECONDS", help="of a step on one node")
-    plan.add_argument("--params", type=float, required=True, help="number of trained parameters: 1.3e9")
-    plan.add_argument("--nodes", type=int, required=True, help="number of nodes")
-    plan.add_argument("--link", type=float, required=True, metavar="GBIT/S", help="rate of a node's link to the others")
     plan.add_argument(
-        "--latency", type=float, default=50e-6, metavar="SECONDS", help="between nodes; default: %(default)s"
+        "--step-time", type=positive_number, required=True, metavar="SECONDS", help="of a step on one node"
+    )
+    plan.add_argument("--params", type=positive_number, required=True, help="number of trained parameters: 1.3e9")
+    plan.add_argument("--nodes", type=int, required=True, help="number of nodes")
+    plan.add_argument(
+        "--link", type=positive_number, required=True, metavar="GBIT/S", help="rate of a node's link to the others"
+    )
+    plan.add_argument(
+        "--latency", type=positive_number, default=50e-6, metavar="SECONDS", help="between nodes; default: %(default)s"
     )
     plan.add_argument(
         "--ranks-per-node", type=int, default=1, help="GPUs, or other processes, of a node; default: %(default)s"
@@ -52,6 +57,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     lighthouse.set_defaults(run=_lighthouse)
     return parser
+
+
+def positive_number(text: str) -> float:
+    """Read a flag's number; argparse names the flag and this function in its error."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError
+    return number
 
 
 def _lighthouse(arguments: argparse.Namespace) -> int:

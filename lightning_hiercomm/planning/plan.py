@@ -117,7 +117,7 @@ class Cluster:
         ranks_per_node: Number of ranks on each; DDP alone depends on it.
 
     Raises:
-        ValueError: If there are fewer than two nodes, or a number has no possible value.
+        ValueError: If there are fewer than two nodes, or no ranks.
     """
 
     nodes: int
@@ -130,11 +130,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.nodes < 2:
             raise ValueError(f"nodes={self.nodes}: give at least 2; on one node every scheme trains as DDP does")
-        if not self.latency >= 0:
-            raise ValueError(f"latency={self.latency} must not be negative")
-        for name in ("rate", "parameters", "step", "ranks_per_node"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node} must be positive")
 
     @property
     def synchronization(self) -> float:
