@@ -115,7 +115,7 @@ class RunningScheme(Generic[S]):
         state: Everything that changes during a run: counters, phases, pending exchanges.
         state_type: The dataclass of :attr:`state`.
         gradients: The ranks over which gradients are averaged in the present phase.
-        phase: The name of the present phase, for progress bars.
+        phase: The name of the present phase.
         replica: The parameters (and float buffers) that are synchronized.
         topology: The nodes, their communicators and weights.
         optimizer: The user's optimizer.

@@ -66,6 +66,18 @@ def test_the_tests_of_the_page_pass(page):
             test()
 
 
+def test_the_schedule_of_the_page_synchronizes_after_steps_1_2_4_and_8(page):
+    def synchronized_after(rank: Rank) -> list[int]:
+        counts = [0]
+        for _ in range(12):
+            rank.train()
+            counts.append(rank.scheme.state.synchronizations)
+        return [step for step in range(1, 13) if counts[step] > counts[step - 1]]
+
+    scheme = ParameterSync(schedule=page("schemes/doubling.py").Doubling())
+    assert on_nodes(synchronized_after, scheme, targets=(0.0, 8.0)) == [[1, 2, 4, 8]] * 2
+
+
 class Plainly:
     """Methods that the page composes, on two nodes: their change of x after every H-th step."""
 
