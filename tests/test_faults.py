@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import islice
 
 import faults
@@ -26,3 +28,43 @@ def test_torchrun_ends_when_the_only_rank_of_its_first_node_calls_sys_exit(tmp_p
     outcome = faults.run(case, tmp_path)
     assert outcome.is_good, outcome
     assert not outcome.launcher_waits
+
+
+SURVIVED = """
+import os, pathlib, time
+if os.fork():
+    pathlib.Path("accident").write_text(str(time.time()))
+    os._exit(1)
+time.sleep(0.5)
+print("rank 0 died")
+"""
+
+
+def test_ranks_that_outlive_their_parent_may_name_it(tmp_path, monkeypatch):
+    # under popen they are children of rank 0, and the only ones that can speak if it is killed
+    def start(case, folder):
+        with (folder / "output-0").open("w") as output:
+            yield subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", SURVIVED], stdout=output, cwd=folder, start_new_session=True
+            )
+
+    monkeypatch.setattr(faults, "_start", start)
+    case = faults.Case("segfault", "validation_step", 2, "periodic", "popen", 2, 0, replicas=False, workers=False)
+    outcome = faults.run(case, tmp_path)
+    assert outcome.is_good, outcome
+    assert outcome.seconds >= 0.5
+
+
+@pytest.mark.parametrize(
+    ("said", "is_named"),
+    [
+        ("lightning_hiercomm: rank 1 (node 0) died", True),
+        ("process 1 terminated with signal SIGKILL", True),
+        ("rank 1 (node 0) ends because rank 0 (node 0) died", False),
+        ("rank 0 died. Ending rank 1 (node 0), which is waiting for it.", False),
+        ("rank 11 (node 5) died", False),
+    ],
+)
+def test_a_rank_counts_as_named_only_if_it_is_the_one_that_failed(said, is_named):
+    case = faults.Case("kill", "training_step", 3, "periodic", "popen", 2, 1, replicas=False, workers=False)
+    assert faults.is_named_in(case, said) == is_named

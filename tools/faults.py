@@ -40,7 +40,7 @@ SECONDS = 60.0  # after the fault, when a run counts as hanging
 _START_SECONDS = 120.0  # until the fault
 SCHEMES = ("all_reduce", "periodic", "daso", "stale", "streaming", "steps_delay", "gossip, overlapped")
 LAUNCHERS = ("fork", "spawn", "popen", "torchrun", "slurm")
-_GRACE = 8.0  # for processes to go after their parents: a loader's workers look for theirs every 5 s
+_GRACE = 15.0  # for processes to go after their parents: ranks have 4 s, a loader's workers look every 5 s
 _EXITS_WELL = ("os._exit(0)",)  # what torchrun takes for a rank that has done its work
 _TIMES = {"configure_model": 1, "on_fit_start": 1, "on_train_end": 1}
 _TIMES |= dict.fromkeys(("validation_step", "on_train_epoch_end", "on_save_checkpoint"), EPOCHS)
@@ -72,7 +72,7 @@ class Case:
 class Outcome:
     """What became of a run."""
 
-    seconds: float | None  # from the fault to the end of the last rank; None if it hung
+    seconds: float | None  # from the fault to the end of the last process; None if it hung
     # torchrun still waited when all ranks had ended: it gives the others 300 s after ranks that exit with 0
     launcher_waits: bool
     struck: bool  # whether the rank came to the moment at all
@@ -113,19 +113,20 @@ def run(case: Case, folder: Path) -> Outcome:
             alone_since = (alone_since or time.time()) if alone else None
             if alone_since is not None and time.time() - alone_since > 3:
                 break
-    ended = time.time()
     hangs = [process for process in processes if process.poll() is None]
     for process in hangs:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     at = _read_time(folder / "accident")
+    left = [*processes_left(launchers, folder)]  # under popen, ranks outlive rank 0, which started them
+    ended = time.time()
+    left += files_left(folder)
     output = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("output-*")))
-    left = (*processes_left(launchers, folder), *files_left(folder))
     launcher_waits = bool(hangs) and alone_since is not None
     if launcher_waits and alone_since is not None:
         ended = alone_since
     seconds = None if hangs and not launcher_waits else ended - (at or ended)
-    return Outcome(seconds, launcher_waits, at is not None, is_named_in(case, output), left, output)
+    return Outcome(seconds, launcher_waits, at is not None, is_named_in(case, output), (*left,), output)
 
 
 def _read_time(path: Path) -> float | None:
@@ -139,7 +140,8 @@ def is_named_in(case: Case, output: str) -> bool:
     if case.fault in ("term", "Ctrl-C"):  # the user sent it; all ranks stop together, or at once
         return True
     who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
-    return re.search(rf"{who}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None
+    reasons = r"(?! \(node \d+\) ends because)"  # of a rank that tells of another one
+    return re.search(rf"{who}{reasons}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None
 
 
 def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
