@@ -139,6 +139,10 @@ def _read_time(path: Path) -> float | None:
 def is_named_in(case: Case, output: str) -> bool:
     if case.fault in ("term", "Ctrl-C"):  # the user sent it; all ranks stop together, or at once
         return True
+    # an agent that ends at once, with its store, names the rank that failed, and others say to look there
+    first = rf"Root Cause[^=]*\n\s+rank +: {case.victim} \(local_rank"
+    if "See there which rank failed first" in output and re.search(first, output):
+        return True
     who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
     reasons = r"(?! \(node \d+\) ends because)"  # of a rank that tells of another one
     return re.search(rf"{who}{reasons}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None

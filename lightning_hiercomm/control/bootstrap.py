@@ -25,6 +25,17 @@ def is_agents_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
+def store_host() -> str:
+    """Return the name, for messages, of what holds the store."""
+    return f"torchrun's agent on {os.environ['MASTER_ADDR']}" if is_agents_store() else "rank 0"
+
+
+def lost_store() -> str:
+    """Return the message that the store's host has died; an agent does if one of its ranks fails."""
+    remedy = ". See there which rank failed first" if is_agents_store() else ""
+    return f"{store_host()} died, and torch's store with it{remedy}"
+
+
 def connect_again(store: Store) -> Store:
     """Return a connection of its own to a store's server: a blocking call holds up all other calls of a connection."""
     while isinstance(store, PrefixStore):
@@ -74,7 +85,14 @@ class Bootstrap:
 
         Raises:
             TimeoutError: If ranks are missing, with their numbers.
+            RuntimeError: If the store's host has died.
         """
+        try:
+            return self._gather(own, among)
+        except RuntimeError as error:  # of torch's store, which names no rank
+            raise RuntimeError(lost_store()) from error
+
+    def _gather(self, own: Any, among: str) -> list[Any]:
         number, token, posted_in = next(self._numbers), secrets.token_hex(8), None
         if self._rank == 0:
             return self._answer_all(f"{self._attempt}/{number}", ["", among, own])

@@ -16,14 +16,13 @@ from typing import Any
 from torch.distributed import Store
 
 from lightning_hiercomm.control import process
-from lightning_hiercomm.control.bootstrap import is_agents_store
+from lightning_hiercomm.control.bootstrap import is_agents_store, lost_store, store_host
 from lightning_hiercomm.control.reports import Arrival, Failure, Purpose, Status, in_line, standstill
 from lightning_hiercomm.control.waiting import MainThread, describe_caller
 
 _STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
 _FIRST_POLL = 0.002  # seconds
 _UNKNOWN = ("", "0", "")  # the identity of a process on another machine
-_LOST = "{} died, and torch's store with it"
 _SHARED = ("failure", "rounds", "arrival", "standstill", "left", "broken")
 
 
@@ -192,7 +191,9 @@ class ControlPlane:
         if failure.is_frozen:
             process.dump_stacks(f"{message}. What {self.place} does:")
         for rank in {*failure.silent} & {*self.processes} - {self.rank}:
-            threading.Timer(self.grace / 2, process.end_frozen, [self.processes[rank]]).start()
+            ending = threading.Timer(self.grace / 2, process.end_frozen, [self.processes[rank]])
+            ending.daemon = False  # the watch's are by default: this process may end by itself before that
+            ending.start()
         if failure.raised_by != self.rank:
             grace = min(self.grace, _STUCK_GRACE) if failure.is_stuck else self.grace
             why = "" if failure.is_stuck or message.startswith(self.place) else ", which is waiting for it"
@@ -203,7 +204,7 @@ class ControlPlane:
     def lose_store(self) -> None:
         """Receive that the store does not answer any more, because its host has died."""
         if not self.left and not self.is_closing.is_set():
-            self.learn(Failure(_LOST.format(_store_host())))
+            self.learn(Failure(lost_store()))
 
     # ---- common stops --------------------------------------------------------------------------------------------
     # One rank appends a round to the list in the store. Each rank then waits at its next batch and writes that batch's
@@ -498,11 +499,7 @@ class Watch:
             silence = self._unanswered - self._interval
             # its forked workers may keep its connections open
             if silence > 1.0 and on_rank_0 and process.is_gone(plane.processes.get(0, _UNKNOWN)):
-                plane.learn(Failure(_LOST.format(_store_host())))
+                plane.learn(Failure(lost_store()))
             elif hang_timeout is not None and silence > hang_timeout:
-                message = f"{_store_host()} is frozen: torch's store there has not answered for {hang_timeout:g} s"
+                message = f"{store_host()} is frozen: torch's store there has not answered for {hang_timeout:g} s"
                 plane.learn(Failure(message, silent=[0] if on_rank_0 else [], is_frozen=True))
-
-
-def _store_host() -> str:
-    return "torchrun's agent" if is_agents_store() else "rank 0"

@@ -62,6 +62,26 @@ def test_who_does_not_come_is_named_on_all_ranks():
     meet(0, 2, 3, size=4, work=work, seconds=1.0)
 
 
+@pytest.mark.parametrize(
+    ("agents", "named"),
+    [
+        ("False", "^rank 0 died, and torch's store with it$"),
+        ("True", "^torchrun's agent on n0 died, and torch's store with it. See there which rank failed first$"),
+    ],
+)
+def test_a_store_that_is_lost_while_ranks_meet_is_the_end_of_its_host(monkeypatch, agents, named):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents)
+    monkeypatch.setenv("MASTER_ADDR", "n0")
+    host = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    joined = Bootstrap("127.0.0.1", host[0].port, 1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        gathering = pool.submit(joined.gather, "here")
+        time.sleep(0.1)
+        host.clear()
+        with pytest.raises(RuntimeError, match=named):
+            gathering.result(timeout=10)
+
+
 @pytest.fixture
 def agents_store(monkeypatch):
     """Torchrun's agent keeps a store while it starts ranks again and again."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from lightning_hiercomm.control import process
+from lightning_hiercomm.control.plane import ControlPlane
+from lightning_hiercomm.control.reports import Failure
 
 
 @pytest.fixture
@@ -85,3 +89,19 @@ def test_a_stuck_worker_is_distinguished_from_a_waiting_one(stopped, monkeypatch
     os.waitpid(waiting, 0)
     for end in (reader, writer):
         os.close(end)
+
+
+def test_a_rank_that_ends_at_once_still_ends_the_frozen_one(stopped):
+    _, who = stopped
+
+    def learn_and_end():
+        plane = ControlPlane(0, 2, "rank 0 (node 0)", grace=1.0)
+        plane.processes = {1: who}
+        watch = threading.Thread(target=plane.learn, args=(Failure("rank 1 is frozen", silent=[1]),), daemon=True)
+        watch.start()
+        watch.join()
+
+    rank = multiprocessing.get_context("fork").Process(target=learn_and_end)
+    rank.start()
+    rank.join(timeout=10.0)
+    assert process.is_gone(who)
