@@ -194,6 +194,19 @@ def test_shared_arguments_have_equal_types_defaults_and_descriptions(strategy):
             assert entry.group() in inspect.getdoc(strategy.__init__)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "others"),
+    [
+        (HierarchicalStrategy, set()),
+        (HierarchicalModelParallelStrategy, {"data_parallel_size", "tensor_parallel_size"}),
+        (HierarchicalFabricStrategy, set()),
+    ],
+)
+def test_every_argument_of_a_strategy_is_a_setting(strategy, others):
+    arguments = set(inspect.signature(strategy).parameters) - {"kwargs"}
+    assert arguments - {field.name for field in dataclasses.fields(Settings)} == others
+
+
 def test_settings_have_the_defaults_of_the_constructor():
     signature = inspect.signature(HierarchicalStrategy).parameters
     for field in dataclasses.fields(Settings)[1:]:
