@@ -376,6 +376,7 @@ class Watch:
         self._unanswered = 0.0  # since the last answer of the store
         self._next = (plane.rank + 1) % plane.size  # the rank that this one watches
         self._seen, self._silent = "", 0.0  # its last status, and the seconds since then
+        self._progress, self._idle = 0, 0.0  # of this rank, and the seconds since then
         self._standstill = ""
         self._look_at = 0.0
         self._write_status()
@@ -391,14 +392,16 @@ class Watch:
             thread.join(timeout=max(2.0, 2 * self._interval) + self._plane.grace / 2)
 
     def _run(self) -> None:
-        plane = self._plane
+        plane, before = self._plane, time.monotonic()
         try:
             while plane.failure is None:
                 self._beat()
-                pause = self._interval / (4 if self._is_broken else 1)
-                if plane.is_closing.wait(pause):
+                if plane.is_closing.wait(self._interval / (4 if self._is_broken else 1)):
                     break
-                self._silent += pause
+                now = time.monotonic()
+                waited, before = min(now - before, 2 * self._interval), now
+                self._silent += waited
+                self._idle += waited
             self._leave()
         except RuntimeError:  # of torch's store
             plane.lose_store()
@@ -458,7 +461,9 @@ class Watch:
     def _check_all(self, own: Status) -> None:
         """Look at all ranks if this one has made no progress for ``hang_timeout`` seconds."""
         size, hang_timeout, now = self._plane.size, self._plane.hang_timeout, time.monotonic()
-        if hang_timeout is None or own.idle < hang_timeout or now < self._look_at:
+        if own.progress != self._progress:
+            self._progress, self._idle = own.progress, 0.0
+        if hang_timeout is None or self._idle < hang_timeout or now < self._look_at:
             return
         self._look_at = now + max(hang_timeout / 10, size / 100)
         statuses = [self._status_of(rank) for rank in range(size)]

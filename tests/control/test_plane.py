@@ -86,37 +86,25 @@ def wait_until(condition: Callable[[], object]) -> None:
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
-def test_a_failure_reaches_every_rank_by_name(start):
+def test_the_first_failure_reaches_every_rank_by_name(start):
     planes = start(3)
     planes[1].report_failure(ValueError("boom"))
+    assert planes[0].wait_for_failure(5.0) is not None
+    planes[0].report_failure(ValueError("its consequence"))
     for plane in (planes[0], planes[2]):
         assert plane.wait_for_failure(5.0) == "rank 1 (node 0) failed: ValueError: boom"
         with pytest.raises(RankFailure, match=r"rank 1 \(node 0\) failed"):
             plane.should_stop()
 
 
-def test_a_failure_of_many_words_is_cut(start):
+def test_a_failure_just_before_a_rank_leaves_is_reported_and_cut(start):
     planes = start(2)
-    planes[1].report_failure(ValueError("ä" * 100_000))
-    failure = planes[0].wait_for_failure(5.0)
-    assert failure is not None
-    assert failure.startswith("rank 1 (node 0) failed: ValueError: ää")
-    assert len(failure) == 2000
-
-
-def test_only_the_first_failure_counts(start):
-    planes = start(3)
-    planes[1].report_failure(ValueError("the first"))
-    assert "the first" in planes[0].wait_for_failure(5.0)
-    planes[0].report_failure(ValueError("the second"))
-    assert "the first" in planes[2].wait_for_failure(5.0)
-
-
-def test_a_failure_just_before_a_rank_leaves_is_reported(start):
-    planes = start(2)
-    planes[0].report_failure(ValueError("no"))
+    planes[0].report_failure(ValueError("ä" * 100_000))
     planes[0].close()
-    assert planes[1].wait_for_failure(5.0) == "rank 0 (node 0) failed: ValueError: no"
+    failure = planes[1].wait_for_failure(5.0)
+    assert failure is not None
+    assert failure.startswith("rank 0 (node 0) failed: ValueError: ää")
+    assert len(failure) == 2000
 
 
 def test_leaving_is_no_failure(start):
@@ -165,8 +153,8 @@ def test_a_rank_whose_worker_is_stuck_reports_itself(start, monkeypatch):
     assert "is frozen: its worker 7 has been stopped or stuck for 1 s" in planes[0].wait_for_failure(5.0)
 
 
-def test_a_rank_that_was_stopped_itself_does_not_take_that_for_silence(start, monkeypatch):
-    planes = start(2, hang_timeout=2.0)
+def test_ranks_that_were_stopped_are_neither_silent_nor_in_a_deadlock(start, monkeypatch):
+    planes = start(2, positions=(BACKWARD, GATHER), hang_timeout=2.0)
     stopped, clock = threading.Event(), time.monotonic
     monkeypatch.setattr(control.time, "monotonic", lambda: clock() + 1000.0 * stopped.is_set())
     stopped.set()
@@ -368,23 +356,33 @@ def test_a_requeue_after_the_end_of_rank_zero_raises(start, server):
             waiting.result(timeout=10)
 
 
-class CountingStore(Store):
-    """Counts the requests of one rank."""
+class InterceptedStore(Store):
+    """Calls a function with the name of each request."""
 
-    def __init__(self, shared: Store, requests: list[str]) -> None:
+    def __init__(self, shared: Store, intercept: Callable[[str], object]) -> None:
         super().__init__()
-        self._shared, self._requests = shared, requests
+        self._shared, self._intercept = shared, intercept
 
     def __getattribute__(self, name: str) -> object:
         if name.startswith("_"):
             return super().__getattribute__(name)
-        self._requests.append(name)
+        self._intercept(name)
         return getattr(self._shared, name)
+
+
+def test_rank_zero_is_named_if_its_store_stops_while_its_process_is_checked(start):
+    shared, is_over = HashStore(), threading.Event()
+    stores = lambda: InterceptedStore(shared, lambda name: name == "get" and is_over.wait(20.0))  # noqa: E731
+    planes = start(2, stores=stores, hang_timeout=5.0)
+    planes[1].processes = {0: ["here", "2147483647", "12"]}
+    failure = planes[1].wait_for_failure(4.5)
+    is_over.set()
+    assert failure == "rank 0 died, and torch's store with it"
 
 
 def test_a_heartbeat_is_two_requests_and_a_batch_is_none(start):
     requests, shared = [], HashStore()
-    planes = start(2, stores=lambda: CountingStore(shared, requests), hang_timeout=5.0)
+    planes = start(2, stores=lambda: InterceptedStore(shared, requests.append), hang_timeout=5.0)
     wait_until(lambda: requests.count("multi_get") >= 4)
     del requests[:]
     assert not any(planes[0].should_stop() for _ in range(1000))
