@@ -466,7 +466,8 @@ class Watch:
         if hang_timeout is None or self._idle < hang_timeout or now < self._look_at:
             return
         self._look_at = now + max(hang_timeout / 10, size / 100)
-        statuses = [self._status_of(rank) for rank in range(size)]
+        found = self._store.multi_get([f"status/{rank}" for rank in range(size)])  # all ranks may look at once
+        statuses = [Status(**json.loads(each)) for each in found]
         table, is_deadlock = standstill(statuses, hang_timeout, 2 * self._interval)
         if is_deadlock:
             self._plane.fail(Failure(table, is_stuck=True))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
@@ -102,7 +103,6 @@ def test_a_failure_just_before_a_rank_leaves_is_reported_and_cut(start):
     planes[0].report_failure(ValueError("ä" * 100_000))
     planes[0].close()
     failure = planes[1].wait_for_failure(5.0)
-    assert failure is not None
     assert failure.startswith("rank 0 (node 0) failed: ValueError: ää")
     assert len(failure) == 2000
 
@@ -172,8 +172,11 @@ def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(start, cap
 
 
 def test_ranks_that_live_but_do_not_get_on_dump_their_stacks_once(start, capfd):
-    planes = start(2, positions=(BACKWARD, BUSY), hang_timeout=1.0)
+    requests, shared = [], HashStore()
+    stores = partial(InterceptedStore, shared, requests.append)
+    planes = start(2, positions=(BACKWARD, BUSY), stores=stores, hang_timeout=1.0)
     assert planes[0].wait_for_failure(3.0) is None
+    assert "get" not in requests  # one request for all ranks
     said = capfd.readouterr().err
     assert said.count("no rank made progress for 1 s (hang_timeout), and the run goes on\n") == 1
     assert "\nrank 0 (node 0) | backward | starting | train.py:9 (main)\n" in said
@@ -372,17 +375,16 @@ class InterceptedStore(Store):
 
 def test_rank_zero_is_named_if_its_store_stops_while_its_process_is_checked(start):
     shared, is_over = HashStore(), threading.Event()
-    stores = lambda: InterceptedStore(shared, lambda name: name == "get" and is_over.wait(20.0))  # noqa: E731
+    stores = partial(InterceptedStore, shared, lambda name: name == "get" and is_over.wait(20.0))
     planes = start(2, stores=stores, hang_timeout=5.0)
     planes[1].processes = {0: ["here", "2147483647", "12"]}
-    failure = planes[1].wait_for_failure(4.5)
+    assert planes[1].wait_for_failure(4.5) == "rank 0 died, and torch's store with it"
     is_over.set()
-    assert failure == "rank 0 died, and torch's store with it"
 
 
 def test_a_heartbeat_is_two_requests_and_a_batch_is_none(start):
     requests, shared = [], HashStore()
-    planes = start(2, stores=lambda: InterceptedStore(shared, requests.append), hang_timeout=5.0)
+    planes = start(2, stores=partial(InterceptedStore, shared, requests.append), hang_timeout=5.0)
     wait_until(lambda: requests.count("multi_get") >= 4)
     del requests[:]
     assert not any(planes[0].should_stop() for _ in range(1000))
