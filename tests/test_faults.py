@@ -60,6 +60,8 @@ def test_ranks_that_outlive_their_parent_may_name_it(tmp_path, monkeypatch):
     [
         ("lightning_hiercomm: rank 1 (node 0) died", True),
         ("process 1 terminated with signal SIGKILL", True),
+        ("[rank: 1] Child process with PID 7 terminated with code -9. Forcefully terminating all others", True),
+        ("[rank: 1] Received SIGTERM: rank 0 died", False),
         ("rank 1 (node 0) ends because rank 0 (node 0) died", False),
         ("rank 0 died. Ending rank 1 (node 0), which is waiting for it.", False),
         ("rank 11 (node 5) died", False),

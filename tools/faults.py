@@ -143,7 +143,8 @@ def is_named_in(case: Case, output: str) -> bool:
     first = rf"Root Cause[^=]*\n\s+rank +: {case.victim} \(local_rank"
     if "See there which rank failed first" in output and re.search(first, output):
         return True
-    who = rf"([Rr]ank|[Pp]rocess) {case.victim}\b"
+    # the latter is Lightning's, which looks for ended children every 5 s and kills all others without a grace
+    who = rf"([Rr]ank {case.victim}|[Pp]rocess {case.victim}|\[rank: {case.victim}\] Child process)\b"
     reasons = r"(?! \(node \d+\) ends because)"  # of a rank that tells of another one
     return re.search(rf"{who}{reasons}[^\n]*(died|failed|ended|terminated|had not come|is frozen)", output) is not None
 
