@@ -112,18 +112,20 @@ def checked_fields(cls: type[T]) -> type[T]:
     return cls
 
 
-_owners: dict[str, str] = {}
+_owners: dict[str, list[str]] = {}
 
 
 def note_owner(owner: str, names: Iterable[str]) -> None:
-    """Let errors about arguments of these names, given to something else, name the call that takes them."""
-    _owners.update(dict.fromkeys(names, owner))
+    """Let errors about arguments of these names, given to something else, name the calls that take them."""
+    for name in names:
+        _owners.setdefault(name, []).append(owner)
 
 
 def unknown_argument(name: str, owner: str, known: Sequence[str]) -> TypeError:
-    """Return the error for an unknown argument, with its owner, or the one that may have been meant."""
+    """Return the error for an unknown argument, with its owners, or the one that may have been meant."""
     if name in _owners:
-        return TypeError(f"{owner} has no argument {name!r}: write {_owners[name]}({name}=...)")
+        calls = " or ".join(f"{other}({name}=...)" for other in _owners[name])
+        return TypeError(f"{owner} has no argument {name!r}: write {calls}")
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known) or 'none'}."
     return TypeError(f"{owner} has no argument {name!r}. {hint}")

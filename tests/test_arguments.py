@@ -187,6 +187,10 @@ def test_python_3_10_evaluates_the_annotations_of_settings():
             lambda: hiercomm.PeriodicAveraging(4, wire_dtype="int8"),
             r"PeriodicAveraging has no argument 'wire_dtype': write HierarchicalStrategy\(wire_dtype=",
         ),
+        (
+            lambda: hiercomm.PeriodicAveraging(4, fragments=2),
+            r"PeriodicAveraging has no argument 'fragments': write Gossip\(fragments=\.\.\.\) or DiLoCo\(fragments=",
+        ),
         (lambda: Every(3, "run", 4), "Every: too many positional arguments. It takes period, of."),
     ],
 )

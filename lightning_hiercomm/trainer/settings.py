@@ -236,7 +236,7 @@ class Settings:
         return process_group(topology.intra)
 
 
-for _scheme in reversed(SCHEMES.values()):
+for _scheme in SCHEMES.values():
     note_owner(_scheme.__name__, inspect.signature(_scheme).parameters)
 for _argument, _group in (
     ("batches", HeterogeneousBatches),
