@@ -290,13 +290,14 @@ def same_bits(reports: list[dict[str, Any]]) -> None:
             assert torch.equal(report["state_dict"][name], expected), name
 
 
-def one_trainer(folder: Path, **arguments: Any) -> pl.Trainer:
+def one_trainer(folder: Path | None, **arguments: Any) -> pl.Trainer:
     """A quiet Trainer on CPUs.
 
     What became of the last one is collected first.
     """
     collect_trainers()
-    return pl.Trainer(default_root_dir=folder, **{**QUIET, "devices": 1, "num_sanity_val_steps": 0, **arguments})
+    own = {"default_root_dir": folder, "devices": 1, "num_sanity_val_steps": 0}
+    return pl.Trainer(**{**QUIET, **own, **arguments})
 
 
 def report_of(trainer: pl.Trainer) -> dict[str, Any]:

@@ -24,8 +24,7 @@ def imports_of_the_first_step() -> None:
 
 
 def trainer(strategy: Any, devices: int = 4, **arguments: Any) -> pl.Trainer:
-    folder = arguments.pop("default_root_dir", None)
-    return one_trainer(folder, strategy=strategy, devices=devices, **arguments)
+    return one_trainer(None, strategy=strategy, devices=devices, **arguments)
 
 
 def whole_state(module: pl.LightningModule) -> dict[str, torch.Tensor]:

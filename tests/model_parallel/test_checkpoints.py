@@ -145,7 +145,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(launch, folder):
-    with pytest.raises(Exception, match=r"SIGKILL|rank 3 \(node 1\) died"):
+    with pytest.raises(Exception, match="rank 3: ended without a word"):
         launch(_train, folder=folder)
     return [torch.load(folder / f"trained-{rank}.pt") for rank in range(4)]
 

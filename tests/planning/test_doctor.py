@@ -8,7 +8,7 @@ import torch
 from lightning_hiercomm.planning import doctor
 from lightning_hiercomm.planning.doctor import Finding
 
-GOOD = {"torch": "2.15.0", "lightning": "2.6.6", "torchmetrics": "1.0", "lightning-hiercomm": "0.1.0"}
+GOOD = {"numpy": "2.0.0", "torch": "2.15.0", "lightning": "2.6.6", "torchmetrics": "1.0", "lightning-hiercomm": "0.1.0"}
 
 
 def levels(findings):
@@ -18,7 +18,7 @@ def levels(findings):
 def test_good_versions_are_one_line():
     found = doctor.versions(GOOD.get)
     assert found.level == "ok"
-    assert "lightning 2.6.6, torch 2.15.0, torchmetrics 1.0, lightning-hiercomm 0.1.0" in found.text
+    assert "lightning 2.6.6, numpy 2.0.0, torch 2.15.0, torchmetrics 1.0, lightning-hiercomm 0.1.0" in found.text
 
 
 @pytest.mark.parametrize(
