@@ -320,7 +320,7 @@ def page(starts: Sequence[Start], crowds: Sequence[Crowd] = ()) -> str:
         "- Seconds: of the slowest rank. Processor seconds: of all ranks together.",
         "- Extra: our start's extra cost as a share of DDP's; below 0 it costs less.",
         "- Names: torch looks up the name of each address that connects to its store. Where the name server drops such"
-        " queries, every wave of connections waits 5 to 10 s; ours are two.\n",
+        " queries, each of our two waves of connections waits for the resolver's timeout, 5 s by default.\n",
         "| ranks | per node | seconds: rendezvous | group | topology | duplicate | DDP's | extra"
         " | processor seconds: all | DDP's | extra |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",

@@ -348,7 +348,8 @@ class ControlPlane:
             self.lose_store()
             self.check()
             line = "" if self._arrival is None else self._arrival.line
-            raise RankFailure(f"rank 0 has ended its run, and {self.place} waits{in_line(line)} for it") from error
+            waiting = f"{self.place} waits{in_line(line)} for it"
+            raise RankFailure(f"{store_host()} has ended its run, and {waiting}") from error
 
 
 class Watch:
@@ -379,7 +380,7 @@ class Watch:
         self._progress, self._idle = 0, 0.0  # of this rank, and the seconds since then
         self._standstill = ""
         self._look_at = 0.0
-        self._write_status()
+        self._write_status()  # before ranks gather, because others read it without a check
 
     def start(self) -> None:
         """Start the threads."""

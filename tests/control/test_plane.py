@@ -346,17 +346,16 @@ def test_a_store_that_is_lost_is_the_end_of_rank_zero(start, server, number, has
     assert [plane.wait_for_failure(8.0) for plane in planes] == [named] * 2
 
 
-def test_a_requeue_after_the_end_of_rank_zero_raises(start, server):
+@pytest.mark.parametrize("host", ["rank 0", "torchrun's agent on n0"])
+def test_a_requeue_after_the_end_of_the_stores_host_raises(start, server, monkeypatch, host):
+    monkeypatch.setattr(control, "store_host", lambda: host)
     planes = start(2, stores=server[1])
     planes[0].close()
     planes[1].request_requeue()
     wait_until(lambda: planes[1].requeue_requested)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(planes[1].should_stop)
-        time.sleep(0.2)
-        server[0].kill()
-        with pytest.raises(RankFailure, match=r"^rank 0 has ended its run, and rank 1 \(node 0\) waits for it$"):
-            waiting.result(timeout=10)
+    threading.Timer(0.2, server[0].kill).start()
+    with pytest.raises(RankFailure, match=rf"^{host} has ended its run, and rank 1 \(node 0\) waits for it$"):
+        planes[1].should_stop()
 
 
 class InterceptedStore(Store):
