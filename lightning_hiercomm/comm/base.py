@@ -65,6 +65,21 @@ class Together(Handle):
         return all(handle.is_done() for handle in self._handles)
 
 
+class Completion(Handle):
+    """A collective whose first wait also runs ``work``, which uses the result, on the thread that waits."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+    def is_done(self) -> bool:
+        return self._work is None
+
+
 finished: Handle = Together(())
 """The handle of a collective that has nothing to send."""
 

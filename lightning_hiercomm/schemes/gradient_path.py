@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.futures import Future
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.autocast import outside_autocast
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Communicator, Handle, completed_future, finished
+from lightning_hiercomm.comm.base import Communicator, Completion, Handle, completed_future, finished
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.meter import Mark, Meter
 from lightning_hiercomm.comm.wire import Wire
@@ -159,15 +158,12 @@ class WorldMean(GradientPath):
         elif group is not None and topology.world_size == topology.num_nodes and not self._codec.narrows(bucket.dtype):
             return group.all_reduce(bucket, weight=self._rank_weight)
         places = () if self.residuals is None else self.residuals.places_of(contents)
-        averaged: Handle = finished  # of all chunks so far: the last one's handle raises the error of any
+        averaged: Handle = finished
         for number, chunk in enumerate(chunks):
-            stages = self._stages(chunk, (index, number), places)
-            next(stages)
-            launched = self._outbound.submit(stages.__next__)
-            averaged = self._inbound.submit(partial(_after, (averaged, launched), stages))
+            averaged = self._average(chunk, (index, number), places, averaged)
         return averaged
 
-    def _stages(self, chunk: Tensor, key: tuple[int, int], places: Places) -> Iterator[None]:
+    def _average(self, chunk: Tensor, key: tuple[int, int], places: Places, previous: Handle) -> Handle:
         """Average a chunk in three stages: in the node, between nodes, and back in the node.
 
         Each runs in another thread or stream, and ends without a wait, so that the next chunk follows immediately.
@@ -181,17 +177,24 @@ class WorldMean(GradientPath):
             reduced = topology.intra.all_reduce(flat, weight=self._rank_weight)
         self._outbound.uses(flat)
         self._inbound.uses(flat)
-        yield
+        sums: list[Callable[[], None]] = []
 
-        reduced.wait()
-        feedback = None if self.residuals is None else self.residuals.of(shard, key, places)
-        complete = self._sum.launch(shard, feedback)
-        yield
+        def send() -> None:
+            reduced.wait()
+            feedback = None if self.residuals is None else self.residuals.of(shard, key, places)
+            sums.append(self._sum.launch(shard, feedback))
 
-        complete()
-        self._duplicate.gather_shards(flat).wait()
-        if flat is not chunk:
-            chunk.copy_(flat[: chunk.numel()])
+        sent = self._outbound.submit(send)
+
+        def collect() -> None:
+            previous.wait()  # the last chunk's handle raises the error of any
+            sent.wait()
+            sums.pop()()
+            self._duplicate.gather_shards(flat).wait()
+            if flat is not chunk:
+                chunk.copy_(flat[: chunk.numel()])
+
+        return self._inbound.submit(collect)
 
     def reduce_sparse(self, gradient: Tensor) -> Tensor:
         return sparse_sum(gradient * self._rank_weight, self._topology.world)
@@ -233,7 +236,13 @@ class InterNodeMean(GradientPath):
         holders, residuals = self._topology.holders[held_by], self.residuals
         shard = holders.shard(bucket.mul_(self._topology.node_weight))
         feedback = None if residuals is None else residuals.of(shard, (index, 0), residuals.places_of(contents))
-        return _Completed(self._sum.launch(shard, feedback, waiting), lambda: holders.gather(bucket).wait())
+        complete = self._sum.launch(shard, feedback, waiting)
+
+        def gather() -> None:
+            complete()
+            holders.gather(bucket).wait()
+
+        return Completion(gather)
 
 
 class Residuals:
@@ -306,21 +315,6 @@ class Residuals:
             self._feedback[index, chunk, places] = Feedback(*tensors)
 
 
-class _Completed(Handle):
-    """A handle whose wait runs functions, once."""
-
-    def __init__(self, *steps: Callable[[], None]) -> None:
-        self._steps = steps
-
-    def wait(self) -> None:
-        steps, self._steps = self._steps, ()
-        for step in steps:
-            step()
-
-    def is_done(self) -> bool:
-        return not self._steps
-
-
 def sparse_sum(gradient: Tensor, group: Communicator) -> Tensor:
     """Return the sum of all ranks' sparse tensors, whose indices and values are gathered; blocks.
 
@@ -370,12 +364,6 @@ def gradient_path(
     if gradients == "world" and topology.num_nodes > 1:
         return WorldMean(topology, device, wire, chunk_bytes, parameters)
     return NodeMean(topology)
-
-
-def _after(handles: Sequence[Handle], stages: Iterator[None]) -> None:
-    for handle in handles:
-        handle.wait()
-    next(stages, None)
 
 
 def _padded(flat: Tensor, multiple_of: int) -> Tensor:

@@ -44,9 +44,21 @@ class Preflight(Handle):
             CommunicationError: On all ranks, if they have taken unequal numbers of steps.
         """
         pending = self._pending  # the background may wait at the same time
-        if pending is not None:
-            self.learn(pending.numbers())
-            self._pending = None
+        if pending is None:
+            return
+        numbers, topology, step = pending.numbers(), self._topology, self.round.step
+        most, least, flag = map(int, numbers[:3])
+        if not most == step == -least:
+            raise CommunicationError(
+                f"rank {topology.rank} (node {topology.node}) synchronizes after {step} optimizer"
+                f" steps, others after {-least} to {most}. All ranks must take equally many steps: give all ranks"
+                " dataloaders of equal length, or set limit_train_batches."
+            )
+        self._is_unfit, ranks = bool(flag), topology.world_size
+        self.counts = [numbers[start : start + ranks] for start in range(3, len(numbers), ranks)]
+        if self.counts:
+            self.round = topology.new_round(step, self.round.number, self.counts[0])
+        self._pending = None
 
     def is_done(self) -> bool:
         return self._pending is None or self._pending.is_done()
@@ -56,21 +68,6 @@ class Preflight(Handle):
         """Whether a rank cannot send, so that the run ends; equal on all ranks. Waits."""
         self.wait()
         return self._is_unfit
-
-    def learn(self, numbers: Sequence[float]) -> None:
-        """Take the largest numbers of all ranks."""
-        topology, step = self._topology, self.round.step
-        most, least, flag = (int(number) for number in numbers[:3])
-        if not most == step == -least:
-            raise CommunicationError(
-                f"rank {topology.rank} (node {topology.node}) synchronizes after {step} optimizer"
-                f" steps, others after {-least} to {most}. All ranks must take equally many steps: give all ranks"
-                " dataloaders of equal length, or set limit_train_batches."
-            )
-        self._is_unfit, ranks = bool(flag), topology.world_size
-        self.counts = [[*numbers[start : start + ranks]] for start in range(3, len(numbers), ranks)]
-        if self.counts:
-            self.round = topology.new_round(step, self.round.number, self.counts[0])
 
 
 def launch(
@@ -120,9 +117,8 @@ def launch(
         streams.keep_here(found)
         return found
 
-    round_ = topology.new_round(step, number)
-    if inbound is not None:
-        return Preflight(topology, round_, inbound.read(complete), flag)
-    preflight = Preflight(topology, round_, flag=flag)
-    preflight.learn(complete().tolist())
+    reading = Reading(finished, [complete()]) if inbound is None else inbound.read(complete)
+    preflight = Preflight(topology, topology.new_round(step, number), reading, flag)
+    if inbound is None:
+        preflight.wait()
     return preflight

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.nodes.bucket import Bucket
+from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, Topology
 from lightning_hiercomm.schemes.nonfinite import NonfiniteError
@@ -72,19 +74,22 @@ class Reducer(ABC):
         """
 
     @abstractmethod
-    def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
-        """Start to average a bucket, overlapped with training.
+    def start(
+        self, index: int, preflight: Preflight, background: Background | None = None, keep_sent: bool = False
+    ) -> PendingBucket:
+        """Start to average a bucket.
 
         Args:
             index: Of the bucket.
             preflight: Of the exchange.
-            background: Completes the exchange, in the order of the starts.
+            background: Completes the exchange in parallel with training, in the order of the starts. None: waiting for
+                the bucket completes it; training waits for all buckets soon, in the order of the starts.
             keep_sent: Whether to keep a copy of the sent values in :attr:`PendingBucket.sent`.
         """
 
-    @abstractmethod
+    @torch.no_grad()
     def means(self, round_: Round, only: Sequence[int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        """Average buckets, and yield each with its packed mean; blocks.
+        """Average buckets, a few at a time, and yield each with its packed mean; blocks.
 
         Args:
             round_: The synchronization.
@@ -93,6 +98,15 @@ class Reducer(ABC):
         Raises:
             CommunicationError: If a rank died.
         """
+        preflight, indexes = Preflight(self.topology, round_), range(len(self.buckets)) if only is None else only
+        in_flight: deque[PendingBucket] = deque()
+        for started, index in enumerate(indexes, start=1):
+            in_flight.append(self.start(index, preflight))
+            while in_flight and (len(in_flight) == BUCKETS_IN_FLIGHT or started == len(indexes)):
+                pending = in_flight.popleft()
+                pending.arrived.wait()
+                streams.keep_here(pending.flat)  # a job may have allocated it
+                yield self.buckets[pending.index], pending.flat
 
     def __call__(self, round_: Round, only: Sequence[int] | None = None) -> None:
         """Replace buckets by their :meth:`means`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,6 @@ from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.spares import Spares
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import Bucket, in_cache_sized_parts
-from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, OneSender, Topology
 from lightning_hiercomm.schemes.preflight import Preflight
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
@@ -191,7 +190,7 @@ class NeighborExchange(Reducer):
         graph: Selects the peers.
         topology: The nodes.
         through: A duplicate of it.
-        background: Completes exchanges in parallel with training.
+        background: Completes all exchanges, also those that training waits for.
         wire: The encoding of parameters, not of differences, because peers have no common reference.
         update_reference: As for :class:`~lightning_hiercomm.schemes.reducers.sharded.ShardedAllReduce`.
         check: Raises an error if buckets cannot be sent.
@@ -236,7 +235,9 @@ class NeighborExchange(Reducer):
         # no check for equal steps: ranks with other counts have other peers
         return Preflight(self.topology, self.topology.new_round(step, number))
 
-    def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
+    def start(
+        self, index: int, preflight: Preflight, background: Background | None = None, keep_sent: bool = False
+    ) -> PendingBucket:
         number = preflight.round.number
         partners = self._peers.partners(number, index)
         if any(len(to) != len(of) for to, of in zip(partners.send_to, partners.receive_from, strict=True)):
@@ -249,7 +250,7 @@ class NeighborExchange(Reducer):
         is_needed = holders.sends or keep_sent
         own = bucket.pack() if is_needed else torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         for tensor in (own, *self.references[index : index + 1]):
-            background.uses(tensor)
+            self._background.uses(tensor)
 
         def update_reference(change: Tensor) -> None:
             mean = change.add_(holders.shard(own))
@@ -258,17 +259,9 @@ class NeighborExchange(Reducer):
                 mean.copy_(self._update_reference(index, reference, mean.sub(reference)))
 
         equal_weights = [1.0] * self.topology.num_nodes
-        pending = self._peers.start(index, number, equal_weights, background, update_reference)
+        pending = self._peers.start(index, number, equal_weights, self._background, update_reference)
         pending.nodes = 1 + len(partners.receive_from[self.topology.node])
         return replace(pending, sent=own) if keep_sent else pending
-
-    def means(self, round_: Round, only: Sequence[int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        indexes = range(len(self.buckets)) if only is None else only
-        started = [self.start(index, Preflight(self.topology, round_), self._background) for index in indexes]
-        for pending in started:
-            pending.arrived.wait()
-            self._background.hands_out(pending.flat)
-            yield self.buckets[pending.index], pending.flat
 
     def holders_of(self, index: int) -> Holders:
         return self._peers.holders_of(index)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
+from lightning_hiercomm.comm.base import Completion
 from lightning_hiercomm.comm.encoded_sum import Feedback
 from lightning_hiercomm.comm.wide_sum import send_parts
 from lightning_hiercomm.comm.wire import Wire
-from lightning_hiercomm.nodes.bucket import BUCKETS_IN_FLIGHT, Bucket
+from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, OneSender, Topology
@@ -69,11 +69,11 @@ class ShardedAllReduce(Reducer):
     ) -> None:
         self._replica = replica
         self._on_nonfinite = on_nonfinite
-        self.buckets = list(replica.buckets if buckets is None else buckets)
+        self._is_alone = topology.is_one_node and not ranks_differ
+        self.buckets = [] if self._is_alone else list(replica.buckets if buckets is None else buckets)
         self.topology = topology
         self._through = through or topology
         self._wire = wire or Wire()
-        self._is_alone = topology.is_one_node and not ranks_differ
         self._update_reference = update_reference
         self._sum = InterNodeSum(self._wire.codec, self._through.inter, None if second is None else second.inter)
         self._feedback: list[Feedback] = []
@@ -137,47 +137,47 @@ class ShardedAllReduce(Reducer):
         found = self.topology.world.all_gather_object(find_unfit(self._replica, largest))
         return NonfiniteError.of(dict(enumerate(found)), self.topology, step, self._wire.codec)
 
-    # ---- synchronous ---------------------------------------------------------------------------------------------
+    # ---- one bucket ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def means(self, round_: Round, only: Sequence[int] | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        if self._is_alone:
-            return
-        in_flight: deque[tuple[Bucket, Tensor, Iterator[None]]] = deque()
-
-        def finished() -> tuple[Bucket, Tensor]:
-            bucket, flat, average = in_flight.popleft()
-            next(average, None)
-            return bucket, flat
-
-        for index in range(len(self.buckets)) if only is None else only:
-            bucket = self.buckets[index]
-            flat = bucket.pack(multiple_of=self.holders_of(index).num_shards)
-            if bucket.keeps_equal:  # buffers differ inside a node
-                holders = self.holders_of(index, round_)
-                shards = [holders.shard(flat, place) for place in range(self.topology.ranks_on_node)]
-                send_parts(self._through.intra, shards, round_.in_node(self.topology.node))()
-            average = self._average(index, flat, round_, waiting=True)
-            next(average)
-            in_flight.append((bucket, flat, average))
-            if len(in_flight) == BUCKETS_IN_FLIGHT:
-                yield finished()
-        while in_flight:
-            yield finished()
-
-    # ---- asynchronous --------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def start(self, index: int, preflight: Preflight, background: Background, keep_sent: bool = False) -> PendingBucket:
-        bucket = self.buckets[index]
+    def start(
+        self, index: int, preflight: Preflight, background: Background | None = None, keep_sent: bool = False
+    ) -> PendingBucket:
+        bucket, round_, reference = self.buckets[index], preflight.round, None
+        holders, is_narrowed = self.holders_of(index, round_), self._is_narrowed(bucket)
         sent = bucket.pack(multiple_of=self.holders_of(index).num_shards)
         flat = sent.clone() if keep_sent else sent
-        for tensor in (flat, *self.references[index : index + 1]):  # an aborted run frees these, too
-            background.uses(tensor)
-        checked = None if self._on_nonfinite == "ignore" else preflight
-        average = self._average(index, flat, preflight.round, checked)
-        next(average)
-        arrived = background.submit(lambda: next(average, None))
+        if bucket.keeps_equal:  # buffers differ inside a node
+            shards = [holders.shard(flat, place) for place in range(self.topology.ranks_on_node)]
+            send_parts(self._through.intra, shards, round_.in_node(self.topology.node))()
+        part = holders.shard(flat)
+        numel = min(part.numel(), bucket.numel)
+        own = sample(part[:numel])
+        if self._update_reference is not None or (is_narrowed and self.references):
+            reference = self.references[index]
+            part.sub_(reference[: part.numel()])
+        if background is not None:
+            for tensor in (flat, *self.references[index : index + 1]):  # an aborted run frees these, too
+                background.uses(tensor)
+        feedback = self._feedback[index] if self._feedback and is_narrowed else None
+        complete = self._sum.launch(part, feedback, background is None, round_.of_nodes, bucket.keeps_equal)
+
+        def collect() -> None:
+            complete()
+            mean = sample(part[:numel])
+            if reference is not None:
+                mean.add_(sample(reference[:numel]))
+            self.disagreement.compare(index, own, mean, numel)
+            if reference is not None and self._update_reference is not None:
+                is_checked = background is not None and self._on_nonfinite != "ignore"
+                self._update_part(index, reference, part, preflight if is_checked else None)
+            elif reference is not None:
+                part.add_(reference[: part.numel()])
+            holders.gather(flat).wait()
+            if reference is not None and self._update_reference is None:
+                reference.copy_(self.remembered(flat, index))
+
+        arrived = Completion(collect) if background is None else background.submit(collect)
         return PendingBucket(index, flat, sent, arrived, self.topology.num_nodes)
 
     def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
@@ -190,49 +190,12 @@ class ShardedAllReduce(Reducer):
             return
         part.copy_(self._update_reference(index, reference, part))
 
-    # ---- one bucket ----------------------------------------------------------------------------------------------
-
     def remembered(self, flat: Tensor, index: int) -> Tensor:
         """Return the part of a packed bucket whose reference this rank stores; it begins with the shard it sends."""
         return self.holders_of(index).shard(flat)
 
     def holders_of(self, index: int, round_: Round | None = None) -> Holders:
         return self._through.holders[self.buckets[index].held_by]
-
-    def _average(
-        self,
-        index: int,
-        flat: Tensor,
-        round_: Round,
-        preflight: Preflight | None = None,
-        waiting: bool = False,
-    ) -> Iterator[None]:
-        """Average a packed bucket over the nodes, in place: the first step sends it, the second waits for the mean."""
-        holders = self.holders_of(index, round_)
-        part = holders.shard(flat)
-        is_narrowed = self._is_narrowed(self.buckets[index])
-        has_reference = self._update_reference is not None or (is_narrowed and bool(self.references))
-        reference = self.references[index] if has_reference else None
-        numel = min(part.numel(), self.buckets[index].numel)
-        sent = sample(part[:numel])
-        if reference is not None:
-            part.sub_(reference[: part.numel()])
-        feedback = self._feedback[index] if self._feedback and is_narrowed else None
-        arrive = self._sum.launch(part, feedback, waiting, round_.of_nodes, self.buckets[index].keeps_equal)
-        yield
-
-        arrive()
-        arrived = sample(part[:numel])
-        if reference is not None:
-            arrived.add_(sample(reference[:numel]))
-        self.disagreement.compare(index, sent, arrived, numel)
-        if reference is not None and self._update_reference is not None:
-            self._update_part(index, reference, part, preflight)
-        elif reference is not None:
-            part.add_(reference[: part.numel()])
-        holders.gather(flat).wait()
-        if reference is not None and self._update_reference is None:
-            reference.copy_(self.remembered(flat, index))
 
     def _is_narrowed(self, bucket: Bucket) -> bool:
         # counters and variances among float buffers must not be rounded
