@@ -17,9 +17,9 @@ from lightning_hiercomm.schemes.components.schedules import Every, Schedule, Sta
 from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.daso import DASO
 from lightning_hiercomm.schemes.diloco import DiLoCo
-from lightning_hiercomm.schemes.exchange import SyncState
+from lightning_hiercomm.schemes.exchange import RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.gossip import Gossip
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync
 from lightning_hiercomm.schemes.periodic import PeriodicAveraging
 from lightning_hiercomm.schemes.phases import Epochs
 from lightning_hiercomm.schemes.plateau import Plateau

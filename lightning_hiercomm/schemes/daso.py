@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightning_hiercomm.schemes.components.schedules import Every, Schedule
 from lightning_hiercomm.schemes.context import Context
-from lightning_hiercomm.schemes.exchange import SyncState
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
+from lightning_hiercomm.schemes.exchange import RunningParameterSync, SyncState
+from lightning_hiercomm.schemes.in_place_of_step import Update
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync
 from lightning_hiercomm.schemes.phases import (
     Epochs,
     before_end,
@@ -187,8 +188,9 @@ class RunningDASO(RunningParameterSync[DASO]):
 
     # ---- the algorithm -------------------------------------------------------------------------------------------
 
-    def before_step(self, last: bool) -> None:
+    def before_step(self, last: bool) -> Update | None:
         self._enter_phase()
+        return super().before_step(last)
 
     def after_step(self, last: bool) -> None:
         if self.phase != "cycling":
@@ -201,8 +203,8 @@ class RunningDASO(RunningParameterSync[DASO]):
         due = self.state.pending.take(self.state.steps, at_once=starts)
         if starts and self.staleness == 0:
             self.average()
-        elif starts or due is not None:
-            self.exchanger.overlap(due, self.exchanger.all_fragments if starts else (), self.staleness)
+        else:
+            self.overlap(due, range(len(self.fragments)) if starts else ())
 
     def end_epoch(self, loss: Tensor | None) -> None:
         adapts, sums = self.phase == "cycling" and self.config.plateau is not None, list[tuple[float, float]]()

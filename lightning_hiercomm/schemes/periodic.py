@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_hiercomm.schemes.components.schedules import Every
 from lightning_hiercomm.schemes.context import Context
-from lightning_hiercomm.schemes.exchange import SyncState
+from lightning_hiercomm.schemes.exchange import RunningParameterSync, SyncState
 from lightning_hiercomm.schemes.in_place_of_step import Update
-from lightning_hiercomm.schemes.parameter_sync import ParameterSync, RunningParameterSync
+from lightning_hiercomm.schemes.parameter_sync import ParameterSync
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.scheme_state import TRANSIENT
 
@@ -120,6 +120,7 @@ class RunningPeriodicAveraging(RunningParameterSync[PeriodicAveraging]):
         self.state.averaged_before_last = False
 
     def before_step(self, last: bool) -> Update | None:
+        super().before_step(last)
         if self.config.order == "after_step":
             return None
         self.state.averaged_before_last = last and self.config.at_epoch_end

@@ -76,7 +76,7 @@ def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = No
     def work(rank: Rank) -> tuple[torch.Tensor, list[Any]]:
         while rank.scheme.state.steps < steps:
             if rank.scheme.state.steps == reconnects_at:
-                for residuals in rank.scheme.exchanger.reducer._feedback:  # noqa: SLF001
+                for residuals in rank.scheme.reducer._feedback:  # noqa: SLF001
                     residuals.sender.zero_()
                     residuals.reducer.zero_()
             step_stay(rank, rank.topology.node, rank.topology.local_rank)
