@@ -71,8 +71,8 @@ class TrainingRun:
         self.replicas = replicas
         self.topology = topology
         self.wire = wire or Wire()
-        self._first_path = None if gradients or not scheme.first_gradients else self._new_path(scheme.first_gradients)
-        self._path = gradients or self._new_path(scheme.gradients)
+        phases = dict.fromkeys([scheme.first_gradients or scheme.gradients, scheme.gradients])
+        self._paths = {over: gradients or self._new_path(over) for over in phases}
         held = [replicas.of(optimizer) for optimizer in replicas.optimizers]
         check_equal_layouts(held, topology.world, replicas.device)
         self.samples = samples
@@ -104,9 +104,7 @@ class TrainingRun:
     @property
     def gradients(self) -> GradientPath:
         """Averages the module's gradients in the present phase."""
-        if self._first_path is None or self.gradients_over == self._scheme.gradients:
-            return self._path
-        return self._first_path
+        return self._paths[self.gradients_over]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -210,7 +208,7 @@ class TrainingRun:
     def step(self, optimizer: Optimizer, run: Callable[[], T], last: bool = False) -> T:
         """Attempt a step of an optimizer; see :meth:`RunningScheme.step`."""
         self.scheme_states.forget_last()
-        scheme = self.scheme_of(optimizer)
+        scheme, path = self.scheme_of(optimizer), self.gradients
         self._follow(scheme, optimizer)
 
         autocast = Autocast()
@@ -223,8 +221,8 @@ class TrainingRun:
 
         with autocast.left():
             result = scheme.step(run_and_check, last=last)
-        if self._first_path is not None and self.gradients is not self._first_path:
-            self._first_path.load_state_dict({})  # its residuals are of no more use
+        if self.gradients is not path:  # the first phase has ended, and its residuals with it
+            path.load_state_dict({})
         return result
 
     @outside_autocast()
@@ -278,9 +276,8 @@ class TrainingRun:
         self.averaged_model.forget()
         for scheme in self.schemes:
             scheme.close(timeout)
-        for path in (self._first_path, self._path):
-            if path is not None:
-                path.close(timeout)
+        for path in self._paths.values():
+            path.close(timeout)
 
 
 def check_own_parameters(replicas: Replicas, reason: str) -> None:
