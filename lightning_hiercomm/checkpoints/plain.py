@@ -6,9 +6,8 @@ import copy
 import os
 import secrets
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -20,7 +19,7 @@ from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints import FORMAT, KEY, check_format
 from lightning_hiercomm.checkpoints.durable import base_name
-from lightning_hiercomm.checkpoints.sidecar import REMEDY, restore_sidecar, set_random_state
+from lightning_hiercomm.checkpoints.sidecar import REMEDY, restore_sidecar, set_random_state, sidecar_state
 from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -85,10 +84,11 @@ class Checkpoints:
         run: TrainingRun,
         io: fabric.plugins.CheckpointIO,
         filepath: Any,
-        state: Callable[[], dict[str, Any]],
+        mid_epoch: bool,
+        entries: Mapping[str, Any],
         storage_options: Any | None = None,
     ) -> str:
-        """Write what ``state`` returns as every rank's sidecar, before the checkpoint; collective.
+        """Write every rank's :func:`sidecar_state` to a sidecar, before the checkpoint; collective.
 
         The same random identity, which is returned, is in the checkpoint and in the path of its sidecars. So they
         become valid together, when the checkpoint's file is renamed. Until then the previous checkpoint stays complete.
@@ -104,11 +104,11 @@ class Checkpoints:
         for scheme in run.schemes:
             scheme.state.settle()
         try:
-            io.save_checkpoint(state(), f"{folder}/{_sidecar_name(topology.rank)}", storage_options)
+            state = sidecar_state(run, mid_epoch, entries)
+            io.save_checkpoint(state, f"{folder}/{_sidecar_name(topology.rank)}", storage_options)
             wait_for_saves(io)
         except Exception as error:
-            own, cause = error, f"{type(error).__name__}: {error}"
-            message = f"rank {topology.rank} could not write its sidecar: {cause}"
+            own, message = error, f"rank {topology.rank} could not write its sidecar: {type(error).__name__}: {error}"
         message = next(filter(None, topology.world.all_gather_object(message)), None)
         if message is None and topology.rank == 0:
             missing = {*map(_sidecar_name, range(topology.world_size))} - {*_names(folder)}
@@ -116,7 +116,7 @@ class Checkpoints:
                 message = f"rank 0 does not see {', '.join(sorted(missing))} in {folder}: all nodes must share it"
         if message is not None:
             if topology.rank == 0:
-                _delete(_folders(path, lambda each: each == identity))
+                _delete(_replicas_folder(path), [identity])
             raise OSError(
                 f"there is no new checkpoint {path} (existing ones are complete): {message}. Solve that, or set"
                 " checkpoint_replicas=False."
@@ -256,8 +256,10 @@ def remove_checkpoint(io: fabric.plugins.CheckpointIO, filepath: Any) -> None:
 
 def remove_replaced(io: fabric.plugins.CheckpointIO, filepath: Any, identity: str | None) -> None:
     """Delete the sidecars of replaced checkpoints, after the new one is written; on rank 0."""
+    folder = _replicas_folder(filepath)
     # listed now: with asynchronous writes, those of the next checkpoint may appear before this one is written
-    after_saves(io, partial(_delete, _folders(filepath, lambda each: each != identity)))
+    replaced = [name for name in _names(folder) if name != identity]
+    after_saves(io, lambda: _delete(folder, replaced))
 
 
 def _replicas_folder(filepath: Any) -> str:
@@ -270,14 +272,6 @@ def _sidecar_name(rank: int) -> str:
     return f"rank-{rank:04d}"
 
 
-def _folders(filepath: Any, is_meant: Callable[[str], bool]) -> list[str]:
-    """Return the folders of sidecars with some identities; the one that holds all, if it holds no others."""
-    folder = _replicas_folder(filepath)
-    there = _names(folder)
-    meant = [f"{folder}/{name}" for name in there if is_meant(name)]
-    return [folder] if meant and len(meant) == len(there) else meant
-
-
 def _names(folder: str) -> list[str]:
     """Return the names in a folder; none if there is no folder, or no file system."""
     try:
@@ -288,8 +282,11 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-def _delete(paths: Sequence[str]) -> None:
-    for each in paths:
-        file_system, path = url_to_fs(each)
+def _delete(folder: str, identities: Sequence[str]) -> None:
+    """Delete sidecars, and their folder if no others are in it."""
+    for each in identities:
+        file_system, path = url_to_fs(folder)
         with suppress(FileNotFoundError):
-            file_system.rm(path, recursive=True)
+            file_system.rm(f"{path}/{each}", recursive=True)
+        with suppress(OSError):
+            file_system.rmdir(path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,9 @@ def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -
     state = {"state_dict": checkpoint.pop("state_dict"), KEY: {}}
     for index, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
         state[f"optimizer_{index}"] = optimizer_state
-    for place, name, values in _outer_state(checkpoint):
-        value = values[name]
-        if isinstance(value, DTensor):
-            state[KEY][f"{place}.{name}"] = value
-            values[name] = str(value.dtype).removeprefix("torch.")
+    for key, name, values in _outer_state(checkpoint, DTensor):
+        state[KEY][key] = values[name]
+        values[name] = str(values[name].dtype).removeprefix("torch.")
     intra = topology.intra
     if topology.is_closed:  # after fit
         made = connect_torch(Meter())(topology.nodes, "intra")
@@ -77,33 +75,29 @@ def load_sharded_state(checkpoint: Mapping[str, Any], path: Path, optimizers: Se
     """
     parameters = [trained_by(optimizer) for optimizer in optimizers]
     state: dict[str, Any] = {}
-    for place, name, values in _outer_state(checkpoint):
-        value = values[name]
-        if isinstance(value, str):
-            scheme, parameter = map(int, place.split("."))
-            like = parameters[scheme][parameter]
-            values[name] = whole(torch.empty_like(local(like), dtype=getattr(torch, value)), like)
-            state[f"{place}.{name}"] = values[name]
+    for key, name, values in _outer_state(checkpoint, str):
+        scheme, parameter, _ = key.split(".")
+        like = parameters[int(scheme)][int(parameter)]
+        values[name] = whole(torch.empty_like(local(like), dtype=getattr(torch, values[name])), like)
+        state[key] = values[name]
     if state:
         load({KEY: state}, checkpoint_id=path)
 
 
 def whole_on_rank_zero(checkpoint: Mapping[str, Any], rank: int) -> None:
     """Replace sharded state of the schemes by whole tensors, on rank 0 only; collective over each node."""
-    for _, name, values in _outer_state(checkpoint):
-        value = values[name]
-        if isinstance(value, DTensor):
-            values[name] = value.full_tensor().cpu()
-            if rank != 0:
-                del values[name]
+    for _, name, values in _outer_state(checkpoint, DTensor):
+        values[name] = values[name].full_tensor().cpu()
+        if rank != 0:
+            del values[name]
 
 
-def _outer_state(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the state of outer optimizers: a parameter's key, the state's name, and the dictionary that holds it."""
+def _outer_state(checkpoint: Mapping[str, Any], kind: type) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the values of a kind in the state of outer optimizers: a key, a name, and the dictionary that holds it."""
     for index, schedule in enumerate(checkpoint.get(KEY, {}).get("schemes", ())):
         for place, state in enumerate(schedule.get("outer", {}).get("state", ())):
-            for name in list(state):
-                yield f"{index}.{place}", name, state
+            for name in [name for name, value in state.items() if isinstance(value, kind)]:
+                yield f"{index}.{place}.{name}", name, state
 
 
 def load_optimizers(
@@ -145,16 +139,9 @@ def load_optimizers(
             optimizer.load_state_dict(dict(state))
 
 
-def numbered_by_optimizer(
-    state: Mapping[str, Any], optimizer: Optimizer, parameters: Iterable[nn.Parameter]
-) -> dict[str, Any]:
-    """Renumber a whole state as ``Optimizer.state_dict`` does; Lightning numbers the module's parameters instead."""
-    return _renumbered(state, optimizer, before=list(parameters), after=_held_by(optimizer))
-
-
 def _named(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return a whole state keyed by parameter names, as torch loads it."""
-    own = _held_by(optimizer)
+    own = held_by(optimizer)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     fits = numbers == list(range(len(own))) and all(
         value.shape in (own[number].shape, ())
@@ -163,17 +150,20 @@ def _named(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) ->
         if isinstance(value, Tensor)
     )
     if fits:  # otherwise the numbers are the module's
-        state = _renumbered(state, optimizer, before=own, after=list(module.parameters()))
+        state = renumbered(state, optimizer, before=own, after=list(module.parameters()))
     named: dict[str, Any] = FullyShardedDataParallel.rekey_optim_state_dict(
         dict(state), OptimStateKeyType.PARAM_NAME, module
     )
     return named
 
 
-def _renumbered(
+def renumbered(
     state: Mapping[str, Any], optimizer: Optimizer, before: Sequence[Tensor], after: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Number an optimizer's parameters by their places in another list."""
+    """Return a whole state of an optimizer with its parameters numbered by their places in another list.
+
+    ``Optimizer.state_dict`` numbers those :func:`held_by` it, Lightning those of the module.
+    """
     place = {id(parameter): index for index, parameter in enumerate(after)}
     groups = [
         {**saved, "params": [place[id(parameter)] for parameter in group["params"]]}
@@ -183,5 +173,6 @@ def _renumbered(
     return {"state": values, "param_groups": groups}
 
 
-def _held_by(optimizer: Optimizer) -> list[Tensor]:
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the optimizer's parameters."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -54,10 +54,10 @@ def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
         ValueError: If it was saved with other parameters, shards, schemes, buckets or codecs.
     """
     module, path, layouts = run.module, state["path"], _layouts(run.schemes)
-    own_tensors = run.replicas.not_averaged  # their shapes may differ between ranks
+    own_buffers = run.replicas.not_averaged & dict(module.named_buffers()).keys()  # their shapes may have changed
     tensors = _tensors(module)
     before, now = (
-        {name: tuple(tensor.shape) for name, tensor in each.items() if name not in own_tensors}
+        {name: tuple(tensor.shape) for name, tensor in each.items() if name not in own_buffers}
         for each in (state["tensors"], tensors)
     )
     if before != now:
@@ -67,17 +67,11 @@ def restore_sidecar(state: Mapping[str, Any], run: TrainingRun) -> None:
         raise ValueError(f"{path} was saved with {state['layouts']}, but this run has {layouts}. {REMEDY}")
     for name, tensor in tensors.items():
         saved = state["tensors"].get(name, tensor)
-        is_replaced = saved.shape != tensor.shape or tensor.layout != torch.strided
-        if is_replaced and name in own_tensors and not isinstance(tensor, nn.Parameter):
+        if name in own_buffers and (saved.shape != tensor.shape or tensor.layout != torch.strided):
             owner, _, own_name = name.rpartition(".")
             setattr(module.get_submodule(owner), own_name, saved.to(tensor.device))
-            continue
-        if saved.shape != tensor.shape:
-            raise ValueError(
-                f"{name} has the shape {tuple(tensor.shape)} on this rank, but {tuple(saved.shape)} in its sidecar:"
-                f" shard the model as before. {REMEDY}"
-            )
-        tensor.copy_(saved)
+        else:
+            tensor.copy_(saved)
     for optimizer, optimizer_state in zip(run.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(_whole_state(optimizer_state, optimizer))
     for scheme, scheme_state in zip(run.schemes, state["schemes"], strict=True):

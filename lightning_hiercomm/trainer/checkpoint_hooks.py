@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,7 +15,6 @@ from lightning_hiercomm._lightning.trainer import exception_of_tuner, is_of_tune
 from lightning_hiercomm._lightning.tree import fabric, pl
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import remove_checkpoint, remove_replaced
-from lightning_hiercomm.checkpoints.sidecar import sidecar_state
 from lightning_hiercomm.run.replicas import not_averaged
 from lightning_hiercomm.trainer.elastic_refusals import check_first_values
 from lightning_hiercomm.trainer.state import StrategyState
@@ -90,8 +88,7 @@ class CheckpointHooks(StrategyState):
         if has_sidecars:
             # a tuner restores its file before the epoch's dataloader draws a seed
             mid_epoch = not self._module.trainer.is_last_batch and not of_tuner
-            state = partial(sidecar_state, run, mid_epoch, entries)
-            identity = checkpoints.write_sidecars(checkpoint, run, io, filepath, state, storage_options)
+            identity = checkpoints.write_sidecars(checkpoint, run, io, filepath, mid_epoch, entries, storage_options)
         self._write(checkpoint, filepath, storage_options)
         if self.global_rank == 0:
             remove_replaced(io, filepath, identity)

@@ -17,9 +17,10 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.trainer import accumulates, raw_optimizer
 from lightning_hiercomm._lightning.tree import pl
 from lightning_hiercomm.checkpoints.sharded import (
+    held_by,
     load_optimizers,
     load_sharded_state,
-    numbered_by_optimizer,
+    renumbered,
     save_directory,
     whole_on_rank_zero,
 )
@@ -310,12 +311,13 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if is_placeholder(raw_optimizer(optimizer)):
+        raw = raw_optimizer(optimizer)
+        if is_placeholder(raw):
             return {}  # torch would search the module for its parameters
         state = pl.strategies.ModelParallelStrategy.optimizer_state(self, optimizer)
         if self._save_distributed_checkpoint or self.global_rank != 0:
             return state
-        return numbered_by_optimizer(state, raw_optimizer(optimizer), self._module.parameters())
+        return renumbered(state, raw, before=list(self._module.parameters()), after=held_by(raw))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

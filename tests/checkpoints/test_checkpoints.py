@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import weakref
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from torch import nn
 from lightning_hiercomm import HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
 from lightning_hiercomm.checkpoints.plain import Checkpoints
-from lightning_hiercomm.checkpoints.sidecar import sidecar_state
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, Scheme
@@ -207,7 +205,7 @@ def test_nodes_without_a_common_folder_are_refused_before_the_checkpoint(tmp_pat
         rank, checkpoint = run.topology.rank, {"global_step": 5}
         checkpoints, io = Checkpoints(with_replicas=True), OwnDisk() if rank else DurableCheckpointIO()
         checkpoints.add_to(checkpoint, run, None)
-        checkpoints.write_sidecars(checkpoint, run, io, tmp_path / "saved.ckpt", partial(sidecar_state, run, False, {}))
+        checkpoints.write_sidecars(checkpoint, run, io, tmp_path / "saved.ckpt", False, {})
 
     with pytest.raises(OSError, match=r"rank 0 does not see rank-0001 in .*: all nodes must share it"):
         on_two_nodes(scheme("periodic"), work)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from lightning_hiercomm._lightning.saves import METADATA_FILENAME
 from lightning_hiercomm.checkpoints import sharded
 from lightning_hiercomm.checkpoints.durable import DurableCheckpointIO
-from lightning_hiercomm.checkpoints.sharded import load_optimizers, numbered_by_optimizer, save_directory
+from lightning_hiercomm.checkpoints.sharded import held_by, load_optimizers, renumbered, save_directory
 from lightning_hiercomm.trainer.model_parallel import HierarchicalModelParallelStrategy
 
 
@@ -120,7 +120,7 @@ def test_numbers_follow_the_optimizers_order_as_its_own_do():
             {**group, "params": sorted(places[n] for n in group["params"])} for group in own["param_groups"]
         ],
     }
-    numbered = numbered_by_optimizer(by_place, optimizer, module.parameters())
+    numbered = renumbered(by_place, optimizer, list(module.parameters()), held_by(optimizer))
     assert numbered["param_groups"] == own["param_groups"]
     assert numbered["state"].keys() == own["state"].keys()
     for number, state in own["state"].items():
