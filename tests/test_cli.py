@@ -20,11 +20,11 @@ from lightning_hiercomm import (
     DASO,
     AllReduce,
     DiLoCo,
-    Health,
     HierarchicalStrategy,
     PeriodicAveraging,
     RandomPermutation,
     Topology,
+    Transport,
 )
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.threads import ThreadWorld
@@ -97,10 +97,10 @@ def strategy(tmp_path):
 
 
 def test_grouped_options_from_yaml_and_from_the_command_line(strategy):
-    text = PERIODIC.replace("ranks_per_node: 1", "health:\n        hang_timeout: 60")
-    built = strategy(text, args=["--trainer.strategy.init_args.health.on_nonfinite=ignore"])
-    assert built._settings.health == Health("ignore", 60.0)  # noqa: SLF001
-    assert strategy(PERIODIC)._settings.health == Health()  # noqa: SLF001
+    text = PERIODIC.replace("ranks_per_node: 1", "transport:\n        bucket_mb: 60")
+    built = strategy(text, args=["--trainer.strategy.init_args.transport.inter_node=gloo"])
+    assert built._settings.transport == Transport("gloo", 60.0)  # noqa: SLF001
+    assert strategy(PERIODIC)._settings.transport == Transport()  # noqa: SLF001
 
 
 CPU = "--trainer.accelerator=cpu"

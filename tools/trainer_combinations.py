@@ -179,6 +179,8 @@ def _fitting(fit: Fit, draw: random.Random) -> Fit:
     """Return the fit without settings that the Trainer refuses or that have no effect."""
     if fit.manual:
         fit = replace(fit, accumulate=1, short=0, clip=None, schedule=None)
+    if fit.raw and fit.wire != "bfloat16":
+        fit = replace(fit, raw=False)
     if isinstance(fit.warmup, float) and fit.manual:
         fit = replace(fit, warmup=fit.synchronous_steps)  # the number of steps of such a run is unknown
     if fit.skip is not None:
@@ -492,10 +494,10 @@ def _strategy(fit: Fit, accelerator: str) -> HierarchicalStrategy:
         batches=batches,
         process_group_backend="gloo" if accelerator == "gpu" else None,  # nccl refuses two ranks on one GPU
         ranks_per_node=[len(node) for node in _NODES[fit.nodes]],
-        wire_dtype=fit.wire,  # type: ignore[arg-type]
-        transport=Transport(wire_raw=fit.raw, bucket_mb=fit.bucket_bytes / 2**20),
+        wire_dtype="raw_bfloat16" if fit.raw else fit.wire,  # type: ignore[arg-type]
+        transport=Transport(bucket_mb=fit.bucket_bytes / 2**20),
         average_optimizer_state=fit.state,
-        health=Health(on_nonfinite=fit.policy, hang_timeout=100.0),  # type: ignore[arg-type]
+        health=Health(hang_timeout=100.0),
         checkpoint_replicas=fit.replicas,
         find_unused_parameters=fit.freeze is not None,
     )

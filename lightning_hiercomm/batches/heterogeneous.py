@@ -39,15 +39,13 @@ class HeterogeneousBatches(Value):
     Args:
         global_batch_size: Samples per batch over all ranks, G. Replaces the train dataloader's batch size (per rank).
         speeds: ``"measure"`` times the first training steps on every rank; or samples per second of every rank (any
-            unit), by world rank.
+            unit), by world rank. Give them if a fast rank has too little memory for the share that is measured.
         weighting: ``"samples"``: ``w_i = B_i / G``; ``"speed"``: in proportion to the speeds (the paper's);
             ``"none"``: all equal (the paper's baseline, biased towards the samples of slow ranks).
-        max_batch_size: The most samples per batch that fit into memory: on every rank, or a list by world rank. Fast
-            ranks take more than an equal share.
 
     Raises:
-        ValueError: If an argument is out of range. Once the ranks are known: if there are fewer samples than ranks,
-            more than ``max_batch_size`` allows, or not one speed per rank.
+        ValueError: If an argument is out of range. Once the ranks are known: if there are fewer samples than ranks, or
+            not one speed per rank.
 
     Example::
 
@@ -59,30 +57,14 @@ class HeterogeneousBatches(Value):
         global_batch_size: int,
         speeds: Literal["measure"] | list[float] = "measure",
         weighting: Weighting = "samples",
-        max_batch_size: int | list[int] | None = None,
     ) -> None:
         if global_batch_size < 1:
             raise ValueError(f"global_batch_size={global_batch_size} must be positive")
         if speeds != "measure":
             _check_speeds(speeds)
-        limits = max_batch_size if isinstance(max_batch_size, list) else [max_batch_size]
-        if any(limit is not None and limit < 1 for limit in limits):
-            raise ValueError(f"max_batch_size={max_batch_size} must be positive: every rank takes at least 1 sample")
         self.global_batch_size = global_batch_size
         self.speeds = speeds
         self.weighting = weighting
-        self.max_batch_size = max_batch_size
-
-    def limits_of_ranks(self, ranks: int) -> list[int | None]:
-        """Return ``max_batch_size`` of each of so many ranks."""
-        if not isinstance(self.max_batch_size, list):
-            return [self.max_batch_size] * ranks
-        if len(self.max_batch_size) != ranks:
-            raise ValueError(
-                f"max_batch_size={self.max_batch_size} has {len(self.max_batch_size)} entries, but there are {ranks}"
-                " ranks: give one for each, or a number for all"
-            )
-        return list(self.max_batch_size)
 
     def speeds_of_ranks(self, ranks: int) -> list[float] | Literal["measure"]:
         """Return the speed of each of so many ranks, if they are given."""

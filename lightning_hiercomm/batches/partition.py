@@ -48,67 +48,45 @@ class Speeds:
         return self.given == "measure"
 
 
-def divide(
-    total: int, costs: Sequence[StepCost], limits: Sequence[int | None] | None = None, least: int = 1
-) -> list[int]:
+def divide(total: int, costs: Sequence[StepCost], least: int = 1) -> list[int]:
     """Divide a global batch so that all ranks finish a step at the same time, as nearly as whole samples allow.
 
     Without fixed costs rank ``i`` gets ``total * s_i / sum(s)``. Numbers are rounded by largest remainder (ties: the
-    lower rank), so they sum to ``total``. Ranks outside their bounds get the bound, and the others divide the rest.
+    lower rank), so they sum to ``total``. Ranks below ``least`` get that, and the others divide the rest.
 
     Source: HetGrad, Section 3 (``b_p = B * s_p``; the paper rounds each share on its own).
 
     Args:
         total: Samples of the global batch, G.
         costs: The cost of a step on every rank.
-        limits: The most samples that fit on each rank; None: no limit.
-        least: The fewest samples of a rank, unless fewer fit on it, or the global batch is too small.
+        least: The fewest samples of a rank, unless the global batch is too small.
 
     Returns:
         Samples per rank, at least 1 each.
 
     Raises:
-        ValueError: If there are fewer samples than ranks, or more than fit.
+        ValueError: If there are fewer samples than ranks.
     """
-    limits = limits or [None] * len(costs)
     if total < len(costs):
         raise ValueError(
             f"global_batch_size={total} is less than one sample for each of the {len(costs)} ranks: raise it"
         )
-    if all(limit is not None for limit in limits) and (room := sum(limit or 0 for limit in limits)) < total:
-        raise ValueError(
-            f"global_batch_size={total} does not fit: max_batch_size leaves room for {room} samples on"
-            f" {len(costs)} ranks. Lower global_batch_size or raise max_batch_size."
-        )
-    # the samples that fit into T seconds grow piecewise linearly with T, with a bend where a rank reaches a bound
+    # the samples that fit into T seconds grow piecewise linearly with T, with a bend where a rank leaves the least
     fixed = [Fraction(cost.fixed) for cost in costs]
     speed = [Fraction(cost.speed) for cost in costs]
     if total < least * len(costs):
         least = 1
-    fewest = [least if limit is None else min(least, limit) for limit in limits]
 
     def shares(seconds: Fraction) -> list[Fraction]:
-        free = [max(Fraction(few), (seconds - a) * s) for few, a, s in zip(fewest, fixed, speed, strict=True)]
-        return [
-            share if limit is None else min(share, Fraction(limit)) for share, limit in zip(free, limits, strict=True)
-        ]
+        return [max(Fraction(least), (seconds - a) * s) for a, s in zip(fixed, speed, strict=True)]
 
     def taken(seconds: Fraction) -> Fraction:
         return sum(shares(seconds), Fraction(0))
 
-    bends = {a + few / s for few, a, s in zip(fewest, fixed, speed, strict=True)}
-    bends |= {a + m / s for a, s, m in zip(fixed, speed, limits, strict=True) if m is not None}
-    in_order = sorted(bends)
-    bend = in_order[bisect_right(in_order, Fraction(total), key=taken) - 1]
-    at_bend = shares(bend)
-    growing = [
-        i
-        for i, (few, m) in enumerate(zip(fewest, limits, strict=True))
-        if fixed[i] + few / speed[i] <= bend and (m is None or at_bend[i] < m)
-    ]
-    if growing:
-        bend += (total - sum(at_bend, Fraction(0))) / sum((speed[i] for i in growing), Fraction(0))
-    return largest_remainder(shares(bend))
+    bends = sorted(a + least / s for a, s in zip(fixed, speed, strict=True))
+    bend = bends[bisect_right(bends, Fraction(total), key=taken) - 1]
+    growing = sum((s for a, s in zip(fixed, speed, strict=True) if a + least / s <= bend), Fraction(0))
+    return largest_remainder(shares(bend + (total - taken(bend)) / growing))
 
 
 def largest_remainder(shares: Sequence[Fraction]) -> list[int]:

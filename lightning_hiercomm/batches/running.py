@@ -74,11 +74,10 @@ class RunningBatches:
     def _known_speeds(self, state: Mapping[str, Any]) -> tuple[Speeds, list[int] | None]:
         """Return the speeds that are given or were saved, without costs if there are none, and the saved division."""
         ranks, total = self._topology.world_size, self.config.global_batch_size
-        given, limits = self.config.speeds_of_ranks(ranks), self.config.limits_of_ranks(ranks)
+        given = self.config.speeds_of_ranks(ranks)
         if state and len(state["sizes"]) == ranks and given in ("measure", state["speeds"]):
             costs = [StepCost(fixed, speed) for fixed, speed in zip(*state["costs"], strict=True)]
-            fits = all(limit is None or size <= limit for size, limit in zip(state["sizes"], limits, strict=True))
-            return Speeds(costs, state["speeds"]), [*state["sizes"]] if fits and sum(state["sizes"]) == total else None
+            return Speeds(costs, state["speeds"]), [*state["sizes"]] if sum(state["sizes"]) == total else None
         if given == "measure":
             return Speeds([StepCost(0.0, 1.0)] if ranks == 1 else [], given), None
         return Speeds([StepCost(0.0, speed) for speed in given], given), None
@@ -206,7 +205,7 @@ class RunningBatches:
         if speeds.is_measured:  # a rank that was disturbed once is not left almost without samples
             least = max(least, math.ceil(_LEAST_PART * self.config.global_batch_size / ranks))
         costs = speeds.costs or [StepCost(0.0, 1.0)] * ranks
-        return divide(self.config.global_batch_size, costs, self.config.limits_of_ranks(ranks), least)
+        return divide(self.config.global_batch_size, costs, least)
 
     def _measure(self, measurement: SpeedMeasurement, accumulated: int) -> None:
         """Divide by the measured costs, if there are enough, from the first batch that no rank has begun to load."""

@@ -28,9 +28,8 @@ class AllReduce(Scheme):
 
     Float buffers (BatchNorm statistics) are averaged before a validation or a checkpoint and at the end of the run.
 
-    A non-finite gradient reaches all ranks at once, as with DDP. ``on_nonfinite="raise"`` checks the parameters after
-    every tenth step and at the end of each epoch. A gradient scaler, as in ``precision="16-mixed"``, skips steps whose
-    gradients overflow.
+    A non-finite gradient reaches all ranks at once, as with DDP. The parameters are checked after every tenth step and
+    at the end of each epoch. A gradient scaler, as in ``precision="16-mixed"``, skips steps whose gradients overflow.
     """
 
     gradients = "world"

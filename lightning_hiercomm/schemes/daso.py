@@ -60,9 +60,9 @@ class DASO(ParameterSync):
     them.
 
     Source: DASO, Section 3, Eq. 1. Paper settings: ``sync_every=4, staleness=1``; the paper sends parameters as
-    bfloat16 in the blocking phases, which is not the default here: set ``wire_dtype="bfloat16"``,
-    ``Transport(wire_raw=True)`` and ``compressed_phases="blocking"``. The paper gives no lengths of warm-up and
-    cool-down, no threshold and no patience; those defaults are specific to this package.
+    bfloat16 in the blocking phases, which is not the default here: set ``wire_dtype="raw_bfloat16"`` and
+    ``compressed_phases="blocking"``. The paper gives no lengths of warm-up and cool-down, no threshold and no patience;
+    those defaults are specific to this package.
 
     Args:
         sync_every: B, batches between the starts of two exchanges in the cycling phase.

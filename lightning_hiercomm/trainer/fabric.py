@@ -23,7 +23,7 @@ from lightning_hiercomm.run.training_run import TrainingRun
 from lightning_hiercomm.schemes import SCHEMES, RunningScheme, Scheme, SchemeName
 from lightning_hiercomm.schemes.optimizer_state import evaluates_loss
 from lightning_hiercomm.trainer.fabric_loop import FabricLoop, FabricModule
-from lightning_hiercomm.trainer.options import Health, Transport
+from lightning_hiercomm.trainer.options import Transport
 from lightning_hiercomm.trainer.settings import (
     WITHOUT_TRAINER,
     Settings,
@@ -77,7 +77,6 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
         wire_dtype: WireDtype | None = None,
         average_buffers: bool | list[str] = True,
         average_optimizer_state: bool = False,
-        health: Health = Health(),
         transport: Transport = Transport(),
         **kwargs: Any,
     ) -> None:

@@ -103,16 +103,14 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
         checkpoint_replicas: bool = False,
         health: Health = Health(),
         transport: Transport = Transport(),
-        data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = 1,
         **kwargs: Any,
     ) -> None:
         """Check the arguments.
 
         Args:
-            data_parallel_size: Ranks of a node over which FSDP2 shards. ``"auto"``: those that
-                ``tensor_parallel_size`` leaves.
-            tensor_parallel_size: Ranks of a node that share a layer. ``"auto"``: all.
+            tensor_parallel_size: Ranks of a node that share a layer. ``"auto"``: all. FSDP2 shards over those that this
+                leaves.
             **kwargs: Other arguments of Lightning's ``ModelParallelStrategy``, such as
                 ``save_distributed_checkpoint``: by default the ranks of node 0 write their shards to a directory;
                 False is one file, put together by rank 0, which any strategy loads.
@@ -129,14 +127,11 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
             )
         check_keywords(type(self), kwargs)
         self._settings = Settings.of(_SCHEMES, locals(), SHARDED)
-        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
-            if size != "auto" and (not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size!r} must be a positive number of ranks, or 'auto'")
-        super().__init__(
-            data_parallel_size=data_parallel_size,
-            tensor_parallel_size=tensor_parallel_size,
-            **kwargs,
-        )
+        if tensor_parallel_size != "auto" and (not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size!r} must be a positive number of ranks, or 'auto'"
+            )
+        super().__init__(tensor_parallel_size=tensor_parallel_size, **kwargs)
         self._configure()
         self._gradients: ShardedGradients | None = None
         self._averages_in_step = False

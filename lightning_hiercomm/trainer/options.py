@@ -12,28 +12,24 @@ from lightning_hiercomm.arguments import as_call, checked_fields
 @checked_fields
 @dataclass(frozen=True)
 class Health:
-    """How a run reacts to non-finite parameters, and to ranks that are frozen.
+    """How a run reacts to ranks that are frozen.
 
     Example::
 
         HierarchicalStrategy("periodic", health=Health(hang_timeout=60))
 
     Args:
-        on_nonfinite: What happens when parameters that are NaN or infinite, or too large for ``wire_dtype``, are about
-            to be sent to other nodes. ``"raise"``: all ranks end, and the error names the rank and the parameter.
-            ``"ignore"``: nothing is checked, and all nodes get them.
         hang_timeout: Seconds without a heartbeat after which a rank counts as frozen (stopped, on a lost machine,
             holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
             step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
             each other for as long in different collectives or at different batches. Long steps, validations and waits
-            in one place continue. None: never. Only with a Trainer.
+            in one place continue. None: never.
 
     Raises:
         ValueError: If a number is out of range.
         TypeError: If an argument has a wrong type.
     """
 
-    on_nonfinite: Literal["raise", "ignore"] = "raise"
     hang_timeout: float | None = 300.0
 
     __repr__ = as_call
@@ -58,9 +54,6 @@ class Transport:
         inter_node: The library for traffic between nodes: ``"torch"`` (the process group's backend), ``"gloo"`` (also
             for GPUs, whose tensors pass through pinned memory asynchronously; nccl stays inside the nodes) or ``"mpi"``
             (mpi4py; start the program with ``mpiexec``). Inside a node, and over all ranks at once, it is always torch.
-        wire_raw: Cast the parameters themselves to ``wire_dtype``, as DASO's paper does, instead of their differences
-            from the last averaged ones. It saves a copy of this rank's shard of the model, but updates smaller than
-            half a unit in the last place of ``wire_dtype`` are lost.
         bucket_mb: Size in MiB of the buckets in which parameters travel. Gradients travel in parts of this size, except
             over nccl, where each of DDP's buckets is sent as a whole (``bucket_cap_mb``).
 
@@ -70,7 +63,6 @@ class Transport:
     """
 
     inter_node: Literal["torch", "gloo", "mpi"] = "torch"
-    wire_raw: bool = False
     bucket_mb: float = 4.0
 
     __repr__ = as_call

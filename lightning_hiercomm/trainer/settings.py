@@ -18,7 +18,7 @@ from lightning_hiercomm.arguments import check_types, checked_fields, note_owner
 from lightning_hiercomm.batches import HeterogeneousBatches
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.mpi import load_mpi
-from lightning_hiercomm.comm.wire import Wire, codec_named
+from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.elastic.configuration import Elastic
 from lightning_hiercomm.nodes.connect import check_backend, process_group
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
@@ -37,15 +37,6 @@ _CONTRADICTIONS: Contradictions = (
     (
         lambda given: type(given.scheme) is Scheme,
         "scheme=Scheme() is the base class, and never synchronizes; use one of its subclasses",
-    ),
-    (
-        lambda given: given.transport.wire_raw and given.wire_dtype is None,
-        "wire_raw=True needs a wire_dtype to cast to, such as 'bfloat16'",
-    ),
-    (
-        lambda given: given.transport.wire_raw and codec_named(given.wire_dtype).needs_feedback,
-        "wire_raw=True sends parameters themselves; wire_dtype={given.wire_dtype!r} would drop most of them: leave"
-        " wire_raw out, or use 'bfloat16'",
     ),
     (
         lambda given: given.average_optimizer_state and not given.scheme.requirements.can_average_optimizer_state,
@@ -110,14 +101,10 @@ WITHOUT_TRAINER: Contradictions = (
         "warmup_steps={given.scheme.first_phase} needs a Trainer, whose strategy changes the ranks over which DDP"
         " averages gradients: leave it out, or train the first steps with AllReduce",
     ),
-    (
-        lambda given: given.health.hang_timeout != Health.hang_timeout,
-        "health={given.health}: the control plane needs a Trainer: leave out hang_timeout",
-    ),
 )
 """Further ones in a loop of the user's own."""
 
-WireDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "sparse2"]
+WireDtype = Literal["float32", "bfloat16", "raw_bfloat16", "float16", "int8", "int4", "sparse2"]
 
 
 @checked_fields
@@ -184,7 +171,7 @@ class Settings:
     @property
     def wire(self) -> Wire:
         """The form of inter-node traffic."""
-        return Wire(self.wire_dtype, self.transport.wire_raw)
+        return Wire("bfloat16", raw=True) if self.wire_dtype == "raw_bfloat16" else Wire(self.wire_dtype)
 
     @property
     def bucket_bytes(self) -> int:
@@ -216,7 +203,6 @@ class Settings:
             self.wire,
             self.average_optimizer_state,
             gradients,
-            on_nonfinite=self.health.on_nonfinite,
             # each elastic node has a default process group of its own
             collectives=(lambda: 0) if self.elastic is not None else collectives_of_default_group,
             samples=SampleWeights() if self.unequal_data else None,

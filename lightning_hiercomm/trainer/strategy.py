@@ -92,7 +92,9 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             wire_dtype: Payload type of inter-node traffic: ``"bfloat16"``, ``"float16"``, or ``"int8"`` and ``"int4"``,
                 quantized in blocks, whose rounding errors are sent later; or ``"sparse2"``, a sixteenth of the bytes,
                 which sends the largest of every 4 elements and the others later. None is the tensors' own. Parameters
-                then travel as differences from the last averaged ones.
+                then travel as differences from the last averaged ones; with ``"raw_bfloat16"`` they are cast themselves
+                (DASO's paper). That saves a copy of this rank's shard of the model, but loses updates below half a unit
+                in the last place.
             batches: Gives ranks of unequal speed batches of unequal size. None: every
                 rank uses the dataloader's batch size.
             average_buffers: Average float buffers (BatchNorm statistics) together with the parameters; or the names of
@@ -105,8 +107,7 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
             checkpoint_replicas: Also store every rank's own parameters, optimizer and scheme state with each
                 checkpoint, for a bit-exact resume. Without it a run resumes from the averaged parameters. Only with a
                 Trainer.
-            health: How the run reacts to non-finite parameters and to ranks that are frozen; see
-                ``lightning_hiercomm.Health``.
+            health: How the run reacts to ranks that are frozen; see ``lightning_hiercomm.Health``.
             transport: How parameters travel between nodes; see ``lightning_hiercomm.Transport``.
             elastic: Nodes may leave and join; see ``lightning_hiercomm.Elastic``. A
                 string is the lighthouse's ``"host:port"``. Every node is then a world of its own. None: all nodes stay.

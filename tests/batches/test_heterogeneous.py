@@ -30,7 +30,6 @@ def test_a_run_leaves_its_configuration_as_it_was_written():
         ({"speeds": []}, "one positive number per rank"),
         ({"speeds": [1, float("nan")]}, "one positive number per rank"),
         ({"weighting": "mass"}, "weighting='mass' must be"),
-        ({"max_batch_size": [3, 0]}, "max_batch_size=\\[3, 0\\] must be positive"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -42,8 +41,6 @@ def test_bad_arguments_are_named(arguments, message):
     ("arguments", "message"),
     [
         ({"speeds": [1, 2, 3]}, "speeds gives 3 numbers, but there are 2 ranks"),
-        ({"max_batch_size": [4]}, "has 1 entries, but there are 2 ranks"),
-        ({"max_batch_size": 3}, "leaves room for 6 samples on 2 ranks"),
         ({"global_batch_size": 1}, "less than one sample for each of the 2 ranks"),
     ],
 )

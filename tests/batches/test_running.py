@@ -217,22 +217,6 @@ def test_the_speed_that_counts_is_that_at_the_real_size(clock):
     assert 19 <= sizes[0] <= 20  # by a line through 16 samples alone it would be 21
 
 
-def test_memory_limits_hold_during_measurement_and_after(clock):
-    def work(rank, topology):
-        batches = bound(topology, 32, max_batch_size=[20, 10, 20])
-        return max(map(len, train(clock, batches, lambda size: size * 1e-3 / (rank + 1))))
-
-    for largest, limit in zip(on_ranks([[0, 1, 2]], work), (20, 10, 20), strict=True):
-        assert largest <= limit
-
-
-@pytest.mark.parametrize("limits", [1, [1, 7]])
-def test_a_rank_may_be_limited_to_a_single_sample(limits):
-    total = 2 if limits == 1 else 8
-    sizes = on_ranks([[0, 1]], lambda rank, topology: bound(topology, total, [1, 1], max_batch_size=limits).batch_size)
-    assert sizes == [1, total - 1]
-
-
 def test_ranks_whose_modules_need_unequally_many_samples_divide_alike():
     sizes = on_ranks([[0], [1]], lambda rank, topology: bound(topology, 12, [100, 1], least=2 - rank).division.sizes)
     assert sizes == [[10, 2]] * 2
@@ -293,10 +277,9 @@ def test_a_resumed_run_keeps_its_division_and_measures_nothing(clock):
         ({"speeds": [3, 1]}, {"speeds": [3, 1]}, [72, 24]),
         ({"speeds": [3, 1]}, {}, [72, 24]),
         ({"speeds": [3, 1]}, {"speeds": [1, 1]}, [48, 48]),
-        ({"speeds": [3, 1]}, {"speeds": [3, 1], "max_batch_size": [48, 96]}, [48, 48]),
     ],
 )
-def test_a_resumed_run_keeps_to_the_limits_and_speeds_that_it_is_given(before, now, sizes):
+def test_a_resumed_run_keeps_to_the_speeds_that_it_is_given(before, now, sizes):
     def work(rank, topology):
         return bound(topology, 96, state=bound(topology, 96, **before).state_dict(), **now).division.sizes
 

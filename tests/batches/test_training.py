@@ -254,7 +254,7 @@ def test_several_train_dataloaders_are_divided_alike(fit):
         def train_dataloader(self):
             return {"a": super().train_dataloader(), "b": super().train_dataloader()}
 
-    reports = fit(Two(), {"batches": HeterogeneousBatches(8, max_batch_size=[5, 3])}, devices=2)
+    reports = fit(Two(), {"batches": HeterogeneousBatches(8, [5, 3])}, devices=2)
     assert [report["report"] for report in reports] == [[5] * 6, [3] * 6]
 
 
@@ -268,7 +268,7 @@ def test_one_cycle_over_the_estimated_steps_ends_with_the_run(fit):
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
             return [optimizer], [{"scheduler": cycle, "interval": "step"}]
 
-    strategy = {"batches": HeterogeneousBatches(8, max_batch_size=[6, 2])}
+    strategy = {"batches": HeterogeneousBatches(8, [6, 2])}
     reports = fit(Scheduled(num_workers=1), strategy, devices=2, max_epochs=2)
     assert [report["report"] for report in reports] == [[12, *[6] * 12], [12, *[2] * 12]]
 

@@ -45,7 +45,6 @@ def test_a_torch_that_cannot_slice_the_mesh_is_refused(monkeypatch):
         ({"scheme": DASO()}, "sends the whole model from one rank.* use reducer='sharded'"),
         ({"scheme": ParameterSync(reducer="leader")}, "use reducer='sharded'"),
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),
-        ({"data_parallel_size": 0}, "data_parallel_size=0 must be a positive number of ranks, or 'auto'"),
         ({"tensor_parallel_size": "all"}, "tensor_parallel_size='all' must be a positive number"),
     ],
 )
