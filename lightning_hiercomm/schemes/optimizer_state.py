@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_hiercomm.comm import streams
@@ -76,7 +77,7 @@ def copied(value: Any) -> Any:
     The stream of an exchange may have allocated a tensor.
     """
     if isinstance(value, Tensor):
-        if isinstance(value, torch.nn.Parameter):
+        if isinstance(value, Parameter):
             return value
         streams.keep_here(value)
         return value.clone()
@@ -121,8 +122,8 @@ def is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | Tensor)
 
 
-def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
-    """Return an optimizer like one param group of another, without parameters and state.
+def optimizer_like(optimizer: Optimizer, group: int, parameters: list[Parameter]) -> Optimizer:
+    """Return an optimizer like one param group of another, for other parameters and without state.
 
     The class's constructor is not called, because its arguments cannot be read from an instance (``AdamW`` does not
     take all its own defaults). The user's hooks, and a scheduler's wrapper of ``step``, stay with the user's.
@@ -134,5 +135,5 @@ def optimizer_like(optimizer: Optimizer, group: int) -> Optimizer:
         if isinstance(value, OrderedDict):  # hooks
             setattr(own, name, OrderedDict())
     own.state = defaultdict(dict)
-    own.param_groups = [{**values_of(optimizer.param_groups[group]), "params": []}]
+    own.param_groups = [{**values_of(optimizer.param_groups[group]), "params": parameters}]
     return own

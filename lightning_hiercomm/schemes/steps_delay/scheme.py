@@ -19,12 +19,8 @@ from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sampl
 from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.scheme_state import LOCAL, TRANSIENT, SchemeState
 from lightning_hiercomm.schemes.steps_delay.rules import LOCAL_RULES, LocalUpdate
-from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket
 from lightning_hiercomm.schemes.steps_delay.served_optimizers import check_served
-from lightning_hiercomm.schemes.steps_delay.server import ShardedServer
-
-GroupValues = list[dict[str, Any]]
-"""Per param group, values such as learning rate, momentum or weight decay; never the parameters."""
+from lightning_hiercomm.schemes.steps_delay.server import ServedBucket, ShardedServer
 
 
 class StepsDelay(Scheme):
@@ -174,8 +170,9 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def __init__(self, config: StepsDelay, context: Context) -> None:
         super().__init__(config, context)
+        self._context = context
         self._disagreement = Disagreement()
-        self._pull_topology = self.topology.duplicate()
+        self._pull_group = self.topology.duplicate().inter
         self._background = self._new_background()
         self._serve({})
 
@@ -190,30 +187,27 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
         if optimizer_step is None:
             values = self._group_values()
         else:
-            self._prepare_gradients()
             values = self._step_without_gradients(optimizer_step)
             self.guard.check_gradients()
         run = self._step_synchronously if self.phase == "warm-up" else self._step_delayed
         with torch.no_grad():
+            self._take_writes()
             run(optimizer_step is not None, values)
 
-    def _step_synchronously(self, has_gradients: bool, values: GroupValues) -> None:
+    def _step_synchronously(self, has_gradients: bool, values: list[dict[str, Any]]) -> None:
         """Step in the warm-up: push, and wait for the weights after it."""
         server = self.state.server
-        self._take_writes()
         for bucket in server.buckets:
             server.push(bucket, values[bucket.group], has_gradients, pull=True)
-        server.wait_for_pulls()
         for bucket, _ in server.pulled():
             bucket.bucket.unpack(bucket.pulled)
         self.state.has_pulled = False
         self.state.synchronizations += 1
 
-    def _step_delayed(self, has_gradients: bool, values: GroupValues) -> None:
+    def _step_delayed(self, has_gradients: bool, values: list[dict[str, Any]]) -> None:
         """Step after the warm-up: push, take the weights that were pulled before, update locally, and pull."""
         state, server, delay = self.state, self.state.server, self.config.delay
         has_arrived, pulls = state.has_pulled, state.delayed_steps % delay == delay - 1
-        self._take_writes()
         if state.delayed_steps == 0:
             for bucket in server.buckets:
                 bucket.bucket.pack(bucket.pulled)  # pre := w' at first use
@@ -224,8 +218,6 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
                 self._update_locally(index, bucket, before)
             elif has_arrived:
                 bucket.bucket.unpack(bucket.pulled)
-        if pulls:
-            server.wait_for_pulls()
         state.has_pulled = pulls
         state.delayed_steps += 1
         if has_arrived:
@@ -273,29 +265,24 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def _take_writes(self) -> None:
         """Let the server take what a program wrote to the weights in the warm-up; later these are not the server's."""
-        if not self.state.delayed_steps and not self.state.has_pulled:
+        if not self.state.delayed_steps:
             for bucket in self.state.server.buckets:
                 bucket.take_writes()
 
     # ---- the user's optimizer ------------------------------------------------------------------------------------
 
-    def _prepare_gradients(self) -> None:
-        if hasattr(self.optimizer, "found_inf"):
-            raise ValueError(
-                "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
-                " scaled ones: use fused=False together with a gradient scaler"
-            )
-        for parameter in self.replica.parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()  # rows do not divide into the server's shards
-
-    def _step_without_gradients(self, optimizer_step: Callable[[], object]) -> GroupValues:
+    def _step_without_gradients(self, optimizer_step: Callable[[], object]) -> list[dict[str, Any]]:
         """Call the user's step, which moves nothing, for hooks, and for schedulers, which check that it is called.
 
         Returns:
             The values with which the server steps: those of the param groups between hooks before and after the step.
         """
-        seen: list[GroupValues] = []
+        if hasattr(self.optimizer, "found_inf"):
+            raise ValueError(
+                "with fused=True the gradients are unscaled inside the optimizer's kernel, so the server would get"
+                " scaled ones: use fused=False together with a gradient scaler"
+            )
+        seen: list[list[dict[str, Any]]] = []
         gradients = [parameter.grad for parameter in self.replica.parameters]
         for parameter in self.replica.parameters:
             parameter.grad = None
@@ -306,9 +293,11 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
             optimizer_step()
         for parameter, gradient in zip(self.replica.parameters, gradients, strict=True):
             parameter.grad = gradient
+            if gradient is not None and gradient.is_sparse:
+                parameter.grad = gradient.to_dense()  # rows do not divide into the server's shards
         return seen[0] if seen else self._group_values()  # later ones are steps of base classes
 
-    def _group_values(self) -> GroupValues:
+    def _group_values(self) -> list[dict[str, Any]]:
         return list(map(values_of, self.optimizer.param_groups))
 
     # ---- a run ---------------------------------------------------------------------------------------------------
@@ -324,9 +313,8 @@ class RunningStepsDelay(RunningScheme[StepsDelay]):
 
     def _serve(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Make a server of the replica's parameters, with the state of the last one's optimizers."""
-        server = self.state.server = ShardedServer(
-            self.replica, self.optimizer, self.topology, self._pull_topology.inter, self._background, self.wire
-        )
+        context = replace(self._context, replica=self.replica)
+        server = self.state.server = ShardedServer(context, self._pull_group, self._background)
         server.take_optimizer_state(state)
         if self.config.local_update == "dc_asgd":
             for bucket in server.buckets:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from functools import partial
+
+from torch.optim import SGD
 
 from lightning_hiercomm.schemes.context import Context
 from lightning_hiercomm.schemes.optimizer_state import (
@@ -61,12 +62,7 @@ def check_served(context: Context, local_update: str) -> None:
         )
     for index, group in enumerate(optimizer.param_groups):
         devices = [parameter.device for parameter in group["params"] if id(parameter) in held]
-
-        def make(tensors: list[Parameter], index: int = index) -> Optimizer:
-            own = optimizer_like(optimizer, index)
-            own.param_groups[0]["params"] = tensors
-            return own
-
+        make = partial(optimizer_like, optimizer, index)
         for why_not in (why_not_in_parts, why_not_without_gradient) if devices else ():
             if reason := why_not(make, devices[0]):
                 raise ValueError(

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import Parameter
 
+from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.background import Background
-from lightning_hiercomm.comm.base import Communicator, Handle
+from lightning_hiercomm.comm.base import Communicator, Handle, finished
 from lightning_hiercomm.comm.spares import Spares
-from lightning_hiercomm.comm.wire import Wire
+from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.fragments import whole_tensors
-from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here
-from lightning_hiercomm.schemes.steps_delay.served_bucket import ServedBucket
-
-T = TypeVar("T")
+from lightning_hiercomm.schemes.context import Context
+from lightning_hiercomm.schemes.optimizer_state import copied, is_elementwise, keep_state_here, optimizer_like
 
 # A bucket's push follows its previous one, so with more buckets a link idles less between pushes. Very small ones cost
 # the processors more time than the link.
@@ -46,40 +43,30 @@ class ShardedServer:
     a process group of their own. Call other methods only while nothing is in flight.
 
     Args:
-        replica: What is trained; equal on all ranks. The server starts from its values, in buckets of at most its size.
-        optimizer: The user's optimizer of these parameters, whose state is not used.
-        topology: The nodes and their weights.
+        context: The replica, from whose values the server starts, in buckets of at most its size; and the user's
+            optimizer, whose state is not used. The wire casts gradients. Weights are sent as differences from those
+            pulled last, unless the wire is raw.
         pull_group: This rank's inter-node process group for pulls; None if it has none.
         background: Runs steps and pulls.
-        wire: Payload type between nodes. Gradients are cast. Weights are sent as differences from those pulled last,
-            unless the wire is raw.
 
     Attributes:
         buckets: The parameters.
         spares: Reusable memory for parameters.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        optimizer: Optimizer,
-        topology: Topology,
-        pull_group: Communicator | None,
-        background: Background,
-        wire: Wire,
-    ) -> None:
+    def __init__(self, context: Context, pull_group: Communicator | None, background: Background) -> None:
         self.spares = Spares()
-        self._parameters = replica.parameters
-        self._topology = topology
+        self._parameters = context.replica.parameters
+        self._topology = context.topology
         self._pull_group = pull_group
         self._background = background
         self.buckets: list[ServedBucket] = []
-        trained = set(map(id, replica.parameters))
-        for group, values in enumerate(optimizer.param_groups):
+        trained = set(map(id, self._parameters))
+        for group, values in enumerate(context.optimizer.param_groups):
             tensors = [tensor for tensor in dict.fromkeys(values["params"]) if id(tensor) in trained]
             fine = max(MIN_BUCKET_BYTES, -(-sum(tensor.nbytes for tensor in tensors) // MIN_BUCKETS))
-            for bucket in whole_tensors(tensors, min(replica.bucket_bytes, fine)):
-                self.buckets.append(ServedBucket(bucket, group, optimizer, topology, wire))
+            for bucket in whole_tensors(tensors, min(context.replica.bucket_bytes, fine)):
+                self.buckets.append(ServedBucket(bucket, group, context))
         for served in self.buckets:
             for tensor in (served.values, served.mean, served.payload, served.pulled):
                 background.uses(tensor)
@@ -105,7 +92,6 @@ class ShardedServer:
         bucket.stepped.wait()  # the previous push used the same memory
         if has_gradients:
             bucket.sent_slices.pack_gradients(bucket.payload, self._topology.node_weight)
-            bucket.payload[bucket.sent_slices.numel :].zero_()
         else:
             bucket.payload.zero_()
         summed = inter.reduce_scatter(bucket.mean, bucket.payload)
@@ -115,12 +101,17 @@ class ShardedServer:
             summed.wait()
             self._step(bucket, values)
             if pull:
-                self._start_pull(bucket, pull_group)
+                own = bucket.payload.chunk(pull_group.size)[pull_group.rank]
+                own.copy_(bucket.values - bucket.pulled[bucket.own] if bucket.sends_differences else bucket.values)
+                bucket.pull = pull_group.all_gather(bucket.payload, own)
 
         for value in values.values():
             if isinstance(value, Tensor):  # a tensor learning rate was cloned on the stream of training
                 self._background.uses(value)
         bucket.stepped = self._background.submit(step_and_pull)
+        if pull and bucket is self.buckets[-1]:  # earlier waits would delay the other buckets' steps
+            for each in self.buckets:
+                each.pull_ended = self._background.submit(each.end_pull)
 
     def _step(self, bucket: ServedBucket, values: Mapping[str, Any]) -> None:
         """Step this rank's shard with the mean gradient and the present values of the user's param group."""
@@ -136,24 +127,6 @@ class ShardedServer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def _start_pull(self, bucket: ServedBucket, group: Communicator) -> None:
-        """Start the all-gather of the weights, or of their differences from the last pulled ones."""
-        own = bucket.payload[group.rank * bucket.values.numel() :][: bucket.values.numel()]
-        own.copy_(bucket.values - bucket.pulled[bucket.own] if bucket.sends_differences else bucket.values)
-        bucket.pull = group.all_gather(bucket.payload, own)
-
-    def wait_for_pulls(self) -> None:
-        """Let the background wait for the pulls, after all pushes, which an earlier wait would delay."""
-        if self._pull_group is None:
-            return
-        for bucket in self.buckets:
-
-            def end_pull(bucket: ServedBucket = bucket, stepped: Handle = bucket.stepped) -> None:
-                stepped.wait()  # it has ended, but may have failed
-                bucket.pull.wait()
-
-            bucket.pull_ended = self._background.submit(end_pull)
-
     @torch.no_grad()
     def pulled(self) -> Iterator[tuple[ServedBucket, Tensor]]:
         """Wait for the weights that were pulled, gather them inside the node, and store them in their buckets.
@@ -163,13 +136,16 @@ class ShardedServer:
         """
 
         def gather(bucket: ServedBucket) -> tuple[ServedBucket, Tensor, Handle]:
-            bucket.pull_ended.wait()
-            flat = bucket.bucket.empty(bucket.shards, bucket.payload.dtype, self.spares)
+            bucket.settle()
+            flat = self.spares.take(bucket.pulled.numel(), bucket.payload.dtype, bucket.payload.device)
             flat[bucket.sent].copy_(bucket.payload)
             return bucket, flat, self._topology.gather_shards(flat)
 
-        for bucket, payload, handle in _ahead(map(gather, self.buckets)):
-            handle.wait()
+        gathers = map(gather, self.buckets)
+        started = deque(islice(gathers, 2))
+        while started:
+            bucket, payload, gathered = started.popleft()
+            gathered.wait()
             before = bucket.pulled
             if payload.dtype == before.dtype:
                 bucket.pulled = payload
@@ -183,14 +159,14 @@ class ShardedServer:
                 self.spares.give_back(payload)
             yield bucket, before
             self.spares.give_back(before)
+            started.extend(islice(gathers, 1))
 
     # ---- while nothing is in flight ------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
         for bucket in self.buckets:
-            bucket.stepped.wait()
-            bucket.pull_ended.wait()
+            bucket.settle()
 
     @torch.no_grad()
     def gather(self, bucket: ServedBucket, own: Tensor) -> Tensor:
@@ -247,7 +223,15 @@ class ShardedServer:
     def take_optimizer_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Take an optimizer's state for whole parameters."""
         for bucket in self.buckets:
-            bucket.take_state(state)
+            bucket.hold_state(
+                {
+                    name: value.reshape(-1)[part.start :][: part.length]
+                    if is_elementwise(value, name, part.tensor)
+                    else value
+                    for name, value in state.get(part.tensor, {}).items()
+                }
+                for part in bucket.parameters.values()
+            )
 
     def _known_state(self) -> dict[Tensor, dict[str, Any]]:
         """Return all ranks' optimizer state; of what has one number per element, the dtype only. Collective."""
@@ -272,9 +256,116 @@ class ShardedServer:
         return known
 
 
-def _ahead(started: Iterator[T], ahead: int = 2) -> Iterator[T]:
-    """Yield the items, and start a few of them ahead."""
-    waiting = deque(islice(started, ahead))
-    while waiting:
-        yield waiting.popleft()
-        waiting.extend(islice(started, 1))
+class ServedBucket:
+    """A bucket as one rank holds it: its shard of the server, and its node's state between two pulls.
+
+    Flat tensors of the bucket have one equal shard per owner; the last ones may end with padding.
+
+    Args:
+        bucket: The parameters, of one param group.
+        group: Index of the param group.
+        context: The nodes, the wire, and the user's optimizer of all parameters.
+
+    Attributes:
+        sent: The elements of a flat tensor that this rank sends between nodes; none without an inter-node group.
+        own: The elements among them that this rank owns.
+        sent_slices: The slices of parameters in ``sent``; ``own_slices``: those in ``own``.
+        parameters: The optimizer's parameters, views of ``values``, and the slices that the rank owns.
+        values: The weights of the own elements; ``mean``: the mean of the nodes' gradients for them.
+        payload: What this rank sends and receives: gradients during a push, weights during a pull.
+        pulled: The weights pulled last, pre, of the whole bucket.
+        mean_square: The state of the local rule ``dc_asgd``, of the whole bucket.
+        stepped: The step after the last push; ``pull``: the all-gather after it; ``pull_ended``: the end of that.
+    """
+
+    def __init__(self, bucket: Bucket, group: int, context: Context) -> None:
+        topology, wire = context.topology, context.wire
+        self.bucket = bucket
+        self.group = group
+        shards = topology.num_shards * topology.num_nodes
+        self.pulled = bucket.empty(shards)
+        self.sends_differences = wire.codec.narrows(bucket.dtype) and not wire.raw
+        self.sent = self.own = slice(0, 0)
+        if topology.inter is not None:
+            numel = self.pulled.numel() // shards
+            first = topology.local_rank * topology.num_nodes * numel
+            self.sent = slice(first, first + topology.num_nodes * numel)
+            first += topology.inter.rank * numel
+            self.own = slice(first, first + numel)
+        self.sent_slices = bucket.between(self.sent.start, self.sent.stop)
+        self.own_slices = bucket.between(self.own.start, self.own.stop)
+        self.values = torch.empty_like(self.pulled[self.own])
+        dtype = wire.codec.payload_dtype(bucket.dtype)
+        self.mean = torch.empty_like(self.values, dtype=dtype)
+        self.payload = torch.zeros_like(self.pulled[self.sent], dtype=dtype)
+        self.parameters = {Parameter(values): part for part, values in self.own_slices.split(self.values)}
+        self.optimizer = optimizer_like(context.optimizer, group, [*self.parameters])
+        self.parts = bucket.in_cache_sized()
+        self.mean_square = self.pulled.new_empty(0)
+        self.restart()
+
+    def restart(self) -> None:
+        """Continue from the parameters' values, equal on all ranks; the optimizer's state stays."""
+        self.stepped = self.pull = self.pull_ended = finished
+        self.bucket.pack(self.pulled)
+        self.values.copy_(self.pulled[self.own])
+        self.mean_square.zero_()
+
+    def end_pull(self) -> None:
+        self.pull.wait()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight."""
+        self.stepped.wait()
+        self.pull_ended.wait()
+
+    def take_writes(self) -> None:
+        """Copy to the shard what a program wrote to the parameters since the last pull.
+
+        A narrow wire rounds what was pulled, so that elements that were not written keep the shard's values.
+        """
+        held, numel = self.own_slices.pack(), self.own_slices.numel
+        values = self.values[:numel]
+        values.copy_(torch.where(held == self.pulled[self.own][:numel], values, held))
+
+    # ---- the optimizer's state, while nothing is in flight -------------------------------------------------------
+
+    def state_by_element(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one number per element of the shard; zero where the optimizer has none."""
+        flat = torch.zeros_like(self.values, dtype=dtype)
+        for parameter, (_, values) in zip(self.parameters, self.own_slices.split(flat), strict=True):
+            value = self.optimizer.state.get(parameter, {}).get(name)
+            if is_elementwise(value, name, parameter):
+                streams.keep_here(value)  # made on the stream of the server's steps
+                values.copy_(value)
+        return flat
+
+    def hold_state(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state by copies of these values, by parameter."""
+        self.optimizer.state.clear()
+        group = self.optimizer.param_groups[0]
+        for parameter, state in zip(self.parameters, states, strict=True):
+            for name, value in state.items():
+                if isinstance(value, Tensor):  # torch keeps step counts on the CPU, unless a kernel reads them
+                    stays = name == "step" and not (group.get("capturable") or group.get("fused"))
+                    value = value.clone() if stays else value.to(parameter.device, copy=True)
+                self.optimizer.state[parameter][name] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights, optimizer state, pulled weights, and the local rule's state."""
+        states = (self.optimizer.state.get(parameter, {}) for parameter in self.parameters)
+        return {
+            "values": self.values.clone(),
+            "payload": self.payload.clone(),
+            "pulled": self.pulled.clone(),
+            "mean_square": self.mean_square.clone(),
+            "optimizer": [{name: copied(value) for name, value in state.items()} for state in states],
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, of a run with the same topology, buckets and wire."""
+        for name, tensor in (("values", self.values), ("payload", self.payload), ("pulled", self.pulled)):
+            tensor.copy_(saved[name])
+        if saved["mean_square"].shape == self.mean_square.shape:  # the local rule is the same
+            self.mean_square.copy_(saved["mean_square"])
+        self.hold_state(saved["optimizer"])
