@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +13,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from devices import place
-from reloading import reloaded
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -198,6 +198,15 @@ class Rank:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheme.load_state_dict(state["scheme"])
         self.gradients.load_state_dict(state["gradients"])
+
+
+def reloaded(state: dict[str, Any]) -> dict[str, Any]:
+    """What a file gives back of a state: tensors and primitives only."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    given: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return given
 
 
 def needs_a_background_thread() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fits import our_warnings, weights_of
-from stepping import SAM
+from pytorch_optimizer import SAM
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_hiercomm import AllReduce, PeriodicAveraging

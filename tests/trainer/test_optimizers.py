@@ -8,7 +8,7 @@ import torch.distributed as dist
 from fits import outcome, outcomes
 from lightning.pytorch.callbacks import ModelCheckpoint
 from problems import Oracle, Quadratic
-from stepping import SAM
+from pytorch_optimizer import SAM
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_hiercomm import AllReduce, Gossip, PeriodicAveraging, StepsDelay
