@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from pairwise import on_push
 from trainer_combinations import Fit, check, drawn, ranks
@@ -35,6 +37,23 @@ PERIODIC = {"sync_every": 4, "at_epoch_end": True, "order": "after_step"}
 @pytest.mark.parametrize("how", [{"accumulate": 2}, {"manual": True}], ids=["accumulated", "manual"])
 def test_gradients_after_an_unfreeze_follow_the_synchronized_set(how):
     check(Fit("periodic", PERIODIC, "1+1", unfreeze=2, **how))
+
+
+DILOCO = {"sync_every": 3, "outer_optimizer": "nesterov", "fragments": 1, "staleness": 0, "keep_local": 0.0}
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        Fit("periodic", PERIODIC, "2x2", warmup=6, wire="int4", optimizer="adam", steps=3, epochs=4),
+        Fit("periodic", PERIODIC, "4 of 1", warmup=4, accumulate=2, steps=4),
+        Fit("diloco", DILOCO, "2x2", warmup=0.5, optimizer="adam", steps=3, epochs=4),
+    ],
+    ids=["codes", "accumulated", "outer optimizer"],
+)
+def test_a_synchronous_phase_and_its_resumes_equal_the_calculation(fit):
+    for resume in (fit.synchronous_steps - 3, fit.synchronous_steps - 1, fit.synchronous_steps + 1):
+        check(replace(fit, resume=resume))
 
 
 OF_SCHEMES = {
