@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from fits import whole_and_resumed
 from problems import Oracle
-from torch.utils.data import DataLoader
 
 from lightning_hiercomm import AllReduce, PeriodicAveraging
 
@@ -16,35 +14,24 @@ pytestmark = pytest.mark.pooled
 
 @pytest.mark.parametrize("how", ["added", "replaced"])
 def test_parameters_that_come_in_mid_run_get_the_mean_of_all_gradients(fit, how):
-    class Growing(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.values = torch.nn.ParameterList([torch.zeros(1)])
-            self.report = []
-
+    class Growing(Oracle):
         def training_step(self, batch, batch_idx):
-            return 0.5 * sum((value - self.global_rank).square().sum() for value in self.values)
+            return 0.5 * sum((value - self.global_rank).square().sum() for value in self.parameters())
 
         def on_train_batch_start(self, batch, batch_idx):
             if batch_idx == 2:
                 new = torch.nn.Parameter(torch.full((1,), 8.0))
                 if how == "added":
-                    self.values.append(new)
+                    self.y = new
                     self.optimizers().add_param_group({"params": [new], "lr": 0.5})
                 else:
-                    self.values[0] = new
+                    self.x = new
                     self.optimizers().param_groups[0]["params"] = [new]
 
         def on_train_batch_end(self, *_):
-            self.report.append([value.item() for value in self.values])
+            self.report.append([value.item() for value in self.parameters()])
 
-        def train_dataloader(self):
-            return DataLoader(torch.zeros(6, 1))
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    reports = fit(Growing(), {"scheme": AllReduce(), "ranks_per_node": 2}, max_epochs=1, use_distributed_sampler=False)
+    reports = fit(Growing(6), {"scheme": AllReduce()})
     old, new, expected = 0.0, 8.0, []
     for step in range(6):  # the mean of all ranks' targets is 1.5
         old = old - 0.5 * (old - 1.5)

@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from problems import Net, one_trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from problems import Net, SaveAfter, one_trainer
 
 from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm.trainer.epoch_clock import length_of_run
@@ -21,26 +21,19 @@ class Foreseeing(Net):
         self.report = length_of_run(self.trainer)
 
 
-class SavesOnce(pl.Callback):
-    """In mid-epoch, or at an epoch's end."""
+IN_EPOCH, AT_ITS_END = {"every_n_train_steps": 8}, {"every_n_epochs": 2, "save_on_train_epoch_end": True}
 
-    def __init__(self, path: Path, at_epoch_end: bool, step: int = 8) -> None:
-        self.path, self.at_epoch_end, self.step = path, at_epoch_end, step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not self.at_epoch_end and trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self.at_epoch_end and trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.path)
+def saving(folder: Path, when: dict[str, Any]) -> dict[str, Any]:
+    """A Trainer's arguments with which it saves once, to ``saved.ckpt``."""
+    return {"callbacks": [ModelCheckpoint(folder, "saved", **when)], "enable_checkpointing": True}
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("at_epoch_end", [True, False])
+@pytest.mark.parametrize("when", [IN_EPOCH, AT_ITS_END], ids=str)
 @pytest.mark.parametrize("accumulated", [1, 4])
 @pytest.mark.parametrize("now", [6, 10, 3])
-def test_a_resume_with_another_epoch_length_knows_the_end(tmp_path, at_epoch_end, accumulated, now):
+def test_a_resume_with_another_epoch_length_knows_the_end(tmp_path, when, accumulated, now):
     path = tmp_path / "saved.ckpt"
 
     def trained(steps: int, **arguments: Any) -> pl.Trainer:
@@ -49,14 +42,14 @@ def test_a_resume_with_another_epoch_length_knows_the_end(tmp_path, at_epoch_end
         run.fit(Foreseeing(steps * accumulated - accumulated // 2), ckpt_path=path if path.exists() else None)
         return run
 
-    trained(6, max_epochs=2, callbacks=[SavesOnce(path, at_epoch_end)])
+    trained(6, max_epochs=2, **saving(tmp_path, when))
     run = trained(now, max_epochs=4)
     assert run.lightning_module.report == (4, run.global_step)
 
 
 def test_a_resume_that_ends_by_max_steps_knows_the_end(tmp_path):
     path = tmp_path / "saved.ckpt"
-    one_trainer(tmp_path, strategy=HierarchicalStrategy(), callbacks=[SavesOnce(path, True)]).fit(Foreseeing(6))
+    one_trainer(tmp_path, strategy=HierarchicalStrategy(), **saving(tmp_path, AT_ITS_END)).fit(Foreseeing(6))
     run = one_trainer(tmp_path, strategy=HierarchicalStrategy(), max_epochs=None, max_steps=20)
     run.fit(Foreseeing(3), ckpt_path=path)
     assert run.lightning_module.report == (run.current_epoch, 20)
@@ -64,7 +57,7 @@ def test_a_resume_that_ends_by_max_steps_knows_the_end(tmp_path):
 
 def test_a_resumed_epoch_accumulates_the_trainers_number_of_batches(tmp_path):
     path = tmp_path / "saved.ckpt"
-    for saves in ([SavesOnce(path, False, step=4)], []):
+    for saves in ([SaveAfter(4, path)], []):
         callbacks = [GradientAccumulationScheduler({0: 2, 1: 3}), *saves]
         run = one_trainer(tmp_path, strategy=HierarchicalStrategy(), max_epochs=3, callbacks=callbacks)
         run.fit(Foreseeing(6), ckpt_path=path if path.exists() else None)

@@ -1,17 +1,18 @@
-"""Gradients that programs accumulate in ``no_sync`` are exchanged once."""
+"""Gradients that programs accumulate in ``no_sync`` are exchanged once, and those that they keep stay as they are."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from fits import fit_here
-from problems import SHORT_SCHEMES, Quadratic
+from fits import fit_here, weights_of
+from lightning.pytorch.strategies import DDPStrategy
+from problems import SHORT_SCHEMES, Quadratic, fitted
 
-pytestmark = pytest.mark.pooled
+from lightning_hiercomm import HierarchicalStrategy
+
 STEPS = 4
 
 
@@ -36,10 +37,6 @@ class Accumulates(Quadratic):
             optimizer.zero_grad()
 
 
-def weights(module: pl.LightningModule) -> list[list[float]]:
-    return [parameter.flatten().tolist() for parameter in module.parameters()]
-
-
 def _accumulated(folder):
     """By scheme, whether both ways to DDP do the same, after a comparison with a run without no_sync."""
     found = {}
@@ -47,7 +44,7 @@ def _accumulated(folder):
         ends = []
         for module in (Accumulates(""), Accumulates(), Accumulates("strategy.model")):
             fit_here(folder, module, SHORT_SCHEMES[name], max_epochs=1)
-            ends.append((module.report, weights(module)))
+            ends.append((module.report, weights_of(module)))
         torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
         found[name] = ends[1] == ends[2]
     return found
@@ -76,7 +73,7 @@ def _with_feedback(folder):
     for wire in ("int8", "int4"):
         for module, arguments in ((Accumulates(), {}), (AccumulatesByTrainer(), {"accumulate_grad_batches": 2})):
             fit_here(folder, module, "all_reduce", wire_dtype=wire, **arguments)
-            found.append((wire, module.report, weights(module)))
+            found.append((wire, module.report, weights_of(module)))
     return found
 
 
@@ -85,3 +82,35 @@ def test_narrow_wires_send_gradients_accumulated_in_no_sync_once(borrow):
         assert found[0] == found[1]
         assert found[2] == found[3]
         assert found[0][2] != found[2][2], "wires differ"
+
+
+class Surgery(Quadratic):
+    """Combines gradients of two losses that it keeps, as PCGrad does, with one of the step before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.before: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        kept = []
+        for samples in (batch[0], batch[0].square()):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(samples))
+            kept.append([parameter.grad for parameter in self.parameters()])
+        for parameter, one, two, before in zip(self.parameters(), *kept, self.before or kept[0], strict=True):
+            parameter.grad = one - 0.3 * two + before / 2
+        self.before = kept[0]
+        optimizer.step()
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2], ids=["2x1", "2x2"])
+def test_programs_that_keep_gradients_train_as_on_ddp(borrow, ranks_per_node):
+    def both(folder):
+        strategies = DDPStrategy(), HierarchicalStrategy("all_reduce", ranks_per_node=ranks_per_node)
+        arguments = {"devices": 2 * ranks_per_node, "max_epochs": 1}
+        return [fitted(folder, Surgery(), strategy, **arguments)["state_dict"] for strategy in strategies]
+
+    for ddp, ours in borrow(both, ranks=2 * ranks_per_node):
+        torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-7)
