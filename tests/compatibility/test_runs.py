@@ -127,11 +127,3 @@ def test_command_line(scheme_name, scheme_arguments, tmp_path, monkeypatch):
     module = Quadratic()
     one_trainer(tmp_path).fit(module)
     equal(cli.model.state_dict(), module.state_dict())
-
-
-@pytest.mark.feature("LightningCLI")
-def test_registered_name(scheme_name, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["program"])
-    args = ["--trainer.accelerator=cpu", f"--trainer.strategy=hierarchical_{scheme_name}"]
-    cli = LightningCLI(Quadratic, run=False, args=args, save_config_callback=None)
-    assert type(cli.trainer.strategy.scheme) is SCHEMES[scheme_name]
