@@ -15,10 +15,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
-from support.zoo import ZOO
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+from problems import QUIET, SaveAfter
+from zoo import ZOO
 
 from lightning_hiercomm import (
     HeterogeneousBatches,
@@ -95,17 +98,6 @@ class Dropping(Net):
         torch.manual_seed(self.global_rank)
 
 
-class SaveAfter(pl.Callback):
-    """Saves what a fit can be resumed from to the bit."""
-
-    def __init__(self, step: int, path: Path) -> None:
-        self._step, self._path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        if trainer.global_step == self._step:
-            trainer.save_checkpoint(self._path)
-
-
 class Sizes(Net):
     """Reports the sizes of its batches."""
 
@@ -118,17 +110,8 @@ def fit(
     module: pl.LightningModule, strategy: Any, accelerator: str, path: Path | None = None, **arguments: Any
 ) -> dict[str, Any]:
     """Weights on the CPU, the report, and where the weights lay; resumed from a path if there is one."""
-    trainer = pl.Trainer(
-        accelerator=accelerator,
-        devices=1,
-        num_nodes=2,
-        strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, **arguments},
-    )
+    own = {**QUIET, "accelerator": accelerator, "devices": 1, "num_nodes": 2, "strategy": strategy, "max_epochs": 1}
+    trainer = pl.Trainer(**{**own, **arguments})
     devices: set[str] = set()
 
     class Looks(pl.Callback):

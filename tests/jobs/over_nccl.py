@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
-from jobs.on_a_device import SCHEMES, Net
+from jobs.on_a_device import QUIET, SCHEMES, Net
 
 from lightning_hiercomm import HierarchicalStrategy
 
@@ -20,16 +20,8 @@ def fits() -> dict[str, torch.Tensor]:
     found = {}
     for name, scheme in SCHEMES.items():
         module = Net()
-        pl.Trainer(
-            accelerator="gpu",
-            devices=int(os.environ["WORLD_SIZE"]),
-            strategy=HierarchicalStrategy(scheme, ranks_per_node=1),
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        ).fit(module)
+        own = {"devices": int(os.environ["WORLD_SIZE"]), "strategy": HierarchicalStrategy(scheme, ranks_per_node=1)}
+        pl.Trainer(**{**QUIET, "accelerator": "gpu", "max_epochs": 1, **own}).fit(module)
         found[name] = torch.nn.utils.parameters_to_vector(module.parameters()).detach().cpu()
     return found
 
