@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from fits import whole_and_resumed
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from pairwise import on_push
-from problems import Net, Quadratic, SaveAfterEpoch, one_trainer, report_of, same_bits
+from problems import Quadratic, SaveAfterEpoch, one_trainer, report_of, same_bits
+from trainer_combinations import Fit, check
 
-from lightning_hiercomm import HierarchicalStrategy
-from lightning_hiercomm.schemes import SCHEMES
+from lightning_hiercomm import Epochs, HierarchicalStrategy
 
 HERE = "two nodes of two ranks"
 PLACES = {
@@ -108,44 +107,14 @@ def test_a_plain_checkpoint_of_mid_epoch(on_ranks, tmp_path):
 
 AS_PUBLISHED = {
     "periodic": {"sync_every": 4},
-    "daso": {"sync_every": 3, "staleness": 2, "warmup": 0, "cooldown": 0},
+    "daso": {"sync_every": 3, "staleness": 2, "warmup": Epochs(0), "cooldown": Epochs(0)},
     "steps_delay": {"delay": 3, "warmup_steps": 3},
     "gossip": {"fragments": 3, "overlap": True},
 }
 
 
-class Dropped(Net):
-    """Dropout, noise that comes with the batch, momentum, BatchNorm; samples depend on rank and step only."""
-
-    def __init__(self) -> None:
-        super().__init__(steps=6)
-        self.norm = torch.nn.BatchNorm1d(6)
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        self.noise = torch.randn(4, 6)
-        return batch
-
-    def training_step(self, batch, batch_idx):
-        generator = torch.Generator().manual_seed(10 * self.trainer.global_step + self.global_rank)
-        x = torch.randn(4, 6, generator=generator) + 0.1 * self.noise
-        x = torch.nn.functional.dropout(self.norm(x))
-        return torch.nn.functional.cross_entropy(self.layers(x), torch.arange(4) % 3)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
 @pytest.mark.feature("checkpoint_replicas=True: resume to the bit, from any step")
 @pytest.mark.parametrize("step", on_push([3, 4, 5, 6, 8], 5))
-def test_resume_to_the_bit(borrow, scheme_name, step):
-    scheme = SCHEMES[scheme_name](**AS_PUBLISHED.get(scheme_name, {}))
-    arguments = {"after": step, "devices": 4, "ranks_per_node": 2, "use_distributed_sampler": False}
-
-    def main(folder: Any) -> list[dict[str, torch.Tensor]]:
-        return [module.state_dict() for module in whole_and_resumed(folder, Dropped, scheme, **arguments)]
-
-    ranks = borrow(main)
-    for states in ranks:
-        for state in states:
-            for name, expected in ranks[0][0].items():
-                assert torch.equal(state[name], expected), name
+def test_resume_to_the_bit(scheme_name, step):
+    arguments = AS_PUBLISHED.get(scheme_name, {})
+    check(Fit(scheme_name, arguments, "2x2", optimizer="momentum", steps=6, module=("batchnorm", "noise"), resume=step))

@@ -15,9 +15,8 @@ from fits import whole_and_resumed
 from harness import TARGETS
 from lightning.pytorch.callbacks import LambdaCallback, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
-from problems import Oracle, fitted, one_trainer, same_bits
+from problems import Net, Oracle, fitted, one_trainer, same_bits
 from torch.distributed import distributed_c10d
-from torch.utils.data import DataLoader
 
 from lightning_hiercomm import DASO, AllReduce, DiLoCo, Epochs, Health, HierarchicalStrategy, PeriodicAveraging
 from lightning_hiercomm.control.plane import RankFailure
@@ -25,36 +24,19 @@ from lightning_hiercomm.control.plane import RankFailure
 pytestmark = pytest.mark.pooled
 
 
-class Net(pl.LightningModule):
-    """A small network with everything that could go wrong bitwise: frozen, tied, BatchNorm, momentum."""
+class Unusual(Net):
+    """Everything that could go wrong bitwise: frozen, tied, BatchNorm, momentum."""
 
-    def __init__(self, samples: int = 48, batch_size: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = torch.nn.Linear(6, 8)
-        self.norm = torch.nn.BatchNorm1d(8)
-        self.hidden = torch.nn.Linear(8, 8)
-        self.tied = torch.nn.Linear(8, 8)
-        self.tied.weight = self.hidden.weight
-        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
-        self.head = torch.nn.Linear(8, 3)
-        self.samples, self.batch_size = samples, batch_size
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.embed(x))
-        return self.head(self.frozen(self.tied(torch.relu(self.hidden(x)))))
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+    def __init__(self) -> None:
+        super().__init__(steps=12)
+        hidden, tied = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        tied.weight = hidden.weight
+        frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+        first, *others = self.layers
+        self.layers = torch.nn.Sequential(first, torch.nn.BatchNorm1d(8), hidden, tied, frozen, *others)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    def train_dataloader(self) -> DataLoader:
-        generator = torch.Generator().manual_seed(1)
-        x = torch.randn(self.samples, 6, generator=generator)
-        y = torch.randint(3, (self.samples,), generator=generator)
-        return DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=self.batch_size)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +66,7 @@ def test_ranks_follow_the_table_to_the_digit(fit, scheme, ranks_per_node, device
 def test_one_node_gives_the_weights_of_ddp_bit_for_bit(launch, monkeypatch, devices, shares_memory):
     def train(folder):
         ours = [HierarchicalStrategy(scheme, ranks_per_node=devices) for scheme in (AllReduce(), PeriodicAveraging(3))]
-        return [fitted(folder, Net(), each, devices=devices)["state_dict"] for each in (DDPStrategy(), *ours)]
+        return [fitted(folder, Unusual(), each, devices=devices)["state_dict"] for each in (DDPStrategy(), *ours)]
 
     monkeypatch.setenv("HIERCOMM_SHARED_MEMORY", shares_memory)
     ddp, *ours = launch(train, ranks=devices)[0]
@@ -206,5 +188,5 @@ def test_the_cool_down_is_in_the_last_epoch_that_trains(fit):
     averaging = StochasticWeightAveraging(0.05, swa_epoch_start=1)
     callbacks = [averaging, LambdaCallback(on_train_batch_end=note_phase)]
     strategy = {"scheme": DASO(2, warmup=Epochs(1), cooldown=Epochs(1)), "ranks_per_node": 1}
-    for report in fit(Net(), strategy, devices=2, max_epochs=4, callbacks=callbacks):
+    for report in fit(Unusual(), strategy, devices=2, max_epochs=4, callbacks=callbacks):
         assert report["report"] == ["warm-up", "cycling", "cycling", "cool-down"]
