@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -56,22 +56,26 @@ train_with_momentum = partial(
 """Every rank towards targets of its own, in float64, to the end of the run."""
 
 
-class Oracle(pl.LightningModule):
+class Problem(pl.LightningModule):
+    """A module that takes so many steps an epoch; its other arguments are attributes of a test's own."""
+
+    def __init__(self, steps: int = 4, **own: Any) -> None:
+        super().__init__()
+        self.steps = steps
+        self.report: Any = None
+        for name, value in own.items():
+            setattr(self, name, value)
+
+
+class Oracle(Problem):
     """Rank r minimises 0.5 (x - a_r)^2 from 0 with SGD, the a_r being ``targets``; ``report`` is x after each batch."""
 
-    def __init__(
-        self,
-        steps: int = 4,
-        *,
-        targets: Sequence[float] = TARGETS,
-        learning_rate: float = 0.5,
-        momentum: float = 0.0,
-    ) -> None:
-        super().__init__()
+    targets, learning_rate, momentum = TARGETS, 0.5, 0.0
+
+    def __init__(self, steps: int = 4, **own: Any) -> None:
+        super().__init__(steps, **own)
         self.x = torch.nn.Parameter(torch.zeros(1))
-        self.steps, self.targets = steps, targets
-        self.learning_rate, self.momentum = learning_rate, momentum
-        self.report: Any = []
+        self.report = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (0.5 * (self.x - self.targets[self.global_rank]) ** 2).sum()
@@ -86,7 +90,7 @@ class Oracle(pl.LightningModule):
         return DataLoader(torch.arange(float(self.steps * self.trainer.world_size)).unsqueeze(1))
 
 
-class Quadratic(pl.LightningModule):
+class Quadratic(Problem):
     """The loss of a sample ``a`` is ``0.5 |x - a|^2``, with x all the parameters.
 
     The gradient is linear in x and in the samples. So while every rank trains on samples of its own, the mean of x over
@@ -96,13 +100,11 @@ class Quadratic(pl.LightningModule):
 
     lr = 0.1
 
-    def __init__(self, steps: int = 4) -> None:
-        super().__init__()
+    def __init__(self, steps: int = 4, **own: Any) -> None:
+        super().__init__(steps, **own)
         torch.manual_seed(0)
         self.backbone = nn.Linear(3, 2)
         self.head = nn.Linear(2, 1)
-        self.steps = steps
-        self.report: Any = None
 
     def loss(self, samples: Tensor, *layers: nn.Module) -> Tensor:
         """Of one of the layers, or of all parameters."""
@@ -181,9 +183,8 @@ class Drifting(pl.LightningModule):
 
 
 class Manual(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    def __init__(self, steps: int = 4, **own: Any) -> None:
+        super().__init__(steps, **{"automatic_optimization": False, **own})
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
@@ -207,15 +208,13 @@ class Normalized(Quadratic):
         self.norm.running_var.zero_()  # that of a large batch is not the mean of those of small ones
 
 
-class Net(pl.LightningModule):
+class Net(Problem):
     """A classifier whose ranks all train on the same samples: then any exchange is between equals."""
 
-    def __init__(self, steps: int = 4) -> None:
-        super().__init__()
+    def __init__(self, steps: int = 4, **own: Any) -> None:
+        super().__init__(steps, **own)
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-        self.steps = steps
-        self.report: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])

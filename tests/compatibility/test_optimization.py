@@ -12,8 +12,7 @@ class Gan(Net):
     """The discriminator steps at every batch, the generator at every second one."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+        super().__init__(automatic_optimization=False)
         self.generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
 
     def training_step(self, batch, batch_idx):
@@ -76,11 +75,7 @@ def test_batchnorm_statistics_are_those_of_first_ranks(fit_on_ranks):
     assert reports[0]["state_dict"]["norm.running_mean"].abs().min() > 0.1
 
 
-class Synced(Quadratic):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(11, affine=False)
-
+class Synced(Normalized):
     def training_step(self, batch, batch_idx):
         ranks = torch.distributed.get_process_group_ranks(self.norm.process_group)
         self.report = (type(self.norm).__name__, ranks)

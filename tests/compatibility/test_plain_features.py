@@ -63,12 +63,8 @@ class Epochs(Quadratic):
 
 
 class Scheduled(Quadratic):
-    def __init__(self, interval: str) -> None:
-        super().__init__()
-        self.interval = interval
-
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": self.interval}]
 
@@ -135,12 +131,12 @@ def row(
         row([feature("gradient clipping by norm and by value"), nightly], Net, gradient_clip_algorithm="value", **CLIP),
         row(
             [feature("learning rate schedulers, by step and by epoch"), nightly],
-            partial(Scheduled, "step"),
+            partial(Scheduled, interval="step"),
             lambda one: len({*one["report"]}) == 8,
         ),
         row(
             feature("learning rate schedulers, by step and by epoch"),
-            partial(Scheduled, "epoch"),
+            partial(Scheduled, interval="epoch"),
             lambda one: len({*one["report"]}) == 2,
         ),
         row(feature("ReduceLROnPlateau"), OnPlateau, lambda one: one["report"][-1] < 0.9, max_epochs=3),

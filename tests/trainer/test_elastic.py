@@ -43,9 +43,7 @@ from lightning_hiercomm.trainer.epoch_clock import check_training
 class Logging(Quadratic):
     """Logs its loss in training and in validation, and the step."""
 
-    def __init__(self, plateau: str | None = None) -> None:
-        super().__init__()
-        self.plateau = plateau
+    plateau: str | None = None
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -54,7 +52,7 @@ class Logging(Quadratic):
         return loss
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        optimizer = super().configure_optimizers()
         if self.plateau is None:
             return optimizer
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -81,7 +79,7 @@ Checks = type("Checks", (ElasticNode,), dict.fromkeys(HOOKS, nothing))
 def fit(folder, *callbacks: pl.Callback, plateau: str | None = None) -> None:
     checks = node(kind=Checks)
     run = one_trainer(folder, callbacks=[checks, *callbacks], enable_checkpointing=True, max_epochs=2)
-    run.fit(Logging(plateau))
+    run.fit(Logging(plateau=plateau))
 
 
 @pytest.mark.parametrize("monitor", ["loss", "loss_step", "loss_epoch"])

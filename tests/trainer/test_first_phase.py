@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fits import fit_here, outcome
-from problems import Oracle, Quadratic, Stream, fitted
-from torch import nn
+from problems import Normalized, Oracle, Quadratic, Stream, fitted
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalFabricStrategy, HierarchicalStrategy, PeriodicAveraging
@@ -14,10 +13,6 @@ from lightning_hiercomm import AllReduce, DiLoCo, HierarchicalFabricStrategy, Hi
 
 class TwoSteps(Oracle):
     """Steps twice in each batch; reports the parameter, and the size of DDP's process group."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(steps)
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         for _ in range(2):
@@ -34,7 +29,7 @@ def test_a_phase_that_ends_within_a_batch_regroups_ranks_with_the_next(borrow):
     """Three synchronous steps go towards 4, and each further one half of the way to the node's 1 or 7."""
 
     def main(folder):
-        module = TwoSteps(3)
+        module = TwoSteps(3, automatic_optimization=False)
         fit_here(folder, module, PeriodicAveraging(6, warmup_steps=3), ranks_per_node=2, devices=4, max_epochs=1)
         return module.report
 
@@ -42,12 +37,8 @@ def test_a_phase_that_ends_within_a_batch_regroups_ranks_with_the_next(borrow):
         assert report == [(3.0, 4), ((3.5 + (1.0 if rank < 2 else 7.0)) / 2, 4), (3.9375, 2)]
 
 
-class OnOneNode(Quadratic):
+class OnOneNode(Normalized):
     """Uses its head on the first node only, and normalizes what it gets."""
-
-    def __init__(self) -> None:
-        super().__init__(steps=4)
-        self.norm = nn.BatchNorm1d(11, affine=False)
 
     def training_step(self, batch, batch_idx):
         layers = (self.backbone, self.head) if self.global_rank < 2 else (self.backbone,)
@@ -83,7 +74,7 @@ def test_a_share_of_an_unknown_number_of_steps_is_refused_by_name(borrow):
         found = []
         for module, arguments in (
             (Unsized(), {"max_epochs": 1}),
-            (TwoSteps(2), {"max_epochs": 1}),
+            (TwoSteps(2, automatic_optimization=False), {"max_epochs": 1}),
             (Quadratic(), {"max_epochs": -1}),
         ):
             error, *_ = outcome(folder, module, PeriodicAveraging(2, warmup_steps=0.5), **arguments)

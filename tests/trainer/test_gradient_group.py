@@ -5,22 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from fits import outcome, outcomes
-from problems import Quadratic
+from problems import Manual, Quadratic
 
 from lightning_hiercomm import AllReduce, PeriodicAveraging
 
 
-class Plain(Quadratic):
-    """Two optimizers; some backward passes are plain ones, which average nothing.
-
-    Args:
-        how: Which.
-    """
-
-    def __init__(self, how):
-        super().__init__()
-        self.automatic_optimization = False
-        self.how = how
+class Plain(Manual):
+    """Two optimizers; some backward passes are plain ones, which average nothing: ``how``."""
 
     def configure_optimizers(self):
         return [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in (self.backbone, self.head)]
@@ -49,7 +40,7 @@ class Plain(Quadratic):
 
 
 def test_gradients_that_ranks_should_share_and_do_not_are_named(borrow):
-    for name, ranks in outcomes(borrow, {how: (Plain(how), AllReduce()) for how in ("all", "second")}):
+    for name, ranks in outcomes(borrow, {how: (Plain(how=how), AllReduce()) for how in ("all", "second")}):
         assert [error for error, _, _ in ranks] == ["", ""]
         assert [len(said) for _, said, _ in ranks] == [1, 0], name
         said = ranks[0][1][0]
@@ -60,15 +51,15 @@ def test_gradients_that_ranks_should_share_and_do_not_are_named(borrow):
 def test_gradients_that_are_averaged_in_any_way_are_right(borrow):
     ways = ("clips", "averages itself")
     layouts = ((AllReduce(), 1), (PeriodicAveraging(2), 2))
-    fits = {f"{how}, {layout}": (Plain(how), *layout) for how in ways for layout in layouts}
-    for name, ranks in outcomes(borrow, {**fits, "one rank per node": (Plain("all"), PeriodicAveraging(2), 1)}):
+    fits = {f"{how}, {layout}": (Plain(how=how), *layout) for how in ways for layout in layouts}
+    for name, ranks in outcomes(borrow, {**fits, "one rank per node": (Plain(how="all"), PeriodicAveraging(2), 1)}):
         said = [(error, [text for text in said if "one node" not in text]) for error, said, _ in ranks]
         assert said == [("", [])] * 2, name
 
 
 def test_ranks_of_a_node_that_do_not_share_gradients_are_named(borrow):
     def program(folder):
-        return outcome(folder, Plain("all"), PeriodicAveraging(2), 2, devices=4)
+        return outcome(folder, Plain(how="all"), PeriodicAveraging(2), 2, devices=4)
 
     said = [said for _, said, _ in borrow(program, ranks=4)]
     assert [len(each) for each in said] == [1, 0, 1, 0]

@@ -9,23 +9,20 @@ import pytest
 import torch
 from fits import fit_here, weights_of
 from lightning.pytorch.strategies import DDPStrategy
-from problems import SHORT_SCHEMES, Quadratic, fitted
+from problems import SHORT_SCHEMES, Manual, fitted
 
 from lightning_hiercomm import HierarchicalStrategy
 
-STEPS = 4
 
-
-class Accumulates(Quadratic):
+class Accumulates(Manual):
     """Steps after every second batch; the first of the two is not to be reduced."""
 
-    def __init__(self, through: str = "trainer.model") -> None:
-        super().__init__(2 * STEPS)
-        self.automatic_optimization = False
-        self.through = through
-        self.report: Any = []
+    through = "trainer.model"
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def on_train_start(self) -> None:
+        self.report = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer: Any = self.optimizers()
         ends = batch_idx % 2 == 1
         model = self.trainer.model if self.through == "trainer.model" else self.trainer.strategy.model
@@ -42,7 +39,7 @@ def _accumulated(folder):
     found = {}
     for name in ("all_reduce", "periodic", "steps_delay"):
         ends = []
-        for module in (Accumulates(""), Accumulates(), Accumulates("strategy.model")):
+        for module in (Accumulates(8, through=through) for through in ("", "trainer.model", "strategy.model")):
             fit_here(folder, module, SHORT_SCHEMES[name], max_epochs=1)
             ends.append((module.report, weights_of(module)))
         torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
@@ -57,10 +54,6 @@ def test_no_sync_accumulates_on_nodes_of_one_rank(borrow):
 class AccumulatesByTrainer(Accumulates):
     """The same steps in automatic optimization, where Lightning keeps DDP from reducing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = True
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch[0])
 
@@ -71,7 +64,8 @@ class AccumulatesByTrainer(Accumulates):
 def _with_feedback(folder):
     found = []
     for wire in ("int8", "int4"):
-        for module, arguments in ((Accumulates(), {}), (AccumulatesByTrainer(), {"accumulate_grad_batches": 2})):
+        by_trainer = AccumulatesByTrainer(8, automatic_optimization=True)
+        for module, arguments in ((Accumulates(8), {}), (by_trainer, {"accumulate_grad_batches": 2})):
             fit_here(folder, module, "all_reduce", wire_dtype=wire, **arguments)
             found.append((wire, module.report, weights_of(module)))
     return found
@@ -84,13 +78,10 @@ def test_narrow_wires_send_gradients_accumulated_in_no_sync_once(borrow):
         assert found[0][2] != found[2][2], "wires differ"
 
 
-class Surgery(Quadratic):
+class Surgery(Manual):
     """Combines gradients of two losses that it keeps, as PCGrad does, with one of the step before."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.before: list[torch.Tensor] = []
+    before: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fits import outcome, outcomes
+from fits import outcome, outcomes, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
-from problems import Oracle, Quadratic
+from problems import Manual, Oracle, Quadratic
 from pytorch_optimizer import SAM
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -15,11 +15,9 @@ from lightning_hiercomm import AllReduce, Gossip, PeriodicAveraging, StepsDelay
 
 
 class Sharded(Quadratic):
-    """Adam, perhaps with its state sharded over the default process group or over the node's."""
+    """Adam, perhaps with its state sharded ``over`` the default process group or the node's."""
 
-    def __init__(self, over: str | None = "world") -> None:
-        super().__init__()
-        self.over = over
+    over: str | None = "world"
 
     def configure_optimizers(self):
         if self.over is None:
@@ -36,8 +34,9 @@ def test_zero_equals_adam_where_ranks_hold_equal_parameters(borrow, over, scheme
         """Train one epoch, and a second one from its checkpoint."""
         saves = ModelCheckpoint(folder / str(over), filename="saved")
         arguments = {"ranks_per_node": 2, "devices": 4, "callbacks": [saves], "enable_checkpointing": True}
-        first = outcome(folder, Sharded(over), scheme, **arguments, max_epochs=1)
-        return first, outcome(folder, Sharded(over), scheme, **arguments, ckpt_path=folder / str(over) / "saved.ckpt")
+        first = outcome(folder, Sharded(over=over), scheme, **arguments, max_epochs=1)
+        path = folder / str(over) / "saved.ckpt"
+        return first, outcome(folder, Sharded(over=over), scheme, **arguments, ckpt_path=path)
 
     for ours, adam in borrow(lambda folder: (resumed(folder, over), resumed(folder, None)), ranks=4):
         for (error, said, weights), (_, _, expected) in zip(ours, adam, strict=True):
@@ -65,9 +64,7 @@ class Gathering(torch.optim.SGD):
 class Gathered(Quadratic):
     """Trained by :class:`Gathering`; its hooks communicate, too, but not in the optimizer."""
 
-    def __init__(self, at=()):
-        super().__init__()
-        self.at = at
+    at = ()
 
     def configure_optimizers(self):
         return Gathering(self.parameters(), self.at)
@@ -82,46 +79,27 @@ class Gathered(Quadratic):
 
 
 class Sharpness(Oracle):
-    """Trained by SAM, in halves, by a closure, or in halves in the hook that steps; or by hand, in the same way.
-
-    Args:
-        how: ``"halves"``, ``"closure"``, ``"hook"`` or ``"hand"``.
-    """
+    """Trained by SAM ``how``: in ``"halves"``, by a ``"closure"``, or in halves in the ``"hook"`` that steps."""
 
     def __init__(self, how):
-        super().__init__(8)
-        self.how = how
-        self.automatic_optimization = how == "hook"
+        super().__init__(8, how=how, automatic_optimization=how == "hook")
         self.y = torch.nn.Parameter(torch.tensor([3.0, -1.0]))
 
-    def loss(self):
-        target = self.targets[self.global_rank]
+    def loss(self, target):
         return 0.5 * (self.x - target).square().sum() + 0.25 * (self.y + target).square().square().sum() / 100
 
     def training_step(self, batch, batch_idx):
+        target = self.targets[self.global_rank]
         if self.automatic_optimization:
-            return self.loss()
+            return self.loss(target)
         optimizer = self.optimizers()
-        self.manual_backward(self.loss())
+        self.manual_backward(self.loss(target))
         if self.how == "halves":
             optimizer.first_step(zero_grad=True)
-            self.manual_backward(self.loss())
+            self.manual_backward(self.loss(target))
             optimizer.second_step(zero_grad=True)
-        elif self.how == "closure":
-            optimizer.step(closure=lambda: self.manual_backward(self.loss()))
-            optimizer.zero_grad()
         else:
-            norm = torch.cat([p.grad for p in self.parameters()]).norm()
-            old = [p.detach().clone() for p in self.parameters()]
-            with torch.no_grad():
-                for p in self.parameters():
-                    p.add_(p.grad * (0.05 / (norm + 1e-12)))
-            optimizer.zero_grad()
-            self.manual_backward(self.loss())
-            with torch.no_grad():
-                for p, value in zip(self.parameters(), old, strict=True):
-                    p.copy_(value)
-            optimizer.step()
+            optimizer.step(closure=lambda: self.manual_backward(self.loss(target)))
             optimizer.zero_grad()
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
@@ -131,42 +109,28 @@ class Sharpness(Oracle):
         optimizer.second_step(zero_grad=True)
 
     def configure_optimizers(self):
-        if self.how == "hand":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return SAM(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "ways"), [(AllReduce(), ("halves", "closure", "hook")), (PeriodicAveraging(2), ("closure",))]
-)
-def test_sam_follows_its_formulas(borrow, scheme, ways):
+def test_sam_of_two_nodes_goes_down_the_mean_of_their_losses(borrow):
+    alone = Sharpness("closure")
+    optimizer = alone.configure_optimizers()
+    for _ in range(2 * alone.steps):
+        for half in (optimizer.first_step, optimizer.second_step):
+            sum(alone.loss(target) for target in alone.targets[:2]).div(2).backward()
+            half(zero_grad=True)
+
     def program(folder):
-        trained = []
-        for how in ("hand", *ways):
-            module = Sharpness(how)
-            trained.append((outcome(folder, module, scheme), module.report))
-        return trained
+        return [outcome(folder, Sharpness(how), AllReduce()) for how in ("halves", "closure", "hook")]
 
-    ranks = borrow(program, ranks=2)
-    for ((_, _, expected), by_hand), *others in ranks:
-        for (error, _, weights), report in others:
+    for ways in borrow(program, ranks=2):
+        for error, _, weights in ways:
             assert error == ""
-            assert weights == pytest.approx(expected, abs=1e-6)
-            assert report == pytest.approx(by_hand, abs=1e-6)
-    assert ranks[0][1][0][2] == ranks[1][1][0][2]
+            assert weights == pytest.approx(weights_of(alone), abs=1e-6)
 
 
-class Uncounted(Quadratic):
-    """Changes its parameters in every batch without the step that is counted, or with it.
-
-    Args:
-        how: In which way.
-    """
-
-    def __init__(self, how):
-        super().__init__(steps=8)
-        self.automatic_optimization = False
-        self.how = how
+class Uncounted(Manual):
+    """Changes its parameters in every batch without the step that is counted, or with it: ``how``."""
 
     def configure_optimizers(self):
         return None if self.how == "by hand, without optimizer" else torch.optim.SGD(self.parameters(), lr=0.1)
@@ -203,7 +167,7 @@ PROGRAMS = {
     },
     "gathers in some steps": ((Gathered(at=(3, 6)), PeriodicAveraging(2)), [f"Gathering.{OVER_NODES}"]),
     "ZeRO over a node of ranks that train alone": (
-        (Sharded("node"), Gossip(hierarchical=False), 2),
+        (Sharded(over="node"), Gossip(hierarchical=False), 2),
         ["every rank trains a model of its own"],
     ),
     **{
@@ -215,7 +179,7 @@ PROGRAMS = {
     },
     **{
         f"parameters changed {how}": (
-            (Uncounted(how), PeriodicAveraging(2)),
+            (Uncounted(8, how=how), PeriodicAveraging(2)),
             [
                 "backbone.weight, backbone.bias, head.weight changed in 16 batches",
                 "Step what self.optimizers() returns",
@@ -223,8 +187,8 @@ PROGRAMS = {
         )
         for how in WAYS
     },
-    "parameters changed by hand, gossip": ((Uncounted("by hand"), Gossip()), UNCOUNTED),
-    "parameters changed by hand, steps_delay": ((Uncounted("by hand"), StepsDelay(2, 2)), UNCOUNTED),
+    "parameters changed by hand, gossip": ((Uncounted(8, how="by hand"), Gossip()), UNCOUNTED),
+    "parameters changed by hand, steps_delay": ((Uncounted(8, how="by hand"), StepsDelay(2, 2)), UNCOUNTED),
 }
 
 
@@ -236,12 +200,12 @@ def test_a_step_that_no_scheme_can_follow_ends_the_run_with_the_remedy(borrow, f
 
 def test_hooks_around_the_step_may_communicate(borrow):
     schemes = {AllReduce(): (1, 2), PeriodicAveraging(2): (), StepsDelay(2, 2): ()}
-    for name, ranks in outcomes(borrow, {repr(scheme): (Gathered(at), scheme) for scheme, at in schemes.items()}):
+    for name, ranks in outcomes(borrow, {repr(scheme): (Gathered(at=at), scheme) for scheme, at in schemes.items()}):
         assert [(error, said) for error, said, _ in ranks] == [("", [])] * 2, name
 
 
 def test_changes_need_no_counted_step_where_nodes_do_not_differ(borrow):
-    fits = {how: (Uncounted(how), AllReduce()) for how in ("counted", *WAYS)}
+    fits = {how: (Uncounted(8, how=how), AllReduce()) for how in ("counted", *WAYS)}
     (_, expected), *others = outcomes(borrow, fits)
     for name, ranks in others:
         for (error, _, weights), (_, _, right) in zip(ranks, expected, strict=True):
@@ -263,29 +227,21 @@ class Wrapper:
 
 
 class Wrapped(Quadratic):
-    """Trained by an optimizer inside something else, if that is given."""
-
-    def __init__(self, inside=None):
-        super().__init__()
-        self.inside = inside or (lambda optimizer: optimizer)
+    """Trained by an optimizer inside something else."""
 
     def configure_optimizers(self):
-        return self.inside(torch.optim.SGD(self.parameters(), lr=0.1))
+        return Wrapper(super().configure_optimizers())
 
 
 def test_a_wrapped_optimizer_trains_as_the_optimizer_itself(borrow):
-    fits = {str(each): (Wrapped(each), PeriodicAveraging(3)) for each in (Wrapper, None)}
+    fits = {str(module): (module, PeriodicAveraging(3)) for module in (Wrapped(), Quadratic())}
     (_, ours), (_, expected) = outcomes(borrow, fits)
     assert ours == expected
     assert ours[0][0] == ""
 
 
-class Quiet(Quadratic):
+class Quiet(Manual):
     """Initializes its parameters in the first batch, accumulates gradients over 20 batches, and clamps after each."""
-
-    def __init__(self):
-        super().__init__(steps=20)
-        self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         if self.global_step == batch_idx == 0:
@@ -303,5 +259,5 @@ class Quiet(Quadratic):
 
 
 def test_a_program_may_clamp_while_it_accumulates_gradients(borrow):
-    for error, said, _ in borrow(lambda folder: outcome(folder, Quiet(), PeriodicAveraging(2)), ranks=2):
+    for error, said, _ in borrow(lambda folder: outcome(folder, Quiet(20), PeriodicAveraging(2)), ranks=2):
         assert (error, said) == ("", [])
