@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from _lightning.conftest import boring
 from lightning.fabric import Fabric
-from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from torch import nn
@@ -26,8 +25,6 @@ from lightning_hiercomm._lightning.ddp import (
     explain_unused_parameters,
     forward_nothing,
     in_ddp,
-    is_not_insisted_on,
-    keep_sync_batchnorm_in_group,
     register_bucket_hook,
     time_buffer_broadcasts,
 )
@@ -44,29 +41,6 @@ def with_hook(model, change=lambda buffer: buffer, heard=lambda bucket: None):
 
     register_bucket_hook(model, reduce)
     return model
-
-
-def test_sync_batchnorm_layers_take_the_group():
-    model = nn.Sequential(nn.SyncBatchNorm(3), nn.BatchNorm1d(3))
-    group = object()
-    keep_sync_batchnorm_in_group(model, group)
-    assert model[0].process_group is group
-    assert not hasattr(model[1], "process_group")
-
-
-def test_ddp_broadcasts_its_buffers_where_we_time_it(process_group):
-    waits = []
-
-    @contextmanager
-    def waiting():
-        waits.append("begin")
-        yield
-        waits.append("end")
-
-    model = nn.parallel.DistributedDataParallel(nn.BatchNorm1d(2))
-    time_buffer_broadcasts(model, waiting)
-    model(torch.randn(3, 2))
-    assert waits == ["begin", "end"]
 
 
 class Normalizes(pl.LightningModule):
@@ -125,15 +99,6 @@ def test_unused_parameters_are_recognised_by_ddps_own_words():
     other = RuntimeError("something else")
     explain_unused_parameters(other, module)
     assert str(other) == "something else"
-
-
-def test_a_bucket_hook_reduces_the_gradients(process_group):
-    seen = []
-    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    with_hook(model, lambda buffer: buffer.mul_(3), lambda bucket: seen.append(bucket.buffer().clone()))
-    model(torch.tensor([[1.0, 2.0]])).sum().backward()
-    assert torch.equal(torch.cat(seen), torch.tensor([1.0, 2.0]))
-    assert torch.equal(model.module.weight.grad, torch.tensor([[3.0, 6.0]]))
 
 
 def _buckets_of_two_steps(wrap, **arguments):
@@ -200,26 +165,6 @@ def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_gro
         assert not wrapped.require_backward_grad_sync
     with control.no_backward_sync(wrapped, enabled=False):
         assert wrapped.require_backward_grad_sync
-
-
-def test_fabric_insists_on_a_backward_of_our_own_by_default():
-    class InsistsOn(SingleDeviceStrategy):
-        def backward(self, *args, **kwargs):
-            super().backward(*args, **kwargs)
-
-    class DoesNot(SingleDeviceStrategy):
-        @is_not_insisted_on
-        def backward(self, *args, **kwargs):
-            super().backward(*args, **kwargs)
-
-    for strategy, message in ((InsistsOn("cpu"), "requires you to call `fabric.backward"), (DoesNot("cpu"), None)):
-        model = Fabric(accelerator="cpu", devices=1, strategy=strategy).setup(nn.Linear(1, 1))
-        loss = model(torch.ones(1, 1)).sum()
-        if message is None:
-            torch.autograd.grad(loss, list(model.parameters()))
-        else:
-            with pytest.raises(RuntimeError, match=message):
-                torch.autograd.grad(loss, list(model.parameters()))
 
 
 def test_gradients_are_averaged_without_a_backward_pass(process_group):

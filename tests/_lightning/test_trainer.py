@@ -15,27 +15,16 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.tuner.batch_size_scaling import _scale_batch_size
 from lightning.pytorch.tuner.lr_finder import _lr_find
-from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
-from lightning_hiercomm import HierarchicalStrategy
 from lightning_hiercomm._lightning import trainer as ours
-
-
-def test_the_epoch_loop_calls_the_sigterm_broadcast_before_every_batch():
-    # on one rank it is not called at all, so look at the source: this is what `replace_sigterm_broadcast` stands on
-    source = inspect.getsource(_TrainingEpochLoop.advance)
-    assert "self._broadcast_sigterm_tensor()" in source
-    assert source.index("self._broadcast_sigterm_tensor()") < source.index("next(data_fetcher)")
-    assert "torch.distributed.broadcast(" in inspect.getsource(_TrainingEpochLoop._broadcast_sigterm_tensor)
 
 
 class Together:
@@ -97,15 +86,6 @@ def test_slurms_signal_saves_at_a_batch_common_to_all_ranks(monkeypatch, tmp_pat
         assert saved == 2 * expected
 
 
-def test_a_sigterm_reaches_the_replaced_handler_only():
-    run, ranks = quiet(), Together()
-    ours.replace_sigterm_broadcast(run, ranks)
-    with handling_signals(run):
-        signal.raise_signal(signal.SIGTERM)
-    assert ranks.heard == ["term"]
-    assert not run.received_sigterm
-
-
 def test_a_version_without_the_touched_method_is_refused(monkeypatch):
     monkeypatch.delattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
     with pytest.raises(RuntimeError, match=r"no _TrainingEpochLoop\._broadcast_sigterm_tensor"):
@@ -144,33 +124,6 @@ def test_an_exception_sets_the_trainer_state_before_callbacks_run():
     assert seen == [True]
     assert run.state.status == TrainerStatus.INTERRUPTED
     assert not ours.is_interrupted(None)
-
-
-def test_the_learning_rate_finder_restores_with_its_exception_on_the_way(tmp_path):
-    seen = []
-    look = {"lr": 0.1, "on_load_checkpoint": lambda self, checkpoint: seen.append(ours.exception_of_tuner())}
-    run = quiet(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
-    with pytest.raises(KeyError) as raised:
-        Tuner(run).lr_find(boring(training_step=stop, **look), num_training=2)
-    assert seen == [raised.value]
-    try:
-        raise ValueError
-    except ValueError:
-        assert ours.exception_of_tuner() is None
-
-
-def test_names_that_training_logs_are_known_as_callbacks_may_monitor_them():
-    def training_step(self, batch, batch_idx):
-        self.log("plain", 1.0)
-        self.log("forked", 1.0, on_step=True, on_epoch=True)
-        return BoringModel.training_step(self, batch, batch_idx)
-
-    def on_train_epoch_end(self):
-        assert ours.names_logged_in_training(self.trainer) == {"plain", "forked", "forked_step", "forked_epoch"}
-        assert {"forked_step", "forked_epoch", "plain", "validated"} <= self.trainer.callback_metrics.keys()
-
-    hooks = {"validation_step": lambda self, *_: self.log("validated", 1.0), "on_train_epoch_end": on_train_epoch_end}
-    quiet(max_epochs=1, limit_train_batches=2, limit_val_batches=1).fit(boring(training_step=training_step, **hooks))
 
 
 def test_lightning_averages_logged_values_in_batches_and_between_them(monkeypatch):
@@ -213,25 +166,6 @@ def test_the_first_callback_comes_before_the_users_and_can_leave():
     assert first not in run.callbacks
 
 
-def test_touched_epoch_ends_exist_in_lightning():
-    """Order of calls: the last batch's end, then validation, then the epoch's end."""
-    heard = []
-    listener = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: heard.append(("batch", trainer.is_last_batch)),
-        on_validation_start=lambda *_: heard.append("validation"),
-        on_train_epoch_end=lambda *_: heard.append("epoch"),
-    )
-    quiet(max_epochs=1, limit_train_batches=2, limit_val_batches=1, callbacks=[listener]).fit(BoringModel())
-    assert heard == [("batch", False), ("batch", True), "validation", "epoch"]
-
-
-def test_batches_that_stepped_are_the_loggers_steps():
-    run = quiet(max_steps=3, limit_val_batches=0)
-    assert ours.batches_that_stepped(run) == 0
-    run.fit(BoringModel())
-    assert ours.batches_that_stepped(run) == 3
-
-
 def test_the_epoch_that_only_collects_batchnorm_statistics_is_seen():
     skips, model = [], boring(train_dataloader=lambda self: DataLoader(torch.randn(4, 32), batch_size=4))
     model.layer = nn.Sequential(nn.BatchNorm1d(32), nn.Linear(32, 2))
@@ -239,45 +173,6 @@ def test_the_epoch_that_only_collects_batchnorm_statistics_is_seen():
     averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
     quiet(limit_train_batches=1, limit_val_batches=0, callbacks=[averaging, listener]).fit(model)
     assert skips == [False, False, True]
-
-
-def test_train_dataloaders_are_left_alone_and_others_are_not():
-    run = quiet(devices=2, strategy="ddp")
-    loader, connector = DataLoader(range(8)), run._data_connector
-
-    def prepared(mode: RunningStage) -> DataLoader:
-        return connector._prepare_dataloader(loader, shuffle=False, mode=mode)
-
-    ours.leave_train_dataloaders_alone(run)
-    assert prepared(RunningStage.TRAINING) is loader
-    assert isinstance(prepared(RunningStage.VALIDATING).sampler, DistributedSampler)
-    ours.restore_trainer(run)
-    assert isinstance(prepared(RunningStage.TRAINING).sampler, DistributedSampler)
-
-
-def test_means_of_a_step_are_marked_and_sums_of_an_epoch_are_not(process_group):
-    heard = []
-
-    class Reducing(DDPStrategy):
-        def setup(self, trainer):
-            super().setup(trainer)
-            ours.mark_means_of_a_step(trainer)
-
-        def reduce(self, tensor, *arguments, **keywords):
-            heard.append(ours.reduces_mean_of_a_step(self.lightning_module.trainer))
-            return tensor
-
-    def training_step(self, batch, batch_idx):
-        self.log("x", torch.tensor(1.0), on_step=True, on_epoch=True, sync_dist=True, batch_size=1)
-        return BoringModel.training_step(self, batch, batch_idx)
-
-    run = quiet(max_epochs=1, limit_train_batches=2, limit_val_batches=0, strategy=Reducing())
-    run.fit(boring(training_step=training_step, on_train_start=lambda self: heard.clear()))
-    assert heard[:2] == [True, True]
-    assert heard[2:]
-    assert not any(heard[2:])
-    ours.restore_trainer(run)
-    assert "update_metrics" not in vars(run.fit_loop.epoch_loop._results)
 
 
 def test_a_step_that_fetches_its_own_batches_is_seen():
@@ -343,52 +238,3 @@ def test_batches_in_which_lightning_accumulates_gradients_are_known(automatic):
     arguments.update(limit_train_batches=5, limit_val_batches=0, max_epochs=1)
     quiet(callbacks=[listener], **arguments).fit(module)
     assert seen == ([True, False, True, False, False] if automatic else [False] * 5)
-
-
-def test_train_dataloaders_are_wrapped_before_their_length_counts():
-    begun, given = [], []
-
-    def wrap(loader):
-        given.append(ours.parts_of_loader(loader))
-        return DataLoader(loader.dataset, batch_size=16)
-
-    listener = LambdaCallback(
-        setup=lambda trainer, *_, **__: ours.wrap_train_dataloaders(trainer, wrap),
-        teardown=lambda trainer, *_, **__: ours.restore_trainer(trainer),
-        on_train_batch_start=lambda trainer, *_: begun.append(ours.batches_begun(trainer)),
-    )
-    trainer = quiet(callbacks=[listener], limit_val_batches=0)
-    trainer.fit(BoringModel())
-    assert trainer.num_training_batches == 4  # of 64 samples
-    assert begun == [1, 2, 3, 4] * 2
-    assert [mode for _, mode in given] == ["max_size_cycle"]
-    assert "dataloader" not in vars(trainer.fit_loop._data_source)
-    loaders = {"a": [1], "b": [2]}
-    assert ours.parts_of_loader(CombinedLoader(loaders, "min_size")) == (loaders, "min_size")
-
-
-def test_values_that_only_others_log_are_reduced_as_nothing():
-    own, keys = [], []
-
-    def training_step(self, batch, batch_idx):
-        self.log("mine", 2.0, on_step=False, on_epoch=True, sync_dist=True)
-        return BoringModel.training_step(self, batch, batch_idx)
-
-    def gather(names):
-        own.append(dict(names))
-        common = {"fx": "training_step", "prog_bar": False, "logger": True, "on_step": False, "on_epoch": True}
-        common |= {"add_dataloader_idx": True, "value": torch.float64}
-        others = {f"training_step.{how}": {**common, "name": how, "reduce_fx": how} for how in ("mean", "max", "sum")}
-        return [others, names]
-
-    def share(trainer, *_):
-        ours.share_logged_names(trainer, gather)
-        keys.extend(trainer.fit_loop.epoch_loop._results)
-
-    some = {"max_epochs": 1, "limit_val_batches": 0, "limit_train_batches": 2}
-    trainer = quiet(strategy=HierarchicalStrategy(), callbacks=[LambdaCallback(on_train_epoch_end=share)], **some)
-    trainer.fit(boring(training_step=training_step))
-    assert list(own[0]) == ["training_step.mine"]
-    assert keys == [f"training_step.{name}" for name in ("mean", "max", "sum", "mine")]
-    values = {name: value.item() for name, value in trainer.callback_metrics.items()}
-    assert (values["mine"], values["sum"], values["max"]) == (2.0, 0.0, -float("inf"))

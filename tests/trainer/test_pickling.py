@@ -47,6 +47,7 @@ def _program(folder):
     for copied in _copies(divided):
         assert copied.batches is None
         assert "batches=HeterogeneousBatches(global_batch_size=8, speeds=[3.0, 1.0])" in repr(copied)
+    _pickled(divided)
     return _pickled(trainer).global_step, divided.strategy.batches.division.sizes
 
 

@@ -180,7 +180,7 @@ def test_a_step_that_takes_its_batches_by_itself_goes_on_within_an_epoch(borrow)
 def note_phase(trainer, module, *_):
     """Which phase each epoch's last step was in."""
     if trainer.is_last_batch and not trainer.fit_loop._skip_backward:  # noqa: SLF001
-        module.report = [*getattr(module, "report", []), trainer.strategy.schemes[0].phase]
+        module.report = [*(module.report or []), trainer.strategy.schemes[0].phase]
 
 
 def test_the_cool_down_is_in_the_last_epoch_that_trains(fit):
