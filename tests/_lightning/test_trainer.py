@@ -224,11 +224,6 @@ def test_files_of_tuners_have_names_by_which_they_are_known():
     assert not ours.is_of_tuner("/.lr_find_/last.ckpt")
 
 
-def test_a_trainer_that_validates_by_the_clock_is_known():
-    assert ours.validates_by_the_clock(quiet(val_check_interval="00:15:00:00"))
-    assert not ours.validates_by_the_clock(quiet(val_check_interval=0.5))
-
-
 @pytest.mark.parametrize("automatic", [True, False])
 def test_batches_in_which_lightning_accumulates_gradients_are_known(automatic):
     module, seen = BoringModel(), []

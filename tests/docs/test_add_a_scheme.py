@@ -163,16 +163,15 @@ def test_plateau_scheme_averages_only_after_epochs_without_progress(page):
 
 @pytest.mark.parametrize("after", range(1, 4))
 def test_a_resumed_run_knows_the_best_loss_so_far(page, after):
-    def first(rank: Rank) -> None:
+    def first(rank: Rank) -> dict:
         epochs(rank, 0, after)
-        saved[rank.rank] = rank.state()
+        return rank.state()
 
     def second(rank: Rank) -> list[float]:
         rank.load(saved[rank.rank])
         return epochs(rank, after, 4)
 
-    saved: dict = {}
-    on_nodes(first, at_plateau(page), targets=(0.0, 8.0))
+    saved = on_nodes(first, at_plateau(page), targets=(0.0, 8.0))
     for node, seen in enumerate(on_nodes(second, at_plateau(page), targets=(0.0, 8.0))):
         assert seen == [values[node] for values in AT_PLATEAU[after:]]
 

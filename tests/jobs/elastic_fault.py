@@ -13,6 +13,15 @@ import torch.distributed as dist
 from lightning_hiercomm.comm.base import finished
 from lightning_hiercomm.elastic import groups, healing, rendezvous, topology, vote
 
+_AROUND = (
+    (rendezvous.Rendezvous, "form", "before the quorum", ""),
+    (topology.ElasticTopology, "connect_members", "", "after the quorum"),
+    (vote.Vote, "decide", "before the vote", "after the vote"),
+    (healing.Healing, "fetch", "while it is healed", ""),
+    (healing.Healing, "_put", "while it heals", ""),
+)
+"""Methods, and the moments before and after their calls."""
+
 
 class Fault:
     """Strikes this process at a moment of its n-th synchronization, once: the node's next incarnation goes on."""
@@ -39,24 +48,9 @@ class Fault:
         return True
 
     def install(self) -> None:
-        form, connect = rendezvous.Rendezvous.form, topology.ElasticTopology.connect_members
-        decide, launch = vote.Vote.decide, groups.InterNodeGroup._launch
-        fetch, put = healing.Healing.fetch, healing.Healing._put
-
-        def forms(own: Any, *args: Any) -> Any:
-            self("before the quorum")
-            return form(own, *args)
-
-        def connects(own: Any, *args: Any) -> Any:
-            error = connect(own, *args)
-            self("after the quorum")
-            return error
-
-        def decides(own: Any, *args: Any) -> Any:
-            self("before the vote")
-            is_kept = decide(own, *args)
-            self("after the vote")
-            return is_kept
+        for owner, name, before, after in _AROUND:
+            setattr(owner, name, self._around(getattr(owner, name), before, after))
+        launch = groups.InterNodeGroup._launch
 
         def launches(own: Any, start: Any) -> Any:
             if self.what == "mute" and self("in the exchange"):
@@ -67,14 +61,13 @@ class Fault:
                 own._group.close()
             return move
 
-        def fetches(own: Any, *args: Any) -> Any:
-            self("while it is healed")
-            return fetch(own, *args)
+        groups.InterNodeGroup._launch = launches
 
-        def puts(own: Any, *args: Any) -> None:
-            self("while it heals")
-            put(own, *args)
+    def _around(self, call: Any, before: str, after: str) -> Any:
+        def struck(*args: Any) -> Any:
+            self(before)
+            result = call(*args)
+            self(after)
+            return result
 
-        rendezvous.Rendezvous.form, topology.ElasticTopology.connect_members = forms, connects
-        vote.Vote.decide, groups.InterNodeGroup._launch = decides, launches
-        healing.Healing.fetch, healing.Healing._put = fetches, puts
+        return struck

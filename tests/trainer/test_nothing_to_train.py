@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from problems import SHORT_SCHEMES, one_trainer
+from problems import SHORT_SCHEMES, SaveAfterEpoch, one_trainer
 from torch.utils.data import DataLoader
 
 from lightning_hiercomm import HierarchicalStrategy
@@ -76,24 +76,15 @@ def _runs(folder, sizes):
         for resume in (None, path):
             strategy = HierarchicalStrategy(SHORT_SCHEMES[name], ranks_per_node=sizes, checkpoint_replicas=True)
             epochs = 1 if resume is None else 2
-            trainer = one_trainer(folder, devices=2, strategy=strategy, max_epochs=epochs, callbacks=[Save(path)])
+            trainer = one_trainer(
+                folder, devices=2, strategy=strategy, max_epochs=epochs, callbacks=[SaveAfterEpoch(path)]
+            )
             trainer.fit(module, ckpt_path=resume)
         same = all(torch.equal(value, before[key]) for key, value in module.named_parameters())
         seen = module.seen.item(), trainer.callback_metrics["seen"].item()
         if not same or seen != (2 * STEPS, 2 * STEPS):
             wrong.append((program, name, same, seen))
     return wrong
-
-
-class Save(pl.Callback):
-    """Saves when the first epoch's last batch is done."""
-
-    def __init__(self, path: Any) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if trainer.current_epoch == 0 and batch_idx == STEPS - 1:
-            trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.long("6 fits and their resumes")
