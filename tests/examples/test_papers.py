@@ -8,16 +8,14 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import ReduceLROnPlateau
 from problems import one_trainer
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, PolynomialLR
 from torchvision.models import WeightsEnum
 
 PAPERS = Path(__file__).resolve().parents[2] / "examples" / "papers"
@@ -109,24 +107,27 @@ def test_models_have_the_requested_classes_and_fit_small_pictures(train, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("schedule", "factor"),
+    ("schedule", "after", "factor"),
     [
-        (partial(CosineAnnealingLR, T_max=4), lambda epoch: 0.5 * (1 + math.cos(math.pi * epoch / 4))),
+        (partial(CosineAnnealingLR, T_max=4), 0, lambda epoch: 0.5 * (1 + math.cos(math.pi * epoch / 4))),
+        (partial(PolynomialLR, total_iters=2, power=2.0), 2, lambda epoch: (1 - max(0, epoch - 2) / 2) ** 2),
         (
             partial(
                 ReduceLROnPlateau, monitor="epoch_loss", factor=0.5, patience=0, threshold=100.0, threshold_mode="abs"
             ),
+            0,
             lambda epoch: 0.5 ** max(0, epoch - 1),  # no loss falls by 100
         ),
     ],
-    ids=["cosine", "plateau"],
+    ids=["cosine", "polynomial, when it has risen", "plateau"],
 )
-def test_learning_rates_scale_with_the_batch_and_follow_the_schedule(train, tmp_path, schedule, factor):
+def test_learning_rates_scale_with_the_batch_and_follow_the_schedule(train, tmp_path, schedule, after, factor):
     pictures, rates = [(torch.randn(3, 32, 32), i % 10) for i in range(16)], []
     model = train.PaperClassifier(
         "shufflenet_v2_x0_5",
         optimizer=partial(torch.optim.SGD, lr=0.1),
         schedule=schedule,
+        schedule_after=after,
         pictures_per_lr=2,
         warmup_epochs=2,
         batch_size=4,
@@ -137,29 +138,3 @@ def test_learning_rates_scale_with_the_batch_and_follow_the_schedule(train, tmp_
     peak = 0.1 * 4 / 2
     risen = [1 / 8 + 7 / 8 * min(1, step / 8) for step in range(16)]
     assert rates == pytest.approx([peak * risen[step] * factor(step // 4) for step in range(16)], rel=1e-5)
-
-
-def test_a_schedule_may_begin_when_the_learning_rate_has_risen(train):
-    settings = yaml.safe_load((PAPERS / "003.yaml").read_text())["model"]
-    falling = partial(torch.optim.lr_scheduler.PolynomialLR, **settings["schedule"]["init_args"])
-    model = train.PaperClassifier(
-        optimizer=partial(torch.optim.SGD, lr=9.0),
-        schedule=falling,
-        schedule_after=settings["schedule_after"],
-        warmup_epochs=settings["warmup_epochs"],
-    )
-    epochs, steps = 90, 3
-    model._trainer = SimpleNamespace(estimated_stepping_batches=epochs * steps, max_epochs=epochs)
-    (optimizer,), schedules = model.configure_optimizers()
-    seen = []
-    for _ in range(epochs):
-        for _ in range(steps):
-            optimizer.step()
-            seen.append(optimizer.param_groups[0]["lr"])
-            schedules[1]["scheduler"].step()
-        schedules[0]["scheduler"].step()
-    risen = settings["warmup_epochs"] * steps
-    assert seen[:risen] == sorted(seen[:risen])
-    assert seen[risen] == max(seen) == pytest.approx(9.0)
-    assert seen[risen:] == sorted(seen[risen:], reverse=True)
-    assert seen[-1] == pytest.approx(9.0 * (1 / 54) ** 2)
