@@ -98,7 +98,7 @@ class Quadratic(Problem):
     the exchange keeps the mean.
     """
 
-    lr = 0.1
+    lr, momentum = 0.1, 0.0
 
     def __init__(self, steps: int = 4, **own: Any) -> None:
         super().__init__(steps, **own)
@@ -125,7 +125,7 @@ class Quadratic(Problem):
         return (batch[0] - torch.cat([p.flatten() for p in self.parameters()])).sum(1)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
     def samples(self, steps: int, seed: int) -> TensorDataset:
         generator = torch.Generator().manual_seed(seed)

@@ -115,28 +115,21 @@ class LearningRate(Quadratic):
 
 
 class LooksAgain(LearningRateFinder):
-    """As Lightning's documentation does it: the finder runs again in mid-run. ``held`` is before and after it."""
-
-    def __init__(self, **arguments) -> None:
-        super().__init__(**arguments)
-        self.held = []
+    """As Lightning's documentation does it: the finder runs again in mid-run."""
 
     def on_fit_start(self, *_):
         """Not then."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch == 1:
-            self._remember(trainer)
+            before = self.held(trainer)
             self.lr_find(trainer, pl_module)
-            self._remember(trainer)
+            pl_module.report = before, self.held(trainer)
 
-    def _remember(self, trainer):
-        state, draws = trainer.optimizers[0].state, torch.get_rng_state()
-        weights = list(trainer.lightning_module.parameters())
-        self.held.append([draws, *(t.detach().clone() for p in weights for t in (p, state[p]["momentum_buffer"]))])
-
-    def on_fit_end(self, trainer, pl_module):
-        pl_module.report = self.held
+    def held(self, trainer):
+        state, weights = trainer.optimizers[0].state, trainer.lightning_module.parameters()
+        tensors = [torch.get_rng_state(), *(t for p in weights for t in (p, state[p]["momentum_buffer"]))]
+        return [tensor.detach().clone() for tensor in tensors]
 
 
 class OwnMomentum(Quadratic):
@@ -145,14 +138,12 @@ class OwnMomentum(Quadratic):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (1 + self.global_rank)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
 
 def test_a_learning_rate_finder_in_mid_run_restores_every_rank(fit):
     strategy = {"scheme": PeriodicAveraging(4, at_epoch_end=False)}
     finder = LooksAgain(min_lr=1e-4, max_lr=0.5, num_training_steps=10, update_attr=False, early_stop_threshold=None)
-    ranks = fit(OwnMomentum(15), strategy, callbacks=[finder], max_epochs=2, enable_checkpointing=True)
+    module = OwnMomentum(15, lr=0.01, momentum=0.9)
+    ranks = fit(module, strategy, callbacks=[finder], max_epochs=2, enable_checkpointing=True)
     reports = [rank["report"] for rank in ranks]
     for before, after in reports:
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))

@@ -61,17 +61,12 @@ def test_a_plain_checkpoint_is_resumed_anywhere(trained, tmp_path, way):
         torch.testing.assert_close(reports[0]["state_dict"][name], expected, rtol=1e-5, atol=1e-6)
 
 
-class Momentum(Quadratic):
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-
-
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
 def test_a_plain_checkpoint_equals_lightnings(on_ranks, tmp_path):
     def main(trainer, rank):
         saves = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
         trainer = trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True)
-        trainer.fit(Momentum())
+        trainer.fit(Quadratic(momentum=0.9))
         trainer.strategy.barrier()
         Quadratic.load_from_checkpoint(saves.best_model_path, weights_only=True)
         return torch.load(saves.best_model_path, weights_only=True)

@@ -39,9 +39,9 @@ def test_several_dataloaders(follows_one_device):
 class Counting(Quadratic):
     """Reports the number of batches trained and validated, and what validation saw."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained = self.validated = 0
+    trained = validated = 0
+
+    def on_train_start(self):
         self.seen = []
 
     def on_train_batch_end(self, *_):

@@ -52,9 +52,6 @@ def test_validate_and_test(on_ranks, tmp_path, after_fit):
 
 
 class Keep(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("epoch")
-
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
         self.predictions = torch.cat(predictions)
 
@@ -62,7 +59,7 @@ class Keep(BasePredictionWriter):
 @pytest.mark.feature("validate, test, predict, alone and after fit")
 def test_predict(on_ranks, tmp_path):
     def main(trainer, rank):
-        keep = Keep()
+        keep = Keep("epoch")
         trainer(callbacks=[keep]).predict(Quadratic(), return_predictions=False)
         return keep.predictions
 
@@ -71,15 +68,11 @@ def test_predict(on_ranks, tmp_path):
         torch.testing.assert_close(predictions, one[rank::4])
 
 
-class Tuned(Quadratic):
-    lr = 0.01
-
-
 @pytest.mark.long("the finder takes its steps in a fit of its own before the fit")
 @pytest.mark.feature("Tuner.lr_find")
 def test_tuner(on_ranks):
     def main(trainer, rank):
-        module, trainer = Tuned(8), trainer(enable_checkpointing=True)
+        module, trainer = Quadratic(8, lr=0.01), trainer(enable_checkpointing=True)
         before = module.head.bias.item()
         Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=15, early_stop_threshold=None)
         assert module.head.bias.item() == before
@@ -88,7 +81,7 @@ def test_tuner(on_ranks):
         return module.lr, module.head.bias.item()
 
     reports = on_ranks(main)
-    assert reports[0][0] != Tuned.lr
+    assert reports[0][0] != 0.01
     assert reports == [reports[0]] * 4
 
 
