@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import os
 import pickle
 from pathlib import Path
@@ -107,23 +107,16 @@ def test_modules_and_callbacks_that_cannot_be_followed_are_refused(module, callb
         run.fit(module(replicas=1))
 
 
-def test_one_rank_trains_alone(tmp_path, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-
-    def train() -> None:
-        # torch creates a fork's thread pool on first use: threads of a backward pass that use it at once may find none
-        # ("Invalid thread pool")
-        torch.set_num_threads(1)
+def test_one_rank_trains_alone(launch):
+    def train(folder: Path) -> list[float]:
         module = Net(replicas=1)
-        trainer(HierarchicalModelParallelStrategy("diloco"), 1, default_root_dir=tmp_path).fit(module)
-        assert module.report[-1] < module.report[0]
-        assert all(torch.isfinite(torch.tensor(module.report)))
+        trainer(HierarchicalModelParallelStrategy("diloco"), 1, default_root_dir=folder).fit(module)
+        return module.report
 
     # in a process of its own: FSDP2's backward starts threads that no later test could fork
-    process = multiprocessing.get_context("fork").Process(target=train)
-    process.start()
-    process.join(timeout=60)
-    assert process.exitcode == 0
+    (losses,) = launch(train, ranks=1)
+    assert losses[-1] < losses[0]
+    assert all(map(math.isfinite, losses))
 
 
 def test_gloo_groups_are_not_split_from_a_gpu_group(launch):

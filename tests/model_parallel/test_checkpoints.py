@@ -14,9 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from model_parallel.conftest import trainer, whole_state
-from model_parallel.sharded import STEPS, Dropped, Unfreezing
-from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
+from model_parallel.sharded import STEPS, Dropped, Net, Unfreezing
 
 from lightning_hiercomm import (
     DASO,
@@ -212,21 +210,11 @@ def test_one_process_goes_on_from_a_file(launch, folder, resumed):
     assert [state["exp_avg"].shape for state in saved.values()] == run["shapes"]
 
 
-class Unoptimized(pl.LightningModule):
+class Unoptimized(Net):
     """Has sharded parameters and no optimizer."""
-
-    def configure_model(self):
-        if not hasattr(self, "layer"):
-            self.layer = fully_shard(torch.nn.Linear(4, 4), mesh=self.device_mesh["data_parallel"])
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).sum()
 
     def configure_optimizers(self):
         return None
-
-    def train_dataloader(self):
-        return DataLoader(torch.ones(8, 4))
 
 
 @pytest.mark.pooled
@@ -247,11 +235,11 @@ def test_a_sharded_module_without_an_optimizer_is_saved_and_resumed(borrow):
                 callbacks = [saves] if resume is None else []
                 arguments = {"max_epochs": 1 if resume is None else 2, "enable_checkpointing": resume is None}
                 run = trainer(strategy, 2, callbacks=callbacks, **arguments)
-                run.fit(Unoptimized(), ckpt_path=resume)
+                run.fit(Unoptimized(replicas=2), ckpt_path=resume)
                 if resume is None:
                     run.save_checkpoint(after)  # also when the run has closed its process groups
                 else:
                     steps.append(run.global_step)
         return steps
 
-    assert borrow(main, ranks=2) == [[8] * 3] * 2
+    assert borrow(main, ranks=2) == [[2 * STEPS] * 3] * 2
