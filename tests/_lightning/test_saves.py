@@ -11,7 +11,6 @@ import pytest
 import torch
 from _lightning.conftest import boring, quiet
 from lightning.fabric.strategies.fsdp import _is_sharded_checkpoint
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import nn
 
@@ -20,30 +19,10 @@ from lightning_hiercomm._lightning.saves import (
     copied_where,
     dump_within,
     entries_of_rank,
-    holds_averaged_weights,
     number_names_by_own_files,
     taking_shapes,
 )
 from lightning_hiercomm._lightning.trainer import restore_trainer
-
-
-def test_a_checkpoint_records_whether_it_holds_averaged_weights(tmp_path):
-    averaging = pl.callbacks.WeightAveraging()
-    for name, callbacks in (("averaged", [averaging]), ("plain", [])):
-        run = quiet(max_steps=2, limit_val_batches=0, callbacks=callbacks)
-        run.fit(BoringModel())
-        run.save_checkpoint(tmp_path / name)
-        checkpoint = torch.load(tmp_path / name, weights_only=False)
-        assert holds_averaged_weights(checkpoint) == (name == "averaged")
-
-
-def test_the_extra_state_of_layers_is_known_by_its_key():
-    class Layer(nn.Linear):
-        def get_extra_state(self):
-            return "own"
-
-    checkpoint = {"epoch": 1, "state_dict": nn.Sequential(Layer(1, 1)).state_dict(), "of_hook": 2}
-    assert entries_of_rank(checkpoint) == {"state_dict": {"0._extra_state": "own"}, "of_hook": 2}
 
 
 def test_numbers_of_schedulers_are_saved_as_pythons():

@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_hiercomm.comm.dtensor import fully_sharded_modules, local
 from lightning_hiercomm.comm.torch import unprofiled
-from lightning_hiercomm.nodes.versions import version_of
 
 
 @pytest.fixture
@@ -51,21 +50,3 @@ def test_the_profiler_can_be_kept_from_recording():
     names = {event.name for event in profile.events()}
     assert "aten::add" in names
     assert "aten::mul" not in names
-
-
-def test_a_tensor_can_get_back_the_version_that_a_backward_pass_asks_for():
-    weight = nn.Parameter(torch.ones(2))
-    out = (weight * weight).sum()
-    restore = version_of(weight)
-    with torch.no_grad():
-        weight.copy_(weight + 1).copy_(torch.ones(2))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward(retain_graph=True)
-    restore(weight.clone())  # no other tensor gets it
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward(retain_graph=True)
-    restore(weight)
-    out.backward()
-    assert weight.grad.tolist() == [2.0, 2.0]
-    with torch.inference_mode():
-        version_of(torch.ones(1))(torch.ones(1))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from elastic_threads import ElasticRank, Threads
+from elastic_threads import ElasticRank, Threads, step_at_random
 from harness import Rank, on_nodes
 
 from lightning_hiercomm import DASO, DiLoCo, PeriodicAveraging
@@ -55,14 +55,9 @@ def assert_equal(values: torch.Tensor, expected: torch.Tensor) -> None:
 def train_stay(rank: Rank, node: int, steps: int) -> tuple[torch.Tensor, list[Any]]:
     """Train a rank that stays, by the gradients of `ElasticRank.step`; its values and their trace."""
     while rank.scheme.state.steps < steps:
-        step_stay(rank, node)
+        step_at_random(rank, node)
     rank.scheme.finish()
     return rank.values, rank.trace
-
-
-def step_stay(rank: Rank, node: int, local: int = 0) -> None:
-    generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 10 * node + local)
-    rank.train(lambda values: torch.randn(values.shape, generator=generator) + 0.1 * values)
 
 
 def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = None, reconnects_at: int | None = None):
@@ -79,7 +74,7 @@ def undisturbed(scheme: Scheme, sizes: Sequence[int], steps: int, wire: Any = No
                 for residuals in rank.scheme.reducer._feedback:  # noqa: SLF001
                     residuals.sender.zero_()
                     residuals.reducer.zero_()
-            step_stay(rank, rank.topology.node, rank.topology.local_rank)
+            step_at_random(rank, rank.topology.node, rank.topology.local_rank)
         rank.scheme.finish()
         return rank.values, rank.trace
 

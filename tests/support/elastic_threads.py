@@ -26,6 +26,12 @@ from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import RunningScheme, Scheme
 
 
+def step_at_random(rank: Rank, node: int, local: int = 0) -> None:
+    """Take one step with a random gradient that depends on the rank and the step."""
+    generator = torch.Generator().manual_seed(1000 * rank.scheme.state.steps + 10 * node + local)
+    rank.train(lambda values: torch.randn(values.shape, generator=generator) + 0.1 * values)
+
+
 class Died(BaseException):
     """This node has died."""
 
@@ -165,14 +171,11 @@ class ElasticRank:
         return self.rank.scheme
 
     def step(self, gradient: float | None = None) -> None:
-        """Take one step, by default with a random gradient that depends on the rank and the step."""
-        at = self.scheme.state.steps
-        generator = torch.Generator().manual_seed(1000 * at + 10 * int(self.node) + self.local)
-
-        def drawn(values: torch.Tensor) -> torch.Tensor:
-            return torch.randn(values.shape, generator=generator) + 0.1 * values
-
-        self.rank.train(drawn if gradient is None else gradient)
+        """Take one step, by default with a random gradient."""
+        if gradient is None:
+            step_at_random(self.rank, int(self.node), self.local)
+        else:
+            self.rank.train(gradient)
         self.membership.give_state(self.state)
 
     def train(self, steps: int, at: Mapping[int, Callable[[], object]] | None = None) -> torch.Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import warnings
 from types import FunctionType
 
-import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from fits import fit_here, our_warnings
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_utilities.core import rank_zero
 from problems import Oracle, one_trainer, warnings_with
@@ -122,24 +121,22 @@ def test_a_run_or_epoch_shorter_than_the_period_warns_once(scheme, limits, warne
         (1, "there is one node, so PeriodicAveraging(sync_every=2) is plain data-parallel training"),
     ],
 )
-def test_a_run_logs_its_nodes_and_scheme_at_the_start(nodes, said, tmp_path):
-    class Listening(pl.Callback):
-        def setup(self, trainer, pl_module, stage):
-            self.heard = []
-            handler = logging.Handler()
-            handler.emit = lambda record: self.heard.append(record.getMessage())
-            logger = rank_zero.log  # the logger of whichever of Lightning's two packages was imported last
-            logger.addHandler(handler)
-            logger.setLevel(logging.INFO)
-            warnings.showwarning = lambda message, *_: self.heard.append(str(message))
+def test_a_run_logs_its_nodes_and_scheme_at_the_start(borrow, nodes, said):
+    def begin(folder):
+        heard, handler = [], logging.Handler()
+        handler.emit = lambda record: heard.append(record.getMessage())
+        logger = rank_zero.log  # the logger of whichever of Lightning's two packages was imported last
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        # when a progress bar has its line
+        callbacks = [LambdaCallback(on_train_start=lambda *_: logger.removeHandler(handler))]
+        sizes = {"ranks_per_node": 2 // nodes, "max_steps": 2}
+        with our_warnings() as warned:
+            fit_here(folder, BoringModel(), PeriodicAveraging(2), callbacks=callbacks, **sizes)
+        return heard + warned
 
-        def on_train_start(self, trainer, pl_module):  # when a progress bar has its line
-            if trainer.is_global_zero:
-                (tmp_path / "heard").write_text("\n".join(self.heard))
-
-    strategy = HierarchicalStrategy(PeriodicAveraging(2), ranks_per_node=2 // nodes, start_method="fork")
-    one_trainer(None, devices=2, strategy=strategy, callbacks=[Listening()], max_steps=2).fit(BoringModel())
-    assert sum(line.startswith(said) for line in (tmp_path / "heard").read_text().splitlines()) == 1
+    first, _ = borrow(begin, ranks=2)
+    assert sum(line.startswith(said) for line in first) == 1
 
 
 def test_random_streams_of_a_file_are_not_put_back_in_the_next_run(tmp_path):
