@@ -21,26 +21,11 @@ from lightning_hiercomm._lightning.ddp import (
     FabricSyncControl,
     SettledDDP,
     Unshared,
-    average_present_gradients,
     explain_unused_parameters,
-    forward_nothing,
     in_ddp,
     register_bucket_hook,
     time_buffer_broadcasts,
 )
-
-
-def with_hook(model, change=lambda buffer: buffer, heard=lambda bucket: None):
-    """A model in DDP whose buckets are changed in place instead of reduced."""
-
-    def reduce(bucket):
-        heard(bucket)
-        future = torch.futures.Future()
-        future.set_result(change(bucket.buffer()))
-        return future
-
-    register_bucket_hook(model, reduce)
-    return model
 
 
 class Normalizes(pl.LightningModule):
@@ -106,7 +91,14 @@ def _buckets_of_two_steps(wrap, **arguments):
     module = nn.Sequential(nn.Linear(2, 600), *(nn.Linear(600, 600, bias=False) for _ in range(3)))
     places = {id(parameter): place for place, parameter in enumerate(module.parameters())}
     model, steps = wrap(module, **arguments), []
-    with_hook(model, heard=lambda bucket: steps[-1].append([places[id(each)] for each in bucket.parameters()]))
+
+    def reduce(bucket):
+        steps[-1].append([places[id(each)] for each in bucket.parameters()])
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    register_bucket_hook(model, reduce)
     for _ in range(2):
         steps.append([])
         model(torch.ones(1, 2)).sum().backward()
@@ -165,35 +157,6 @@ def test_fabric_blocks_reductions_through_the_strategys_sync_control(process_gro
         assert not wrapped.require_backward_grad_sync
     with control.no_backward_sync(wrapped, enabled=False):
         assert wrapped.require_backward_grad_sync
-
-
-def test_gradients_are_averaged_without_a_backward_pass(process_group):
-    model = SettledDDP(nn.Sequential(nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)))
-    with_hook(model, lambda buffer: buffer.mul_(2).add_(1))
-    first, second = model.module.parameters()
-    first.grad = torch.tensor([[1.0, 2.0]])
-    average_present_gradients(model, factor=3.0)
-    assert first.grad.tolist() == [[7.0, 13.0]]
-    assert second.grad.tolist() == [[1.0]], "a missing gradient counts as zero"
-    model.zero_grad(set_to_none=True)
-    model(torch.tensor([[1.0, 1.0]])).sum().backward()  # an ordinary pass follows
-    assert second.grad.item() == pytest.approx(2 * first.detach().sum().item() + 1)
-    average_present_gradients(nn.Linear(1, 1))  # is not in DDP
-
-
-@pytest.mark.parametrize("accumulates_before", [False, True])
-def test_buffers_are_shared_where_a_rank_has_no_forward_pass(process_group, accumulates_before):
-    model = SettledDDP(nn.BatchNorm1d(2))
-    shared = []
-    model._sync_buffers = lambda: shared.append(1)
-    if accumulates_before:
-        with model.no_sync():
-            forward_nothing(model)
-        assert len(shared) == 1
-    forward_nothing(model)  # ends the step
-    assert len(shared) == 1
-    model(torch.ones(3, 2))
-    assert len(shared) == 2
 
 
 class Tells(nn.Module):
