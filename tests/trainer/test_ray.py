@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from ports import free_port
 
-JOB = Path(__file__).resolve().parents[1] / "jobs" / "ray_train.py"
-ELASTIC_JOB = JOB.with_name("ray_elastic.py")
+JOB = str(Path(__file__).resolve().parents[1] / "jobs" / "on_ray.py")
 SECONDS = 280  # a loaded machine starts four workers in two minutes
 
 
@@ -54,9 +53,9 @@ def needs_ray() -> None:
 def runs(needs_ray, tmp_path_factory) -> Path:
     folder, port = tmp_path_factory.mktemp("ray"), str(free_port())
     launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
-    job = ["--master-port", port, str(JOB), "--torchrun", "--out", str(folder)]
+    job = ["--master-port", port, JOB, str(folder), "torchrun"]
     run(*([*launch, "--node-rank", str(node), *job] for node in range(2)))
-    run([str(JOB), "--out", str(folder)])
+    run([JOB, str(folder), "ray", "killed"])
     return folder
 
 
@@ -79,7 +78,7 @@ def test_ray_trains_to_the_bits_of_torchrun(runs, name):
 @pytest.mark.long("starts a Ray cluster, whose workers import torch")
 @pytest.mark.timeout(600)
 def test_other_workers_train_on_while_ray_restarts_one(tmp_path):
-    run([str(ELASTIC_JOB), "--out", str(tmp_path)], seconds=560)
+    run([JOB, str(tmp_path), "elastic"], seconds=560)
     found = {path.stem: json.loads(path.read_text()) for path in sorted(tmp_path.glob("?.?.json"))}
     assert [*found] == ["0.0", "1.0", "2.0", "3.0", "3.1"]  # no survivor was restarted
     killed, back = found["3.0"]["killed"], found["3.1"]["steps"][0]
