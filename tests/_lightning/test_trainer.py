@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import signal
 from contextlib import contextmanager
 
@@ -18,8 +16,6 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.tuner.batch_size_scaling import _scale_batch_size
-from lightning.pytorch.tuner.lr_finder import _lr_find
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader
@@ -215,13 +211,6 @@ def test_train_dataloaders_are_restarted():
     model = boring(training_step=training_step, on_train_start=on_train_start)
     quiet(max_epochs=1, limit_val_batches=0).fit(model, loaders)
     assert seen == [(0.0, 10.0), (1.0, 11.0), (2.0, 12.0), (3.0, 13.0)]
-
-
-def test_files_of_tuners_have_names_by_which_they_are_known():
-    for tuner in (_lr_find, _scale_batch_size):
-        (name,) = re.findall(r'f"(\.\w+)\{uuid', inspect.getsource(tuner))
-        assert ours.is_of_tuner(f"/some/where/{name}1234.ckpt")
-    assert not ours.is_of_tuner("/.lr_find_/last.ckpt")
 
 
 @pytest.mark.parametrize("automatic", [True, False])

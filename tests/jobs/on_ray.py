@@ -1,7 +1,7 @@
 """Train under Ray or torchrun: `python on_ray.py FOLDER RUN...` is the driver on a local Ray of two nodes.
 
-Runs are ``ray``, ``killed``, in which a worker is killed in the second epoch, and ``elastic``: each worker is a node. The
-last one dies once, and the others slow down until it is back. Under torchrun each process is a rank of the run
+Runs are ``ray``, ``killed``, in which a worker is killed in the second epoch, and ``elastic``: each worker is a node.
+The last one dies once, and the others slow down until it is back. Under torchrun each process is a rank of the run
 ``torchrun``.
 """
 
@@ -83,7 +83,7 @@ class Dies(pl.Callback):
 
 
 class Life(pl.Callback):
-    """Writes down this life of a worker, in `RANK.LIFE.json`: when it took which step, and its parameters at the end."""
+    """Writes down a life of a worker, in `RANK.LIFE.json`: when it took which step, and its parameters at the end."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self.rank = folder, rank
