@@ -196,23 +196,6 @@ def test_samplers_have_drawn_their_seed_before_a_batch_is_loaded(workers):
     assert all(torch.equal(state, before) for state, _ in batches)
 
 
-def test_train_dataloaders_are_restarted():
-    seen = []
-
-    def training_step(self, batch, batch_idx):
-        seen.append((batch["a"].item(), batch["b"][0].item()))
-        return self.layer(torch.ones(1, 32)).sum()
-
-    def on_train_start(self):
-        next(self.trainer.fit_loop._data_fetcher)
-        ours.restart_train_dataloaders(self.trainer)
-
-    loaders = {"a": DataLoader(torch.arange(4.0)), "b": [DataLoader(torch.arange(10.0, 14.0))]}
-    model = boring(training_step=training_step, on_train_start=on_train_start)
-    quiet(max_epochs=1, limit_val_batches=0).fit(model, loaders)
-    assert seen == [(0.0, 10.0), (1.0, 11.0), (2.0, 12.0), (3.0, 13.0)]
-
-
 @pytest.mark.parametrize("automatic", [True, False])
 def test_batches_in_which_lightning_accumulates_gradients_are_known(automatic):
     module, seen = BoringModel(), []
