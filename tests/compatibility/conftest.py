@@ -7,7 +7,6 @@ parameters of training on one device. What a scheme does to the trajectory on pu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,21 +81,18 @@ def scheme_of(item: pytest.Item) -> str:
 
 @pytest.fixture
 def on_ranks(scheme: Scheme, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., list[Any]]:
-    """Run a user's main program on four processes: ``main(trainer, rank)`` for every rank; returns what it returns.
-
-    ``trainer`` makes a Trainer.
-    """
+    """Run a user's ``main(trainer)`` on four processes, where ``trainer`` makes a Trainer; returns what it returns."""
     # only ranks that are forked afterwards have what these fixtures change
     is_changed = {"monkeypatch", "compiler"} & {*request.fixturenames}
     run_on = request.getfixturevalue("launch" if is_changed else "borrow")
 
-    def run(main: Callable[[Callable[..., pl.Trainer], int], Any]) -> list[Any]:
+    def run(main: Callable[[Callable[..., pl.Trainer]], Any]) -> list[Any]:
         def on_rank(_: Path) -> Any:
             def trainer(strategy: dict[str, Any] | None = None, **arguments: Any) -> pl.Trainer:
                 made = HierarchicalStrategy(scheme, **{"ranks_per_node": 2, **(strategy or {})})
                 return one_trainer(tmp_path, devices=4, strategy=made, **arguments)
 
-            return main(trainer, int(os.environ["LOCAL_RANK"]))
+            return main(trainer)
 
         return run_on(on_rank)
 
@@ -108,7 +104,7 @@ def fit_on_ranks(on_ranks: Callable[..., list[Any]]) -> Callable[..., Reports]:
     """Fit what ``make()`` gives on 2 nodes of 2 ranks; the reports of the ranks. See ``on_ranks``."""
 
     def run(make: Make, callbacks: Callable[[], list[pl.Callback]] = list, **arguments: Any) -> Reports:
-        def main(trainer: Callable[..., pl.Trainer], rank: int) -> dict[str, Any]:
+        def main(trainer: Callable[..., pl.Trainer]) -> dict[str, Any]:
             trainer = trainer(callbacks=callbacks(), **arguments)
             trainer.fit(make())
             return report_of(trainer)

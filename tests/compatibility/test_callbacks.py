@@ -97,7 +97,7 @@ def test_checkpoint_when_all_ranks_raise(on_ranks, tmp_path, kind):
                 self.trainer.strategy.barrier()  # or ranks that are behind hear of the others' failure first
                 raise ValueError("on purpose")
 
-    def main(trainer, rank):
+    def main(trainer):
         arguments = {"save_on_exception": True} if kind is ModelCheckpoint else {}
         trainer = trainer(callbacks=[kind(tmp_path, "saved", **arguments)], enable_checkpointing=True)
         with pytest.raises(ValueError, match="on purpose"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def test_a_plain_checkpoint_is_resumed_anywhere(trained, tmp_path, way):
 
 @pytest.mark.feature("plain checkpoint: load with weights_only=True, anywhere, and the other way round")
 def test_a_plain_checkpoint_equals_lightnings(on_ranks, tmp_path):
-    def main(trainer, rank):
+    def main(trainer):
         saves = ModelCheckpoint(tmp_path / "saved", filename="{epoch}", save_top_k=-1)
         trainer = trainer(max_epochs=1, callbacks=[saves], enable_checkpointing=True)
         trainer.fit(Quadratic(momentum=0.9))
@@ -72,7 +73,7 @@ def test_a_plain_checkpoint_equals_lightnings(on_ranks, tmp_path):
         return torch.load(saves.best_model_path, weights_only=True)
 
     ours, *_ = on_ranks(main)
-    one = main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
+    one = main(partial(one_trainer, tmp_path))
     assert set(ours) - set(one) == {"hiercomm"}
     assert set(one) <= set(ours)
     assert ours["state_dict"].keys() == one["state_dict"].keys()
@@ -86,7 +87,7 @@ def test_a_plain_checkpoint_equals_lightnings(on_ranks, tmp_path):
 @pytest.mark.long("a fit that is broken off in mid-epoch, and its resume")
 @pytest.mark.feature("plain checkpoint: saved between two synchronizations, in mid-epoch")
 def test_a_plain_checkpoint_of_mid_epoch(on_ranks, tmp_path):
-    def main(trainer, rank):
+    def main(trainer):
         saves = ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=5, save_top_k=-1)
         trainer(callbacks=[saves], enable_checkpointing=True).fit(Quadratic())
         resumed = trainer()
@@ -94,7 +95,7 @@ def test_a_plain_checkpoint_of_mid_epoch(on_ranks, tmp_path):
         assert resumed.global_step == 8
         return report_of(resumed)
 
-    ours, one = on_ranks(main), main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
+    ours, one = on_ranks(main), main(partial(one_trainer, tmp_path))
     same_bits(ours)
     for name, expected in one["state_dict"].items():
         torch.testing.assert_close(ours[0]["state_dict"][name], expected, rtol=1e-5, atol=1e-6)

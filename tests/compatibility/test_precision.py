@@ -43,7 +43,7 @@ class Overflowing(Quadratic):
 
 @pytest.mark.feature("16-mixed, one rank overflows")
 def test_a_gradient_scaler_skips_a_step(on_ranks, scheme, scheme_name):
-    def main(trainer, rank):
+    def main(trainer):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
         trainer = trainer(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
         trainer.fit(Overflowing())

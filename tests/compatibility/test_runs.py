@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -25,14 +26,14 @@ def equal(ours, one):
 @pytest.mark.feature("fit twice")
 @pytest.mark.parametrize("again", ["one trainer", "another trainer and strategy"])
 def test_fit_twice(on_ranks, tmp_path, again):
-    def main(trainer, rank):
+    def main(trainer):
         module, first = Quadratic(), trainer()
         first.fit(module)
         first.fit_loop.max_epochs = 4
         (first if again == "one trainer" else trainer(max_epochs=1)).fit(module)
         return module.state_dict()
 
-    ours, one = on_ranks(main), main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
+    ours, one = on_ranks(main), main(partial(one_trainer, tmp_path))
     for state in ours:
         equal(state, one)
 
@@ -40,14 +41,14 @@ def test_fit_twice(on_ranks, tmp_path, again):
 @pytest.mark.feature("validate, test, predict, alone and after fit")
 @pytest.mark.parametrize("after_fit", [False, True])
 def test_validate_and_test(on_ranks, tmp_path, after_fit):
-    def main(trainer, rank):
+    def main(trainer):
         module, trainer = Quadratic(), trainer()
         if after_fit:
             trainer.fit(module)
         (validated,), (tested,) = trainer.validate(module, verbose=False), trainer.test(module, verbose=False)
         return validated["val_loss"], tested["test_loss"], module.head.bias.item()
 
-    one = main(lambda: one_trainer(tmp_path), 0)
+    one = main(partial(one_trainer, tmp_path))
     assert on_ranks(main) == [pytest.approx(one, rel=1e-5)] * 4
 
 
@@ -58,12 +59,12 @@ class Keep(BasePredictionWriter):
 
 @pytest.mark.feature("validate, test, predict, alone and after fit")
 def test_predict(on_ranks, tmp_path):
-    def main(trainer, rank):
+    def main(trainer):
         keep = Keep("epoch")
         trainer(callbacks=[keep]).predict(Quadratic(), return_predictions=False)
         return keep.predictions
 
-    one = main(lambda **arguments: one_trainer(tmp_path, **arguments), 0)
+    one = main(partial(one_trainer, tmp_path))
     for rank, predictions in enumerate(on_ranks(main)):
         torch.testing.assert_close(predictions, one[rank::4])
 
@@ -71,7 +72,7 @@ def test_predict(on_ranks, tmp_path):
 @pytest.mark.long("the finder takes its steps in a fit of its own before the fit")
 @pytest.mark.feature("Tuner.lr_find")
 def test_tuner(on_ranks):
-    def main(trainer, rank):
+    def main(trainer):
         module, trainer = Quadratic(8, lr=0.01), trainer(enable_checkpointing=True)
         before = module.head.bias.item()
         Tuner(trainer).lr_find(module, min_lr=1e-4, max_lr=0.5, num_training=15, early_stop_threshold=None)

@@ -190,7 +190,7 @@ class FakeDevice:
     def launch(self, operation: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         with self.lock:
             stream = self.current()
-            self._free(stream)
+            self._free()
             _merge(stream.clock, self._rank.host)
             stream.clock[stream.number] += 1
             for is_written, tensors in ((False, reads), (True, writes)):
@@ -228,7 +228,7 @@ class FakeDevice:
             memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current().number, self._rank)
         return memory
 
-    def _free(self, now: FakeStream) -> None:
+    def _free(self) -> None:
         expired = torch.UntypedStorage._expired  # what StorageWeakRef asks in the end, a hundred times an operation
         for key in [key for key, memory in self._memory.items() if expired(memory.storage.cdata)]:
             memory = self._memory.pop(key)
