@@ -9,7 +9,7 @@ import pytest
 import torch
 from _lightning.conftest import quiet
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from problems import Stream, warnings_with
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -292,24 +292,3 @@ def test_train_data_are_drawn_again_before_an_epoch_where_that_is_due():
     assert "setup_data" not in vars(trainer.fit_loop)
 
 
-def test_a_strategy_learns_for_which_stage_a_sampler_is_made():
-    current: list[RunningStage | None] = [None]
-    seen = []
-
-    class Strategy(DDPStrategy):
-        @property
-        def distributed_sampler_kwargs(self):
-            seen.append(current[0])
-            return {"num_replicas": 2, "rank": 1}
-
-    trainer = quiet(strategy=Strategy())
-    note_stage_of_dataloaders(trainer, current, lambda: 0)
-    loader = DataLoader(TensorDataset(torch.ones(4, 1)))
-    connector = trainer._data_connector
-    for stage in (RunningStage.TRAINING, RunningStage.VALIDATING):
-        made = connector._prepare_dataloader(loader, shuffle=False, mode=stage)
-        assert isinstance(made.sampler, DistributedSampler)
-    assert seen == [RunningStage.TRAINING, RunningStage.VALIDATING]
-    assert current == [None]
-    restore_trainer(trainer)
-    assert "_prepare_dataloader" not in vars(connector)
