@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import time
@@ -17,7 +18,7 @@ from launches import Job, Mpiexec
 from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
-DIGITS = ROOT / "examples" / "digits"
+DIGITS, JOBS = ROOT / "examples" / "digits", str(ROOT / "tests" / "jobs")
 SECONDS = 400  # until a run that should have ended fails the test
 STEPS_AN_EPOCH = 16  # on two nodes of two ranks; on two of one, no more are taken
 
@@ -41,11 +42,12 @@ def train(tmp_path: Path, mpiexec: Mpiexec) -> Iterator[Train]:
                     *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
                     *("--local-addr", "127.0.0.1", "--max-restarts", "9", "--monitor-interval", "0.1"),
                     *forking_workers(),
-                    *(str(ROOT / "tests/jobs/digits.py"), "fit", "--config", str(DIGITS / "config.yaml")),
+                    *(str(DIGITS / "main.py"), "fit", "--config", str(DIGITS / "config.yaml")),
                     *("--config", str(DIGITS / "restarts.yaml"), "--ckpt_path=last"),
                     *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.logger=false"),
                     *("--trainer.strategy.init_args.ranks_per_node=null", "--trainer.enable_progress_bar=false"),
                     *("--trainer.callbacks+=kills.Kills", f"--trainer.callbacks.folder={where}", *arguments),
+                    environment={"PYTHONPATH": os.pathsep.join([str(DIGITS), JOBS, os.environ["PYTHONPATH"]])},
                 )
                 _wait_for(lambda: _listens(port))  # the first one keeps the store
             return job

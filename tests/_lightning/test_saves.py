@@ -16,7 +16,6 @@ from torch import nn
 
 from lightning_hiercomm._lightning.saves import (
     METADATA_FILENAME,
-    copied_where,
     dump_within,
     entries_of_rank,
     number_names_by_own_files,
@@ -32,10 +31,6 @@ def test_numbers_of_schedulers_are_saved_as_pythons():
 
 
 def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():
-    def on_save_checkpoint(self, checkpoint):
-        said.append("module")
-        checkpoint["own"] = self.layer.weight
-
     def around(dump, weights_only):
         said.append("before")
         checkpoint = dump(weights_only)
@@ -44,17 +39,10 @@ def test_dumping_a_checkpoint_calls_save_hooks_and_keeps_the_dump():
 
     said = []
     trainer = quiet(fast_dev_run=1)
-    trainer.fit(boring(on_save_checkpoint=on_save_checkpoint))
+    trainer.fit(boring(on_save_checkpoint=lambda *_: said.append("module")))
     dump_within(trainer, around)
-    checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+    trainer._checkpoint_connector.dump_checkpoint(False)
     assert said == ["before", "module", "after"]
-    held = trainer.lightning_module.layer.weight
-    copied = copied_where(checkpoint, lambda tensor: tensor.data_ptr() == held.data_ptr())
-    assert copied["own"] is not held
-    assert isinstance(copied["own"], nn.Parameter)
-    assert copied["state_dict"]._metadata == checkpoint["state_dict"]._metadata
-    assert copied["state_dict"]["layer.weight"] is not checkpoint["state_dict"]["layer.weight"]
-    assert copied["state_dict"]["layer.bias"] is checkpoint["state_dict"]["layer.bias"]
     restore_trainer(trainer)
     pickle.dumps(trainer._checkpoint_connector.dump_checkpoint(True)["loops"])
     assert said == ["before", "module", "after", "module"]

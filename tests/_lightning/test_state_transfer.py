@@ -290,5 +290,3 @@ def test_train_data_are_drawn_again_before_an_epoch_where_that_is_due():
     assert trainer.global_step == 6 + 4 + 4
     restore_trainer(trainer)
     assert "setup_data" not in vars(trainer.fit_loop)
-
-
