@@ -107,24 +107,23 @@ class Node:
 
 
 class Net(pl.LightningModule):
-    def __init__(self, pause: float, seed: int) -> None:
+    def __init__(self, node: Node, path: Path) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        self.node, self.path = node, path
+        torch.manual_seed(sum(map(ord, path.stem)))  # nodes begin unequal on purpose
         self.net = torch.nn.Sequential(
             torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
         )
-        self.pause = pause
-        self.notes: Path | None = None
-        self.estimates = False
-        self.writes = False
+        if node.bank:
+            self.register_buffer("bank", torch.zeros(4))
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        time.sleep(self.pause)
+        time.sleep(self.node.pause)
         x, y, samples = batch
-        if hasattr(self, "bank"):
+        if self.node.bank:
             self.bank = torch.ones(3 + self.global_step + 5 * int(os.environ["HIERCOMM_NODE"]))
-        if self.notes is not None:
-            with self.notes.with_name(f"{self.notes.name}.samples.{self.global_rank}").open("a") as file:
+        if self.node.notes_samples:
+            with self.path.with_name(f"{self.path.name}.samples.{self.global_rank}").open("a") as file:
                 file.write(f"{self.current_epoch} {samples.tolist()}\n")
         if len(x) == 1:  # of so many nodes the share of one may end with a single sample, which has no variance
             x, y = x.repeat(2, 1), y.repeat(2)
@@ -137,12 +136,12 @@ class Net(pl.LightningModule):
         self.log("val", torch.nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
 
     def on_validation_end(self) -> None:
-        if self.writes:
+        if self.node.writes:
             self.net[0].weight.data.add_(1.0)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
-        steps = self.trainer.estimated_stepping_batches if self.estimates else 1000
+        steps = self.trainer.estimated_stepping_batches if self.node.estimates else 1000
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -332,15 +331,10 @@ def main(node: Node) -> None:
         limit_val_batches=1.0 if node.validates else 0,
         num_sanity_val_steps=0,
     )
-    model = Net(node.pause, sum(map(ord, name)))  # nodes begin unequal on purpose
-    model.notes = folder / f"{name}.{incarnation()}" if node.notes_samples else None
-    model.estimates, model.writes = node.estimates, node.writes
-    if node.bank:
-        model.register_buffer("bank", torch.zeros(4))
     loaders = [(StatefulDataLoader if node.remembers else DataLoader)(data(4096), batch_size=8, shuffle=True)]
     if node.validates:
         loaders.append(DataLoader(data(16), batch_size=8))
-    trainer.fit(model, *loaders, ckpt_path="last" if node.resume else None)
+    trainer.fit(Net(node, folder / f"{name}.{incarnation()}"), *loaders, ckpt_path="last" if node.resume else None)
 
 
 if __name__ == "__main__":
