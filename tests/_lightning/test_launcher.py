@@ -8,7 +8,6 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from forked import ForkedPython
 from lightning.fabric.plugins.environments import (
     ClusterEnvironment,
@@ -26,7 +25,6 @@ from packaging.version import Version
 from lightning_hiercomm._lightning.launcher import (
     check_ranks_of_node,
     place_of,
-    process_group_meets_at,
     settle_as_fork,
 )
 
@@ -99,13 +97,3 @@ def test_the_ranks_of_a_node_are_compared_with_devices(monkeypatch):
     environment.validate_settings(num_devices=2, num_nodes=7)
     with pytest.raises(ValueError, match=r"devices=1\), but 2 ranks were started on this node: give devices=2"):
         environment.validate_settings(num_devices=1, num_nodes=1)
-
-
-def test_a_process_group_uses_the_given_store():
-    store = dist.HashStore()
-    with process_group_meets_at(store, rank=0, size=1):
-        dist.init_process_group("gloo", rank=0, world_size=1)  # there is no MASTER_ADDR for env://
-    assert store.num_keys() > 0
-    dist.destroy_process_group()
-    with process_group_meets_at(None, rank=0, size=1), pytest.raises(ValueError, match="MASTER_ADDR"):
-        dist.init_process_group("gloo", rank=0, world_size=1)

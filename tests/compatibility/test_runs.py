@@ -17,12 +17,6 @@ from problems import Quadratic, one_trainer
 from lightning_hiercomm.schemes import SCHEMES
 
 
-def equal(ours, one):
-    """Parameters of a rank and of the run on one device."""
-    for name, expected in one.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.feature("fit twice")
 @pytest.mark.parametrize("again", ["one trainer", "another trainer and strategy"])
 def test_fit_twice(on_ranks, tmp_path, again):
@@ -35,7 +29,7 @@ def test_fit_twice(on_ranks, tmp_path, again):
 
     ours, one = on_ranks(main), main(partial(one_trainer, tmp_path))
     for state in ours:
-        equal(state, one)
+        torch.testing.assert_close(state, one, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.feature("validate, test, predict, alone and after fit")
@@ -120,4 +114,4 @@ def test_command_line(scheme_name, scheme_arguments, tmp_path, monkeypatch):
     )
     module = Quadratic()
     one_trainer(tmp_path).fit(module)
-    equal(cli.model.state_dict(), module.state_dict())
+    torch.testing.assert_close(cli.model.state_dict(), module.state_dict(), rtol=1e-5, atol=1e-6)
