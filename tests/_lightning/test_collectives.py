@@ -12,7 +12,6 @@ from lightning_hiercomm._lightning.collectives import (
     collectives_begun,
     collectives_of_default_group,
     gpu_is_busy,
-    store_of_default_group,
 )
 
 
@@ -21,13 +20,6 @@ def test_torch_counts_the_collectives_of_all_groups(process_group):
     dist.all_reduce(torch.ones(1))
     dist.broadcast(torch.ones(1), src=0, group=dist.new_group([0]))
     assert collectives_begun() >= before + 2
-
-
-def test_torch_keeps_the_store_of_its_default_group(process_group):
-    store = store_of_default_group()
-    assert store is not None
-    store.set("hiercomm", "value")
-    assert store.get("hiercomm") == b"value"
 
 
 def test_collectives_of_another_group_are_not_the_default_groups(process_group):

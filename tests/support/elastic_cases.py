@@ -98,26 +98,22 @@ def put(rank: Rank, state: Mapping[str, Any]) -> None:
 
 def die_at(own: ElasticRank, moment: str, sync: int = 2) -> None:
     """Let a node die in its synchronization with that number."""
-    membership = own.membership
+    membership, group = own.membership, own.rank.topology.inter_group
+    owner, name = {
+        "before the quorum": (membership.rendezvous, "form"),
+        "in the exchange": (group, "_launch"),
+        "before the vote": (membership.votes, "decide"),
+        "after the vote": (membership, "commit"),
+    }[moment]
+    function, before = getattr(owner, name), moment.startswith("before")
 
-    def wrapped(function: Any, before: bool) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if before and membership.me.progress.syncs + 1 == sync:
-                own.die()
-            result = function(*args, **kwargs)
-            if not before and membership.me.progress.syncs + 1 >= sync:
-                own.die()
-            return result
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if before and membership.me.progress.syncs + 1 == sync:
+            own.die()
+        result = function(*args, **kwargs)
+        if not before and membership.me.progress.syncs + 1 >= sync:
+            own.die()
+        return result
 
-        return call
-
-    if moment == "before the quorum":
-        membership.rendezvous.form = wrapped(membership.rendezvous.form, before=True)
-    elif moment == "in the exchange":
-        group = own.rank.topology.inter_group
-        if own.local == 0:
-            group._launch = wrapped(group._launch, before=False)  # noqa: SLF001
-    elif moment == "before the vote":
-        membership.votes.decide = wrapped(membership.votes.decide, before=True)
-    else:
-        membership.commit = wrapped(membership.commit, before=False)
+    if owner is not group or own.local == 0:
+        setattr(owner, name, call)

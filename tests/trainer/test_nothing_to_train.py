@@ -7,10 +7,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from problems import SHORT_SCHEMES, SaveAfterEpoch, one_trainer
+from fits import fit_here
+from problems import SHORT_SCHEMES, SaveAfterEpoch
 from torch.utils.data import DataLoader
-
-from lightning_hiercomm import HierarchicalStrategy
 
 pytestmark = pytest.mark.pooled
 STEPS = 3
@@ -73,13 +72,9 @@ def _runs(folder, sizes):
     for program, name in zip(PROGRAMS, SHORT_SCHEMES, strict=True):
         module, path = Untrained(**program), folder / f"{name}.ckpt"
         before = {key: value.clone() for key, value in module.named_parameters()}
-        for resume in (None, path):
-            strategy = HierarchicalStrategy(SHORT_SCHEMES[name], ranks_per_node=sizes, checkpoint_replicas=True)
-            epochs = 1 if resume is None else 2
-            trainer = one_trainer(
-                folder, devices=2, strategy=strategy, max_epochs=epochs, callbacks=[SaveAfterEpoch(path)]
-            )
-            trainer.fit(module, ckpt_path=resume)
+        settings = {"ranks_per_node": sizes, "checkpoint_replicas": True, "callbacks": [SaveAfterEpoch(path)]}
+        for epochs, resume in ((1, None), (2, path)):
+            trainer = fit_here(folder, module, SHORT_SCHEMES[name], resume, max_epochs=epochs, **settings)
         same = all(torch.equal(value, before[key]) for key, value in module.named_parameters())
         seen = module.seen.item(), trainer.callback_metrics["seen"].item()
         if not same or seen != (2 * STEPS, 2 * STEPS):
