@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
-import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments import KubeflowEnvironment
-from problems import Oracle, one_trainer
+from problems import Oracle, one_trainer, warnings_with
 
 from lightning_hiercomm import HierarchicalFabricStrategy, HierarchicalStrategy
 from lightning_hiercomm.nodes import hosts
@@ -20,24 +19,17 @@ pytestmark = pytest.mark.pooled
 
 def _found(folder: Any, kind: str) -> Any:
     """The nodes of two ranks, what was warned of them, and the device."""
-    rank = os.environ.pop("LOCAL_RANK")
-    os.environ.update(RANK=rank, WORLD_SIZE="2")
+    os.environ.update(RANK=os.environ.pop("LOCAL_RANK"), WORLD_SIZE="2")
     hosts.warn_once.cache_clear()
-    gethostname, socket.gethostname = socket.gethostname, lambda: "a"
     arguments: dict[str, Any] = {"devices": 1, "num_nodes": 2, "plugins": [KubeflowEnvironment()]}
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if kind == "fabric":
-                strategy: Any = HierarchicalFabricStrategy("periodic")
-                Fabric(accelerator="cpu", strategy=strategy, **arguments).launch()
-            else:
-                strategy = HierarchicalStrategy("periodic")
-                one_trainer(folder, strategy=strategy, max_epochs=1, **arguments).fit(Oracle(2))
-        messages = [str(each.message) for each in caught if "ranks_per_node=" in str(each.message)]
-        return [list(ranks) for ranks in strategy.topology.nodes], messages, str(strategy.root_device)
-    finally:
-        socket.gethostname = gethostname
+    with warnings_with("ranks_per_node=") as messages, mock.patch("socket.gethostname", return_value="a"):
+        if kind == "fabric":
+            strategy: Any = HierarchicalFabricStrategy("periodic")
+            Fabric(accelerator="cpu", strategy=strategy, **arguments).launch()
+        else:
+            strategy = HierarchicalStrategy("periodic")
+            one_trainer(folder, strategy=strategy, max_epochs=1, **arguments).fit(Oracle(2))
+    return [list(ranks) for ranks in strategy.topology.nodes], messages, str(strategy.root_device)
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
