@@ -15,28 +15,21 @@ import torch
 pytestmark = pytest.mark.long("a program imports torch and Lightning's other requirements")
 
 _FORKS = """
-import json, os, runpy, sys, torch, torchmetrics
+import json, multiprocessing, os, runpy, sys, torch, torchmetrics
 assert not {"lightning", "pytorch_lightning"} & {*sys.modules}
+def main(arguments, environment, folder):
+    os.chdir(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 for line in sys.stdin:
-    arguments, environment, folder = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.argv[:] = arguments
-        code = 1
-        try:
-            runpy.run_path(arguments[0], run_name="__main__")
-            code = 0
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    process = multiprocessing.get_context("fork").Process(target=main, args=json.loads(line))
+    process.start()
+    process.join()
+    print(process.exitcode, flush=True)
 """
 
 _SETUP = """
