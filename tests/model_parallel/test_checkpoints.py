@@ -43,7 +43,7 @@ class GroupedUnfrozen(Unfreezing, Dropped):
     def configure_optimizers(self):
         *others, matrix = sorted(self.parameters(), key=torch.Tensor.dim)
         groups = [{"params": others, "weight_decay": 0.0}, {"params": [matrix], "weight_decay": 0.1}]
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        return torch.optim.AdamW(groups, lr=0.01)
 
 
 def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_class=Dropped, **arguments):
@@ -58,9 +58,9 @@ def _fit(folder, name, kind, resume=None, replicas=True, callbacks=(), module_cl
     return _fit_under(strategy, folder / name / kind, resume, module_class, callbacks, **arguments)
 
 
-def _fit_whole(folder, resume=None, module_class=Dropped, **arguments):
+def _fit_whole(folder, resume=None, **arguments):
     strategy = HierarchicalStrategy(SCHEMES["diloco"](), ranks_per_node=2, transport=Transport(bucket_mb=1e-3))
-    return _fit_under(strategy, folder, resume, module_class, **arguments)
+    return _fit_under(strategy, folder, resume, GroupedUnfrozen, **arguments)
 
 
 def _fit_under(strategy, folder, resume, module_class, callbacks=(), **arguments):
@@ -74,12 +74,9 @@ def _fit_under(strategy, folder, resume, module_class, callbacks=(), **arguments
 def _train(folder):
     """Each scheme without a break, one checkpoint in it; then a run whose rank dies after the checkpoint."""
     results = {name: _fit(folder, name, kind) for name, kind in SAVED_AS.items()}
-    for place, module_class in FILES.values():
-        own = {"module_class": module_class, "max_steps": SAVED_AT, "max_epochs": None}
-        if "whole" in place:
-            _fit_whole(folder / place, **own)
-        elif module_class is not Dropped:  # whose file is there
-            _fit(folder / module_class.__name__, "diloco", "file", **own)
+    short = {"max_steps": SAVED_AT, "max_epochs": None}
+    _fit_whole(folder / FILES["whole"], **short)
+    _fit(folder / "sharded", "diloco", "file", module_class=GroupedUnfrozen, **short)
     torch.save(results, folder / f"trained-{os.environ['LOCAL_RANK']}.pt")
     with _heard(folder, os.environ["LOCAL_RANK"]).open("a", buffering=1) as heard, contextlib.redirect_stderr(heard):
         logging.getLogger("lightning_hiercomm").addHandler(logging.StreamHandler(heard))
@@ -112,14 +109,10 @@ def _resume(folder):
         run = trainer(ModelParallelStrategy(4, 1, save_distributed_checkpoint=False), max_epochs=2, callbacks=[begins])
         run.fit(module, ckpt_path=path)
         results["Lightning", kind] = {"steps": run.global_step, "losses": module.report, "loaded": begins.state}
-    for saved_by, (place, module_class) in FILES.items():
-        path, which = folder / place / f"step={SAVED_AT}.ckpt", {"module_class": module_class}
-        results["whole", saved_by] = _fit_whole(folder / "whole again", path, **which)
-        if saved_by == "sharded":
-            results["sharded", saved_by] = results["plain", "file"]
-        else:
-            again = folder / "sharded again"
-            results["sharded", saved_by] = _fit(again, "diloco", "file", path, replicas=False, **which)
+    for saved_by, place in FILES.items():
+        path, plain = folder / place / f"step={SAVED_AT}.ckpt", {"replicas": False, "module_class": GroupedUnfrozen}
+        results["whole", saved_by] = _fit_whole(folder / "whole again", path)
+        results["sharded", saved_by] = _fit(folder / "sharded again", "diloco", "file", path, **plain)
     return results
 
 
@@ -128,12 +121,8 @@ class Begins(pl.Callback):
         self.state = whole_state(pl_module)
 
 
-FILES = {
-    "sharded": ("diloco/file", Dropped),
-    "whole": ("whole", Dropped),
-    "sharded, by groups and unfrozen": ("GroupedUnfrozen/diloco/file", GroupedUnfrozen),
-    "whole, by groups and unfrozen": ("GroupedUnfrozen/whole", GroupedUnfrozen),
-}
+FILES = {"sharded": "sharded/diloco/file", "whole": "whole"}
+"""Folders, by whose files they are."""
 
 
 @pytest.fixture(scope="module")
