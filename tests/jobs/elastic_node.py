@@ -27,7 +27,6 @@ import torch
 from elastic_fault import Fault
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hiercomm import (
     DASO,
@@ -104,6 +103,27 @@ class Node:
     bank: bool = False
     writes: bool = False
     remembers: bool = False
+
+
+class Remembering(DataLoader):
+    """Counts its batches, and continues after as many, as torchdata's StatefulDataLoader does."""
+
+    taken = 0
+
+    def __iter__(self) -> Any:
+        batches, done = super().__iter__(), self.taken
+        self.taken = 0
+        for number, batch in enumerate(batches):
+            self.taken = number + 1
+            if number >= done:
+                yield batch
+        self.taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
 
 
 class Net(pl.LightningModule):
@@ -331,7 +351,7 @@ def main(node: Node) -> None:
         limit_val_batches=1.0 if node.validates else 0,
         num_sanity_val_steps=0,
     )
-    loaders = [(StatefulDataLoader if node.remembers else DataLoader)(data(4096), batch_size=8, shuffle=True)]
+    loaders = [(Remembering if node.remembers else DataLoader)(data(4096), batch_size=8, shuffle=True)]
     if node.validates:
         loaders.append(DataLoader(data(16), batch_size=8))
     trainer.fit(Net(node, folder / f"{name}.{incarnation()}"), *loaders, ckpt_path="last" if node.resume else None)
