@@ -25,16 +25,11 @@ from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
 pytestmark = pytest.mark.pooled
 SCHEMES = {"all_reduce": AllReduce(), "periodic": PeriodicAveraging(2), "gossip": Gossip(hierarchical=False)}
-OWN = ("expert", "table", "seen")
+OWN = ("layers.expert", "layers.table", "layers.seen")
 
 
-class Experts(pl.LightningModule):
-    """A parameter that all ranks share, and one of each rank with the buffers that belong to it.
-
-    Rank r begins with an expert of r, and moves it towards its own target; the buffers count what it has seen.
-    """
-
-    _ddp_params_and_buffers_to_ignore = (*OWN, "nothing")
+class Layers(nn.Module):
+    """A parameter that all ranks share, and one of each rank with the buffers that belong to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,24 +37,34 @@ class Experts(pl.LightningModule):
         self.expert = nn.Parameter(torch.zeros(4))
         self.register_buffer("table", torch.zeros(4).to_sparse())
         self.register_buffer("seen", torch.zeros(2))
-        self.report: list[Any] = []
 
     def forward(self, rank: int) -> Tensor:
         return (self.expert - 2.0 * rank - 3.0).square().sum() + (self.shared - rank).square().sum()
+
+
+class Experts(pl.LightningModule):
+    """Rank r begins with an expert of r, and moves it towards its own target; the buffers count what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Layers()
+        self._ddp_params_and_buffers_to_ignore = [*OWN, "layers.nothing"]
+        self.layers._ddp_params_and_buffers_to_ignore = [name.removeprefix("layers.") for name in OWN]  # for Fabric
+        self.report: list[Any] = []
 
     def setup(self, stage: str) -> None:
         self.begin(self.global_rank)
 
     def begin(self, rank: int) -> None:
         with torch.no_grad():
-            self.shared.fill_(1.0 + rank)
-            self.expert.fill_(float(rank))
-            self.table = (torch.arange(4.0) * rank).to_sparse()
-            self.seen.fill_(10.0 * rank)
+            self.layers.shared.fill_(1.0 + rank)
+            self.layers.expert.fill_(float(rank))
+            self.layers.table = (torch.arange(4.0) * rank).to_sparse()
+            self.layers.seen.fill_(10.0 * rank)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.seen += 1.0
-        return self(self.global_rank)
+        self.layers.seen += 1.0
+        return self.layers(self.global_rank)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.report.append(own_of(self))
@@ -80,13 +85,13 @@ class Sharded(Experts):
 
 
 def own_of(module: pl.LightningModule) -> list[list[float]]:
-    return [getattr(module, name).detach().to_dense().tolist() for name in OWN]
+    return [getattr(module.layers, name).detach().to_dense().tolist() for name in ("expert", "table", "seen")]
 
 
 def trained(folder: Any, strategy: Any, ranks: int, kind: type[Experts] = Experts) -> tuple[Any, ...]:
     module = kind()
     one_trainer(folder, devices=ranks, strategy=strategy).fit(module)
-    return own_of(module), module.report, module.shared.tolist()
+    return own_of(module), module.report, module.layers.shared.tolist()
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2], ids=["2x1", "2x2"])
@@ -112,8 +117,8 @@ def test_sidecars_restore_what_ddp_ignores_on_each_rank(borrow):
         found = []
         for name in ("all_reduce", "periodic"):
             modules = whole_and_resumed(folder, Experts, SCHEMES[name], after=3)
-            found.append([(own_of(each), each.report, each.shared.tolist()) for each in modules])
-            saved = torch.load(folder / "whole.ckpt", weights_only=False)["state_dict"]["seen"]
+            found.append([(own_of(each), each.report, each.layers.shared.tolist()) for each in modules])
+            saved = torch.load(folder / "whole.ckpt", weights_only=False)["state_dict"]["layers.seen"]
             assert saved.tolist() == [3.0] * 2, "a checkpoint holds rank 0's, as on DDP"
         return found
 
@@ -128,7 +133,7 @@ def test_loops_on_fabric_leave_each_rank_its_own(borrow):
     def loop(fabric):
         module = Experts()
         module.begin(fabric.global_rank)
-        model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        model, optimizer = fabric.setup(module.layers, torch.optim.SGD(module.parameters(), lr=0.1))
         for _ in range(3):
             fabric.backward(model(fabric.global_rank))
             optimizer.step()
