@@ -34,10 +34,10 @@ class SchemeStates:
         if self._last is not None:
             return self._last
         states = [scheme.state_dict(shared=True, can_communicate=together) for scheme in self._schemes]
-        for scheme, optimizer, state in zip(self._schemes, self._replicas.optimizers, states, strict=True):
+        for scheme, state in zip(self._schemes, states, strict=True):
             if "outer" in state:
                 held, node = state["outer"]["state"], scheme.topology.intra
-                whole = self._replicas.whole_state(optimizer, scheme.replica, held, node)
+                whole = self._replicas.whole_state(scheme.optimizer, scheme.replica, held, node)
                 state["outer"] = {**state["outer"], "state": whole}
         return states
 
@@ -54,10 +54,10 @@ class SchemeStates:
             raise ValueError(
                 f"the checkpoint holds {len(states)} schemes, but this run has {len(self._schemes)} optimizers"
             )
-        for scheme, optimizer, state in zip(self._schemes, self._replicas.optimizers, states, strict=True):
+        for scheme, state in zip(self._schemes, states, strict=True):
             outer = state.get("outer")
             if outer is not None:
-                outer = {**outer, "state": self._replicas.held_state(optimizer, outer["state"])}
+                outer = {**outer, "state": self._replicas.held_state(scheme.optimizer, outer["state"])}
                 state = {**state, "outer": outer}
             scheme.load_state_dict(_state_for(scheme, state))
 
@@ -83,9 +83,9 @@ class SchemeStates:
             for name, parameter in parameters.items():
                 if before[name] != (name in names) and name not in own:
                     parameter.requires_grad_(name in names)
-            for scheme, optimizer in zip(self._schemes, self._replicas.optimizers, strict=True):
-                if self._replicas.has_changed(scheme.replica, optimizer):
-                    scheme.follow(self._replicas.of(optimizer))
+            for scheme in self._schemes:
+                if self._replicas.has_changed(scheme.replica, scheme.optimizer):
+                    scheme.follow(self._replicas.of(scheme.optimizer))
         try:
             yield
         finally:

@@ -122,8 +122,8 @@ class TrainingRun:
         return next(phases, self._scheme.gradients)
 
     def scheme_of(self, optimizer: Optimizer) -> RunningScheme[Scheme]:
-        for scheme, known in zip(self.schemes, self.optimizers, strict=True):
-            if known is optimizer:
+        for scheme in self.schemes:
+            if scheme.optimizer is optimizer:
                 return scheme
         raise RuntimeError(
             f"this {type(optimizer).__name__} is none of the optimizers with which the run began, so nodes do not"
@@ -149,11 +149,12 @@ class TrainingRun:
         self.topology.world.all_reduce(changed.view(1), op="max").wait()
         return bool(changed)
 
-    def begin_from_module(self) -> None:
-        """Restart the schemes from what the module holds, which is equal on all nodes."""
-        held = [self.replicas.of(optimizer) for optimizer in self.optimizers]
+    def begin_from_module(self, schemes: Sequence[RunningScheme[Scheme]] | None = None) -> None:
+        """Restart schemes (default: all) from what the module holds, which is equal on all nodes. Collective."""
+        schemes = self.schemes if schemes is None else schemes
+        held = [self.replicas.of(scheme.optimizer) for scheme in schemes]
         check_equal_layouts(held, self.topology.world, self.replicas.device)
-        for scheme, replica in zip(self.schemes, held, strict=True):
+        for scheme, replica in zip(schemes, held, strict=True):
             scheme.follow(replica)
 
     def exclude(self, without_mean: Collection[str] | None) -> None:
@@ -209,7 +210,7 @@ class TrainingRun:
         """Attempt a step of an optimizer; see :meth:`RunningScheme.step`."""
         self.scheme_states.forget_last()
         scheme, path = self.scheme_of(optimizer), self.gradients
-        self._follow(scheme, optimizer)
+        self._follow(scheme)
 
         autocast = Autocast()
 
@@ -251,24 +252,22 @@ class TrainingRun:
         The next :meth:`step` detects frozen parameters: programs freeze and unfreeze layers between two steps of a
         batch.
         """
-        for scheme, optimizer in zip(self.schemes, self.optimizers, strict=True):
-            if self.replicas.has_grown(scheme.replica, optimizer):
-                self._follow(scheme, optimizer)
+        for scheme in self.schemes:
+            if self.replicas.has_grown(scheme.replica, scheme.optimizer):
+                self._follow(scheme)
 
     @outside_autocast()
-    def _follow(self, scheme: RunningScheme[Scheme], optimizer: Optimizer) -> None:
+    def _follow(self, scheme: RunningScheme[Scheme]) -> None:
         """Synchronize and restart the scheme, if other parameters are trained now. Collective."""
         scheme.replica.find_buffers()
-        if self.replicas.has_changed(scheme.replica, optimizer):
+        if self.replicas.has_changed(scheme.replica, scheme.optimizer):
             self.averaged_model.check_shapes()
             scheme.synchronize()
             # forward passes since the last step have changed buffers, and new parameters may differ between ranks
             self.averaged_model.average_differing(
-                [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, optimizer)]
+                [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, scheme.optimizer)]
             )
-            replica = self.replicas.of(optimizer)
-            check_equal_layouts([replica], self.topology.world, self.replicas.device)
-            scheme.follow(replica)
+            self.begin_from_module([scheme])
 
     def close(self, timeout: float) -> None:
         """End background threads, also after an error. Not collective."""

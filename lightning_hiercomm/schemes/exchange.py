@@ -257,9 +257,8 @@ class RunningParameterSync(RunningScheme[A]):
         leaving = [self.reducer.buckets[index] for index in indexes]
         buffers = self.replica.buckets_of_buffers if is_all and not self._buffers_with_parameters else []
         checked = buffers if self.config.averages_all_nodes else []
-        round_ = self.reducer.begin(
-            state.steps, self._new_number(fragments), leaving + checked, self.samples, fragments
-        ).round
+        number = self._new_number(fragments)
+        round_ = self.reducer.begin(state.steps, number, leaving + checked, self.samples, fragments).round
         for bucket, mean in self.reducer.means(round_, indexes):
             if bucket.keeps_equal:  # it holds buffers
                 bucket.unpack(mean)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.futures import Future
+from torch.nn import functional
 
 from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.autocast import outside_autocast
@@ -81,11 +82,9 @@ class GradientPath(ABC):
         return {} if self.residuals is None else self.residuals.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict` (of a run with the same topology and wire)."""
+        """Restore :meth:`state_dict` (of a run with the same topology and wire); drop the state if it is empty."""
         if self.residuals is not None:
-            self.residuals.forget()
-            if state:  # not if it was saved in another phase
-                self.residuals.load_state_dict(state)
+            self.residuals.load_state_dict(state)
 
     def close(self, timeout: float = 10.0) -> None:
         """End background threads, also after an error."""
@@ -169,7 +168,8 @@ class WorldMean(GradientPath):
         Each runs in another thread or stream, and ends without a wait, so that the next chunk follows immediately.
         """
         topology = self._topology
-        flat = chunk if chunk.numel() % topology.num_shards == 0 else _padded(chunk, topology.num_shards)
+        padding = -chunk.numel() % topology.num_shards
+        flat = functional.pad(chunk, (0, padding)) if padding else chunk
         shard = topology.own_shard(flat)
         if topology.ranks_on_node == topology.num_shards:
             reduced = topology.intra.reduce_scatter(shard, flat, weight=self._rank_weight)
@@ -191,7 +191,7 @@ class WorldMean(GradientPath):
             sent.wait()
             sums.pop()()
             self._duplicate.gather_shards(flat).wait()
-            if flat is not chunk:
+            if padding:
                 chunk.copy_(flat[: chunk.numel()])
 
         return self._inbound.submit(collect)
@@ -290,25 +290,20 @@ class Residuals:
             known = self._encoder.feedback(shard)
             if known is None:
                 return None
-            self._forget_others(key[0], places)
+            for other in [*self._feedback]:  # of these parameters in other buckets, because buckets may be rebuilt
+                if (other[0], other[2]) != (key[0], places) and not set(other[2]).isdisjoint(places):
+                    del self._feedback[other]
             self._feedback[(*key, places)] = known
         return known
-
-    def forget(self) -> None:
-        """Drop all residuals."""
-        self._feedback.clear()
-
-    def _forget_others(self, index: int, places: Places) -> None:
-        """Drop residuals of these parameters in other buckets, because buckets may have been rebuilt."""
-        for other in [other for other in self._feedback if (other[0], other[2]) != (index, places)]:
-            if not set(other[2]).isdisjoint(places):
-                del self._feedback[other]
 
     def state_dict(self) -> dict[str, Any]:
         feedback = [(index, chunk, each.state_dict(), of) for (index, chunk, of), each in self._feedback.items()]
         return {"feedback": feedback, "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._feedback.clear()
+        if not state:  # it was saved in another phase, or the phase has ended
+            return
         self._scale = state["scale"]
         for index, chunk, saved, places in state["feedback"]:
             tensors = (saved[name].to(device=self._device, copy=True) for name in ("sender", "reducer"))
@@ -364,9 +359,3 @@ def gradient_path(
     if gradients == "world" and topology.num_nodes > 1:
         return WorldMean(topology, device, wire, chunk_bytes, parameters)
     return NodeMean(topology)
-
-
-def _padded(flat: Tensor, multiple_of: int) -> Tensor:
-    padded = flat.new_zeros(-(-flat.numel() // multiple_of) * multiple_of)
-    padded[: flat.numel()].copy_(flat)
-    return padded

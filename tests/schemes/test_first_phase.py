@@ -74,20 +74,6 @@ def test_first_phase_encodes_gradients_and_not_parameters():
     assert sent(phase, None) / sent(phase, "int4") > 7.5
 
 
-def test_error_feedback_of_gradients_ends_with_the_phase():
-    def work(rank):
-        steps(3)(rank)
-        during = rank.gradients.state_dict()
-        steps(2)(rank)
-        return during, rank.gradients.state_dict()
-
-    for during, after in on_nodes(
-        work, PeriodicAveraging(8, warmup_steps=4), shapes=[(300,)], targets=None, wire="int4"
-    ):
-        assert during["feedback"]
-        assert after == {}
-
-
 def test_float_buffers_are_averaged_when_the_phase_ends():
     def work(rank):
         rank.module.buffer.fill_(float(rank.topology.rank))

@@ -84,13 +84,13 @@ class ShardedAllReduce(Reducer):
         differences_travel = not self._wire.raw and any(map(self._is_narrowed, self.buckets))
         if self._update_reference is not None or differences_travel:
             # buffers come last; they are sent unencoded, without a reference
-            with_reference = [index for index, bucket in enumerate(self.buckets) if not bucket.keeps_equal]
-            self.references = [self._present(index) for index in with_reference]
+            self.references = [
+                self.remembered(bucket.pack(multiple_of=self.holders_of(index).num_shards), index).clone()
+                for index, bucket in enumerate(self.buckets)
+                if not bucket.keeps_equal
+            ]
             feedback = [self._sum.feedback(reference) for reference in self.references]
             self._feedback = [each for each in feedback if each is not None]
-
-    def _present(self, index: int) -> Tensor:
-        return self.remembered(self.buckets[index].pack(multiple_of=self.holders_of(index).num_shards), index).clone()
 
     def begin(
         self,
