@@ -118,7 +118,6 @@ class Combination:
     two: bool = False  # whether two optimizers have a half of the parameters each
     buffer: str | None = None  # float buffers: none, ``"statistics"`` or ``"mask"``, which holds -inf
     state: bool = False  # whether the optimizer's state is averaged
-    policy: str = "ignore"  # ``on_nonfinite``
     unfreeze: int | None = None  # before which step a parameter that was frozen is trained
     freeze: int | None = None  # before which step one is frozen
     again: int | None = None  # before which step that one is trained again
@@ -170,7 +169,7 @@ class Combination:
         if self.warmup:
             arguments["warmup_steps"] = self.warmup
         scheme = _SCHEMES[self.scheme](**arguments)
-        return with_policy(scheme, on_nonfinite=self.policy, average_optimizer_state=self.state)
+        return with_policy(scheme, average_optimizer_state=self.state)
 
     def weights_at(self, step: int) -> list[float]:
         weights = list(self.weights or [1.0] * len(self.ranks))
@@ -273,8 +272,6 @@ def drawn(number: int) -> Combination:
         if kind == "steps_delay":  # which takes them over in its warm-up
             arguments["warmup_steps"] = arguments["delay"] * total
         more["clamp"] = 0.4
-    if len(nodes) > 1 and kind != "all_reduce" and chance(0.3):
-        more["policy"] = "raise"
     if kind != "all_reduce" and chance(0.2):
         more["skip"] = draw.randrange(total), draw.randrange(len(nodes))
     if kind in ("periodic", "diloco") and chance(0.4):

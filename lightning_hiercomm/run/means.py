@@ -76,7 +76,7 @@ class RankMeans:
         """
         if tensors:
             replica = Replica((), tensors, self._replicas.bucket_bytes)
-            ShardedAllReduce(replica, self._topology, ranks_differ=True)(self.round)
+            ShardedAllReduce(replica, self._topology)(self.round)
 
     @property
     def round(self) -> Round:

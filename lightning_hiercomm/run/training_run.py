@@ -24,7 +24,6 @@ from lightning_hiercomm.run.shapes import are_equal
 from lightning_hiercomm.schemes import Context, RunningScheme, Scheme
 from lightning_hiercomm.schemes.base import Gradients
 from lightning_hiercomm.schemes.gradient_path import GradientPath, gradient_path
-from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 T = TypeVar("T")
@@ -42,7 +41,6 @@ class TrainingRun:
         wire: Payload type between nodes.
         average_optimizer_state: Whether synchronizations also average the optimizers' state.
         gradients: Averages the module's gradients. Default: as the scheme asks for.
-        on_nonfinite: What happens when values that are NaN or infinite are about to be sent.
         collectives: Returns how many collectives this rank has begun in the default process group.
         samples: Weighs nodes with unequal data in synchronizations. None: all ranks keep their weights.
 
@@ -64,7 +62,6 @@ class TrainingRun:
         wire: Wire | None = None,
         average_optimizer_state: bool = False,
         gradients: GradientPath | None = None,
-        on_nonfinite: OnNonfinite = "raise",
         collectives: Callable[[], int] = lambda: 0,
         samples: SampleWeights | None = None,
     ) -> None:
@@ -79,9 +76,7 @@ class TrainingRun:
         if reason := scheme.requirements.needs_own_parameters:
             check_own_parameters(replicas, reason)
         self.schemes = [
-            scheme.build(
-                Context(replica, topology, optimizer, self.wire, samples, on_nonfinite, average_optimizer_state)
-            )
+            scheme.build(Context(replica, topology, optimizer, self.wire, samples, average_optimizer_state))
             for replica, optimizer in zip(held, replicas.optimizers, strict=True)
         ]
         self._scheme = scheme

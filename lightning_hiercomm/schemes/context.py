@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.samples import SampleWeights
 
 
@@ -23,8 +22,6 @@ class Context:
         optimizer: The user's optimizer of these parameters.
         wire: The encoding of parameters between nodes. Default: unencoded.
         samples: Weighs nodes with unequal data in synchronizations. None: all ranks keep their weights.
-        on_nonfinite: The action if values to be sent are NaN, infinite or too large for the wire: ``"raise"``, or
-            ``"ignore"``, which does not check.
         average_optimizer_state: Whether a synchronization of all parameters also averages the optimizer's state.
     """
 
@@ -33,5 +30,4 @@ class Context:
     optimizer: Optimizer
     wire: Wire = field(default_factory=Wire)
     samples: SampleWeights | None = None
-    on_nonfinite: OnNonfinite = "ignore"
     average_optimizer_state: bool = False

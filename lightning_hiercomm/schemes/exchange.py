@@ -106,9 +106,7 @@ class RunningParameterSync(RunningScheme[A]):
         self._second: Topology | None = None
         self.optimizer_mean: OptimizerStateMean | None = None
         if context.average_optimizer_state:
-            self.optimizer_mean = OptimizerStateMean(
-                context.optimizer, context.topology, context.wire, context.on_nonfinite
-            )
+            self.optimizer_mean = OptimizerStateMean(context.optimizer, context.topology, context.wire)
         self._cut()
 
     @property
@@ -148,7 +146,7 @@ class RunningParameterSync(RunningScheme[A]):
         self.reducer: Reducer
         self._overlapped: Reducer
         if self.is_alone:
-            self.reducer = self._overlapped = ShardedAllReduce(replica, self.topology)
+            self.reducer = self._overlapped = ShardedAllReduce(replica, self.topology, buckets=[])
         else:
             cut = [replica.buckets_of_parameters]
             if config.fragments != 1:
@@ -180,7 +178,6 @@ class RunningParameterSync(RunningScheme[A]):
             self._second,
             buckets=buckets + self._buffers_with_parameters,
             update_reference=update,
-            on_nonfinite=self.guard.on_nonfinite,
         )
 
     @property

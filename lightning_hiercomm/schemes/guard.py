@@ -30,7 +30,6 @@ class NonFiniteGuard:
 
     def __init__(self, context: Context, state: SchemeState) -> None:
         self.replica = context.replica
-        self.on_nonfinite = context.on_nonfinite
         self._context = context
         self._state = state
 
@@ -49,13 +48,11 @@ class NonFiniteGuard:
 
         Raises:
             CommunicationError: On all ranks, if they have taken unequal numbers of steps.
-            NonfiniteError: On all ranks, if a rank cannot send, and ``on_nonfinite="raise"``.
+            NonfiniteError: On all ranks, if a rank cannot send.
         """
         if self._context.topology.is_one_node:
             return
-        reducer = ShardedAllReduce(
-            self.replica, self._context.topology, buckets=buckets, on_nonfinite=self.on_nonfinite
-        )
+        reducer = ShardedAllReduce(self.replica, self._context.topology, buckets=buckets)
         round_ = round_ or reducer.begin(self._state.steps, samples=self._context.samples).round
         if weights is None:
             reducer(round_)
@@ -71,21 +68,19 @@ class NonFiniteGuard:
             weight: The largest factor with which they are about to be sent. None: they are not sent.
 
         Raises:
-            NonfiniteError: On the ranks of this node, if ``on_nonfinite="raise"``.
+            NonfiniteError: On the ranks of this node.
         """
-        if self.on_nonfinite == "raise":
-            largest = math.inf if weight is None else self._context.wire.codec.largest / max(1.0, weight)
-            self._check(list(values_of(buckets)), largest)
+        largest = math.inf if weight is None else self._context.wire.codec.largest / max(1.0, weight)
+        self._check(list(values_of(buckets)), largest)
 
     def check_gradients(self) -> None:
         """Check that this node's gradients are finite, and small enough to be sent.
 
         Raises:
-            NonfiniteError: On the ranks of this node, if ``on_nonfinite="raise"``.
+            NonfiniteError: On the ranks of this node.
         """
-        if self.on_nonfinite == "raise":
-            gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
-            self._check(gradients, self._context.wire.codec.largest, are_gradients=True)
+        gradients = [parameter.grad for parameter in self.replica.parameters if parameter.grad is not None]
+        self._check(gradients, self._context.wire.codec.largest, are_gradients=True)
 
     def _check(self, values: Sequence[Tensor], largest: float, are_gradients: bool = False) -> None:
         device, wire, topology = self.replica.device, self._context.wire, self._context.topology

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from lightning_hiercomm.comm.codec import Codec
 from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.topology import Topology
-
-OnNonfinite = Literal["raise", "ignore"]
 
 Unfit = tuple[str | None, str | None]
 """The first tensor of a rank that is non-finite, and the first that is too large for the wire, if there are any."""

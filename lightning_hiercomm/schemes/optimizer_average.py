@@ -18,7 +18,6 @@ from lightning_hiercomm.nodes.buffers import is_of_numbers
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Topology
-from lightning_hiercomm.schemes.nonfinite import OnNonfinite
 from lightning_hiercomm.schemes.optimizer_state import is_elementwise
 from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
@@ -54,14 +53,12 @@ class OptimizerStateMean:
         topology: The ranks.
         wire: The encoding of parameters. A codec that delays most elements is replaced by int4, because a node's
             momentum would be reset to an old value until its difference is sent.
-        on_nonfinite: The user's policy; ``"ignore"`` does not check.
     """
 
-    def __init__(self, optimizer: Optimizer, topology: Topology, wire: Wire, on_nonfinite: OnNonfinite) -> None:
+    def __init__(self, optimizer: Optimizer, topology: Topology, wire: Wire) -> None:
         self._optimizer = optimizer
         self._topology = topology
         self._wire = Wire(Quantized(4) if wire.codec.needs_feedback else wire.codec)
-        self._on_nonfinite = on_nonfinite
         self._tensors: list[Tensor] = []
         self._keys: list[_Key] = []
         self._roots: list[_Key] = []  # the keys of tensors that are sent as roots
@@ -79,7 +76,7 @@ class OptimizerStateMean:
         """Average the state for the parameters that the optimizer trains; blocks. Collective.
 
         Raises:
-            NonfiniteError: On all ranks, if a rank's state is non-finite, and that is the policy.
+            NonfiniteError: On all ranks, if a rank's state is non-finite.
         """
         held = self._held(replica)
         narrowed = [key for key, tensor in held.items() if self._wire.codec.narrows(tensor.dtype)]
@@ -149,7 +146,7 @@ class OptimizerStateMean:
 
     def _average_unencoded(self, replica: Replica, held: Mapping[_Key, Tensor], round_: Round) -> None:
         """Average tensors in their own type."""
-        mean = ShardedAllReduce(self._replica_of(replica, held), self._topology, on_nonfinite=self._on_nonfinite)
+        mean = ShardedAllReduce(self._replica_of(replica, held), self._topology)
         _checked(mean, round_)
 
     def _start(self, replica: Replica, tensors: list[Tensor], keys: Sequence[_Key], roots: Collection[_Key]) -> None:
@@ -163,7 +160,6 @@ class OptimizerStateMean:
                 self._topology,
                 self._wire,
                 update_reference=update,
-                on_nonfinite=self._on_nonfinite,
             )
             for each, update in ((others, None), (self._root_tensors, _update_root))
         ]

@@ -10,7 +10,7 @@ import harness
 import pytest
 import torch
 from fake_streams import FakeDevice, FakeEvent
-from harness import TWO_BY_TWO, Rank, attached, on_ranks, with_policy
+from harness import TWO_BY_TWO, Rank, attached, on_ranks
 from problems import Oracle
 
 from lightning_hiercomm import Transport
@@ -71,7 +71,7 @@ def test_the_host_waits_for_an_exchange_only_at_its_merge(fake_device: FakeDevic
         return waits, rank.meter.seconds.get("inter", 0.0)  # of threads, too, for which the host waits
 
     # leaves after steps 1 and 5, is merged after steps 3 and 7
-    scheme = with_policy(DASO(4, 2, **CYCLING), on_nonfinite="raise")
+    scheme = DASO(4, 2, **CYCLING)
     work = partial(trained, scheme=scheme, wire=None, look=look)
     for _, looks in on_ranks(work, TWO_BY_TWO, connect=staging, waits_on_host=True):
         for step, ((_, before), (waits, seconds)) in enumerate(
@@ -142,8 +142,7 @@ class Noted:
         return getattr(self._communicator, name)
 
 
-@pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
-def test_ranks_of_a_node_launch_its_collectives_in_one_order(on_nonfinite, fake_device, monkeypatch):
+def test_ranks_of_a_node_launch_its_collectives_in_one_order(fake_device, monkeypatch):
     """nccl wants that of communicators that share a device, in any case, and of a rank without an inter-node group."""
     monkeypatch.setattr(FakeEvent, "query", lambda event: next(answers))
     answers = itertools.cycle([False, True, True])
@@ -160,7 +159,7 @@ def test_ranks_of_a_node_launch_its_collectives_in_one_order(on_nonfinite, fake_
         return connect_and_note
 
     def work(topology) -> list[tuple[int, str]]:
-        trained(topology, with_policy(SCHEMES["stale"], on_nonfinite=on_nonfinite), wire=None)
+        trained(topology, SCHEMES["stale"], wire=None)
         return topology.intra._launched  # noqa: SLF001
 
     launched = on_ranks(work, ((0, 1, 2), (3, 4)), connect=noting, waits_on_host=True)

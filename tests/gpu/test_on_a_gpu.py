@@ -64,7 +64,7 @@ def training(topology: Topology, scheme: Scheme, model: nn.Module, samples: int 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     gradients = gradient_path(scheme.gradients, topology, device, Wire(), chunk_bytes=2**22)
     replica = Replica(model.parameters(), named=model.named_parameters())
-    running = scheme.build(Context(replica, topology, optimizer, Wire(), on_nonfinite="raise"))
+    running = scheme.build(Context(replica, topology, optimizer, Wire()))
     running.begin_run(1, None)
     running.begin_epoch(0)
     width = next(model.parameters()).shape[-1]

@@ -230,19 +230,6 @@ def test_buffers_stay_synchronized_after_an_unfreeze(wire):
     assert one == other == [[1.5 * (at + 1)] * 3 for at in range(8)]
 
 
-def test_nan_in_a_buffer_is_averaged_without_checks():
-    def work(run: TrainingRun) -> list[float]:
-        run.module.mean.copy_(torch.tensor([math.nan if run.topology.rank else 1.0, float(run.topology.rank)]))
-        step(run)
-        return run.module.mean.tolist()
-
-    for first, second in on_two_nodes(
-        PeriodicAveraging(1), work, lambda: with_buffers(scalar(), mean=torch.zeros(2)), on_nonfinite="ignore"
-    ):
-        assert math.isnan(first)
-        assert second == 0.5
-
-
 @pytest.mark.parametrize("scheme", [PeriodicAveraging(2), AllReduce()], ids=repr)
 def test_a_node_whose_buffer_is_not_finite_is_named(scheme):
     def work(run: TrainingRun) -> None:

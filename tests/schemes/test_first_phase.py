@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import harness
 import numpy
 import pytest
 import torch
@@ -84,6 +83,5 @@ def test_float_buffers_are_averaged_when_the_phase_ends():
 
 
 def test_nonfinite_values_in_the_phase_raise_on_all_ranks():
-    scheme = harness.with_policy(PeriodicAveraging(4, warmup_steps=20), on_nonfinite="raise")
     with pytest.raises(Exception, match="NaN or infinite"):
-        on_nodes(steps(10), scheme, targets=(float("nan"), 1.0))
+        on_nodes(steps(10), PeriodicAveraging(4, warmup_steps=20), targets=(float("nan"), 1.0))

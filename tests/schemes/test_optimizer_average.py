@@ -22,11 +22,11 @@ LOSSY = ["bfloat16", "float16", "int8", "int4", "sparse2"]
 class Own:
     """One rank's parameter, whose state a test sets by hand."""
 
-    def __init__(self, topology, wire, numel=2, policy="raise"):
+    def __init__(self, topology, wire, numel=2):
         self.x = torch.nn.Parameter(torch.zeros(numel))
         self.optimizer = SGD([self.x], lr=0.1)
         self.replica = Replica([self.x])
-        self.mean = OptimizerStateMean(self.optimizer, topology, Wire(wire), policy)
+        self.mean = OptimizerStateMean(self.optimizer, topology, Wire(wire))
         self.topology, self.rank = topology, topology.rank
 
     def averaged(self, **state):

@@ -75,7 +75,7 @@ def test_a_flagged_exchange_moves_no_bucket_and_changes_nothing(nodes, victim):
             x[3] = math.inf
         before = x.clone()
         with pytest.raises(NonfiniteError, match=rf"after 5 optimizer steps these are NaN or infinite: rank {victim} "):
-            ShardedAllReduce(Replica([x]), topology, on_nonfinite="raise").begin(5)
+            ShardedAllReduce(Replica([x]), topology).begin(5)
         meter = topology.meter.snapshot()
         return torch.equal(x, before), meter["inter_bytes"] + meter["intra_bytes"] <= 4 * 2 * 24
 
@@ -96,7 +96,7 @@ def test_a_flagged_exchange_moves_no_bucket_and_changes_nothing(nodes, victim):
 def test_values_that_may_be_too_large_for_the_wire_do_not_leave(value, wire, is_carried):
     def work(topology):
         x = torch.full((4,), -value, device=place.device)
-        reducer = ShardedAllReduce(Replica([x]), topology, wire, on_nonfinite="raise")
+        reducer = ShardedAllReduce(Replica([x]), topology, wire)
         x.fill_(value if topology.node == 1 else -value)
         if not is_carried:
             with pytest.raises(NonfiniteError, match="these are too large for"):

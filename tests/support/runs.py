@@ -59,7 +59,6 @@ def on_two_nodes(
     *,
     inner: Callable[..., torch.optim.Optimizer] = SGD_AT_ONE,
     wire: str | None = None,
-    on_nonfinite: Any = "raise",
     epochs: int = 1,
     **of_replicas: Any,
 ) -> list[T]:
@@ -73,7 +72,7 @@ def on_two_nodes(
         layers = own if isinstance(own, nn.ModuleList) else [own]
         optimizers = [inner([p for p in layer.parameters() if p.requires_grad]) for layer in layers]
         replicas = Replicas(own, optimizers, **of_replicas)
-        run = TrainingRun(scheme, replicas, topology, Wire(wire), on_nonfinite=on_nonfinite)
+        run = TrainingRun(scheme, replicas, topology, Wire(wire))
         with begun(run, epochs):
             return work(run)
 

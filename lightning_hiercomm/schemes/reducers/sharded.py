@@ -19,7 +19,7 @@ from lightning_hiercomm.nodes.bucket import Bucket
 from lightning_hiercomm.nodes.replica import Replica
 from lightning_hiercomm.nodes.round import Round
 from lightning_hiercomm.nodes.topology import Holders, OneSender, Topology
-from lightning_hiercomm.schemes.nonfinite import NonfiniteError, OnNonfinite, find_unfit, is_unfit, values_of
+from lightning_hiercomm.schemes.nonfinite import NonfiniteError, find_unfit, is_unfit, values_of
 from lightning_hiercomm.schemes.preflight import Preflight, launch
 from lightning_hiercomm.schemes.reducers.base import Reducer, UpdateReference
 from lightning_hiercomm.schemes.reducers.disagreement import Disagreement, sample
@@ -50,8 +50,6 @@ class ShardedAllReduce(Reducer):
         buckets: The buckets of the replica to average. Default: all.
         update_reference: Updates the reference parameters by the nodes' mean, and returns the values that every rank
             gets. Default: the mean.
-        on_nonfinite: Unless ``"ignore"``, the preflight finds values that are non-finite or too large for the wire.
-        ranks_differ: Whether to average also on one node, whose ranks may hold different values.
     """
 
     def __init__(
@@ -64,13 +62,9 @@ class ShardedAllReduce(Reducer):
         *,
         buckets: Sequence[Bucket] | None = None,
         update_reference: UpdateReference | None = None,
-        on_nonfinite: OnNonfinite = "ignore",
-        ranks_differ: bool = False,
     ) -> None:
         self._replica = replica
-        self._on_nonfinite = on_nonfinite
-        self._is_alone = topology.is_one_node and not ranks_differ
-        self.buckets = [] if self._is_alone else list(replica.buckets if buckets is None else buckets)
+        self.buckets = list(replica.buckets if buckets is None else buckets)
         self.topology = topology
         self._through = through or topology
         self._wire = wire or Wire()
@@ -101,8 +95,6 @@ class ShardedAllReduce(Reducer):
         fragments: Sequence[int] | None = None,
         inbound: Background | None = None,
     ) -> Preflight:
-        if self._is_alone:
-            return Preflight(self.topology, self.topology.new_round(step, number))
         unfit = self._is_unfit(self.buckets if leaving is None else leaving)
         counts = () if samples is None else (samples.since(fragments),)
         preflight = launch(self.topology, step, unfit, number, self._through, inbound, counts)
@@ -115,8 +107,6 @@ class ShardedAllReduce(Reducer):
     def _is_unfit(self, leaving: Sequence[Bucket]) -> Tensor:
         """Return an int64 scalar on the device: 1 if this rank cannot send some buckets, otherwise 0."""
         found = torch.zeros((), dtype=torch.int64, device=self._replica.device)
-        if self._on_nonfinite == "ignore":
-            return found
         limits: dict[float, list[Bucket]] = {}
         for bucket in leaving:
             limits.setdefault(self._largest(bucket), []).append(bucket)
@@ -169,8 +159,7 @@ class ShardedAllReduce(Reducer):
                 mean.add_(sample(reference[:numel]))
             self.disagreement.compare(index, own, mean, numel)
             if reference is not None and self._update_reference is not None:
-                is_checked = background is not None and self._on_nonfinite != "ignore"
-                self._update_part(index, reference, part, preflight if is_checked else None)
+                self._update_part(index, reference, part, preflight)
             elif reference is not None:
                 part.add_(reference[: part.numel()])
             holders.gather(flat).wait()
@@ -180,13 +169,13 @@ class ShardedAllReduce(Reducer):
         arrived = Completion(collect) if background is None else background.submit(collect)
         return PendingBucket(index, flat, sent, arrived, self.topology.num_nodes)
 
-    def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight | None) -> None:
+    def _update_part(self, index: int, reference: Tensor, part: Tensor, preflight: Preflight) -> None:
         """Update the reference parameters, unless a rank cannot send; write the result to ``part``."""
         assert self._update_reference is not None
-        if preflight is not None and preflight.flag is not None and streams.has(part.device):
+        if preflight.flag is not None and streams.has(part.device):
             # the host does not wait for the flag; if it is set, the run ends, with finite values until then
             part.copy_(torch.where(preflight.flag > 0, 0.0, part))
-        elif preflight is not None and preflight.is_unfit:
+        elif preflight.is_unfit:
             return
         part.copy_(self._update_reference(index, reference, part))
 
