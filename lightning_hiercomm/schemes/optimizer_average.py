@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -59,17 +59,15 @@ class OptimizerStateMean:
         self._optimizer = optimizer
         self._topology = topology
         self._wire = Wire(Quantized(4) if wire.codec.needs_feedback else wire.codec)
-        self._tensors: list[Tensor] = []
-        self._keys: list[_Key] = []
-        self._roots: list[_Key] = []  # the keys of tensors that are sent as roots
-        self._means: list[ShardedAllReduce] = []  # of the other tensors, and of the roots
-        self._signed: set[str] = set()  # the names of tensors that have had a negative element
-        self._loaded: Mapping[str, Any] | None = None
+        self.forget()
 
     def forget(self) -> None:
         """Drop the last mean, so that the next state is sent unencoded."""
-        self._tensors, self._keys, self._roots, self._means = [], [], [], []
-        self._signed, self._loaded = set(), None
+        self._tensors: dict[_Key, Tensor] = {}
+        self._roots: dict[_Key, Tensor] = {}  # the tensors that are sent as roots
+        self._means: list[ShardedAllReduce] = []  # of the other tensors, and of the roots
+        self._signed: set[str] = set()  # the names of tensors that have had a negative element
+        self._loaded: Mapping[str, Any] | None = None
 
     @torch.no_grad()
     def __call__(self, replica: Replica, round_: Round) -> None:
@@ -90,20 +88,21 @@ class OptimizerStateMean:
             self._signed = {name for _, name in {*loaded["keys"]} - {*loaded["roots"]}}
         self._signed |= negative
         roots = [(index, name) for index, name in narrowed if name not in self._signed | _FIRST_MOMENTS]
-        tensors = [held[key] for key in narrowed]
-        known = loaded or {"keys": self._keys, "roots": self._roots}
+        tensors = {key: held[key] for key in narrowed}
+        known = loaded or {"keys": [*self._tensors], "roots": [*self._roots]}
         if (narrowed, roots) != (known["keys"], known["roots"]):
             self._loaded = None
             self._average_unencoded(replica, held, round_)
-            self._start(replica, tensors, narrowed, roots)
+            self._start(replica, tensors, roots)
             return
-        if loaded or not all(map(is_, tensors, self._tensors)):  # the optimizer may replace its tensors
+        are_replaced = not all(map(is_, tensors.values(), self._tensors.values()))  # by the optimizer
+        if loaded or are_replaced:
             states = self.state_dict()["means"]
             self._loaded = None
-            self._start(replica, tensors, narrowed, roots)
+            self._start(replica, tensors, roots)
             for mean, state in zip(self._means, states, strict=True):
                 mean.load_state_dict(state)
-        rest = {key: tensor for key, tensor in held.items() if key not in narrowed}
+        rest = {key: tensor for key, tensor in held.items() if key not in tensors}
         if rest:
             self._average_unencoded(replica, rest, round_)
         mean, mean_of_roots = self._means
@@ -149,10 +148,10 @@ class OptimizerStateMean:
         mean = ShardedAllReduce(self._replica_of(replica, held), self._topology)
         _checked(mean, round_)
 
-    def _start(self, replica: Replica, tensors: list[Tensor], keys: Sequence[_Key], roots: Collection[_Key]) -> None:
+    def _start(self, replica: Replica, tensors: dict[_Key, Tensor], roots: list[_Key]) -> None:
         """Use the current state, which is equal on all ranks, as the last averaged one."""
-        self._tensors, self._keys, self._roots = tensors, [*keys], [*roots]
-        others = {key: tensor for key, tensor in zip(keys, tensors, strict=True) if key not in roots}
+        self._tensors, self._roots = tensors, {key: tensors[key] for key in roots}
+        others = {key: tensor for key, tensor in tensors.items() if key not in self._roots}
         self._to_roots()
         self._means = [
             ShardedAllReduce(
@@ -161,21 +160,16 @@ class OptimizerStateMean:
                 self._wire,
                 update_reference=update,
             )
-            for each, update in ((others, None), (self._root_tensors, _update_root))
+            for each, update in ((others, None), (self._roots, _update_root))
         ]
         self._to_squares()
 
-    @property
-    def _root_tensors(self) -> dict[_Key, Tensor]:
-        roots = set(self._roots)
-        return {key: tensor for key, tensor in zip(self._keys, self._tensors, strict=True) if key in roots}
-
     def _to_roots(self) -> None:
-        for tensor in self._root_tensors.values():
+        for tensor in self._roots.values():
             tensor.sqrt_()
 
     def _to_squares(self) -> None:
-        for tensor in self._root_tensors.values():
+        for tensor in self._roots.values():
             tensor.square_()
 
     def _replica_of(self, replica: Replica, tensors: Mapping[_Key, Tensor]) -> Replica:
@@ -192,7 +186,7 @@ class OptimizerStateMean:
         if not self._means:
             return {}
         means = [mean.state_dict() for mean in self._means]
-        return {"keys": [*self._keys], "roots": [*self._roots], "means": means}
+        return {"keys": [*self._tensors], "roots": [*self._roots], "means": means}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict` (of a run with the same topology and wire)."""

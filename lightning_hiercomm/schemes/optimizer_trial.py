@@ -179,7 +179,7 @@ def _difference(whole: _Tried, parts: Sequence[_Tried], keeps_attributes: bool) 
     for tried in (*parts, whole):
         for state, parameter in zip(tried.states(), tried.parameters, strict=True):
             for name, value in state.items():
-                if not (_is_number(value) or (isinstance(value, Tensor) and value.shape == parameter.shape)):
+                if not _is_number_or_elementwise(value, parameter):
                     return f"its state {name!r} is neither one number nor one per element"
     for name in sorted({name for tried in (*parts, whole) for state in tried.states() for name in state}):
         if not _states_are_near(name, whole, parts):
@@ -209,13 +209,11 @@ def _are_near(whole: Tensor, *parts: Tensor, rounding: float = 0.0) -> bool:
     return True
 
 
-def _is_number(value: object) -> bool:
-    """Return whether a value is None, or one number or word for all elements."""
-    return value is None or isinstance(value, bool | int | float | str) or _is_scalar(value)
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
+def _is_number_or_elementwise(value: object, parameter: Tensor) -> bool:
+    """Return whether a value is None, one number or word for all elements, or one number for each."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 or value.shape == parameter.shape
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 class CollectiveError(RuntimeError):
