@@ -262,13 +262,13 @@ class SaveAfterEpoch(pl.Callback):
 
 
 @contextmanager
-def warnings_with(text: str) -> Iterator[list[str]]:
-    """Collect the messages of all warnings that contain a text."""
+def warnings_with(text: str, of: str = "") -> Iterator[list[str]]:
+    """Collect the messages of all warnings that contain a text, and come from files with that in their path."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield messages
-    messages += [str(warning.message) for warning in caught if text in str(warning.message)]
+    messages += [str(each.message) for each in caught if text in str(each.message) and of in each.filename]
 
 
 def on_fabric(loop: Callable[[Fabric], Any]) -> list[Any]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from problems import SaveAfter, one_trainer
+from problems import SaveAfter, one_trainer, warnings_with
 
 from lightning_hiercomm import HierarchicalStrategy
 
+our_warnings = partial(warnings_with, "", "/lightning_hiercomm/")
+"""Collects the messages of warnings that come from the package."""
 Module = TypeVar("Module", bound=pl.LightningModule)
 _OF_DDP = {"find_unused_parameters", "static_graph", "broadcast_buffers"}
 _OF_STRATEGY = {*inspect.signature(HierarchicalStrategy).parameters} - {"kwargs"} | _OF_DDP
@@ -61,16 +62,6 @@ def outcome(folder: Path, module: pl.LightningModule, scheme: Any, ranks_per_nod
         except Exception as raised:
             error = str(raised)
     return error, said, weights_of(module)
-
-
-@contextmanager
-def our_warnings() -> Iterator[list[str]]:
-    """Collect the messages of warnings that come from the package."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    said += [str(warning.message) for warning in caught if "/lightning_hiercomm/" in warning.filename]
 
 
 def weights_of(module: torch.nn.Module) -> list[float]:
