@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 from combinations import Combination, check, drawn
+from pairwise import on_push
 
 BATCH = 20
-ON_PUSH = 20
 
 
 @pytest.mark.long("twenty runs on threads, and a calculation of its own for each")
-@pytest.mark.parametrize(
-    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 200, BATCH)]
-)
+@pytest.mark.parametrize("first", on_push(range(0, 200, BATCH), 0))
 def test_random_combinations_equal_an_independent_calculation(first):
     for number in range(first, first + BATCH):
         try:

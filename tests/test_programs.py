@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from pairwise import on_push
 from programs import HANG_TIMEOUT, PATIENCE, Action, Program, check, drawn
 
-BATCH, ON_PUSH, FIRST = 2, 2, 540_000
+BATCH, FIRST = 2, 540_000
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.long("two programs; those whose ranks wait for each other wait for hang_timeout")
-@pytest.mark.parametrize(
-    "first",
-    [pytest.param(FIRST + n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 120, BATCH)],
-)
+@pytest.mark.parametrize("first", on_push(range(FIRST, FIRST + 120, BATCH), FIRST))
 def test_random_programs_are_right_or_end_with_a_clear_error(first):
     failures = [f"{n}: {error!r}\n{drawn(n)}" for n in range(first, first + BATCH) if (error := _failure(drawn(n)))]
     assert not failures, "python -m tools.programs --only N\n" + "\n".join(failures)

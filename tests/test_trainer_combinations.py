@@ -9,7 +9,6 @@ from pairwise import on_push
 from trainer_combinations import Fit, check, drawn, ranks
 
 BATCH = 5
-ON_PUSH = 5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,9 +18,7 @@ def ranks_that_stay_for_the_next_fit():
 
 
 @pytest.mark.long("five fits, and a calculation of its own for each")
-@pytest.mark.parametrize(
-    "first", [pytest.param(n, marks=[pytest.mark.nightly] * (n >= ON_PUSH)) for n in range(0, 100, BATCH)]
-)
+@pytest.mark.parametrize("first", on_push(range(0, 100, BATCH), 0))
 def test_random_fits_equal_an_independent_calculation(first):
     for number in range(first, first + BATCH):
         try:

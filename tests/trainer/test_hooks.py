@@ -83,6 +83,7 @@ def test_a_strategy_has_few_classes_and_they_precede_lightnings(strategy):
     assert [*strategy.__mro__[: len(own)]] == own
     for cls in own:
         assert sum(isinstance(value, FunctionType | property | classmethod) for value in vars(cls).values()) <= 25
+    assert strategy().communication() == {"synchronizations": 0.0, "steps": 0.0}
 
 
 @pytest.mark.parametrize(
