@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import ReduceLROnPlateau
+from pairwise import on_push
 from problems import one_trainer
 from torch.optim.lr_scheduler import CosineAnnealingLR, PolynomialLR
 from torchvision.models import WeightsEnum
@@ -50,11 +51,9 @@ ON_PUSH = [next(run for run in RUNS if run[1] == dataset) for dataset in ("cifar
 
 
 @pytest.mark.long("a program imports torchvision, and two ranks train a network of it")
-@pytest.mark.parametrize(
-    ("config", "dataset"),
-    [pytest.param(*run, marks=[pytest.mark.nightly] * (run not in ON_PUSH)) for run in RUNS],
-)
-def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, config, dataset):
+@pytest.mark.parametrize("run", on_push(RUNS, *ON_PUSH), ids="-".join)
+def test_two_nodes_take_two_steps_with_a_papers_configuration(folder, run):
+    config, dataset = run
     text, script = (PAPERS / config).read_text(), folder.path / "drawn.py"
     script.write_text(DRAWN.format(program=str(PAPERS / "train.py")))
     pictures = folder.make_imagenet(training=4, validation=4) if dataset == "imagenet" else folder.path
