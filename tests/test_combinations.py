@@ -41,7 +41,7 @@ def test_steps_delay_steps_while_all_parameters_are_frozen():
 
 
 def test_gossip_replicas_have_bit_equal_weights_after_a_resume():
-    arguments = {"graph": "roulette", "fragments": 3, "hierarchical": False, "overlap": False, "push_sum": True}
+    arguments = {"graph": "roulette", "fragments": 3, "overlap": False, "push_sum": True}
     check(Combination("gossip", arguments, "2x2", weights=(1.0, 1.0, 1.0, 3.0), reweight=0, resume=2))
 
 

@@ -58,7 +58,7 @@ OF_SCHEMES = {
     "all_reduce": {},
     "periodic": PERIODIC,
     "steps_delay": {"delay": 2, "warmup_steps": 2, "local_update": "glu"},
-    "gossip": {"graph": "full", "fragments": 2, "hierarchical": True, "overlap": False, "push_sum": True},
+    "gossip": {"graph": "full", "fragments": 2, "overlap": False, "push_sum": True},
     "diloco": {"sync_every": 4, "outer_optimizer": "adam", "fragments": 2, "staleness": 1, "keep_local": 0.5},
 }
 LOOKS = {"validate": ("batches", 3), "saves": ("last",), "after": ("save", "validate")}

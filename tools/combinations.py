@@ -320,7 +320,6 @@ def _arguments(kind: str, draw: random.Random, nodes: int) -> dict[str, Any]:
         return {
             "graph": draw.choice([*_GRAPHS]),
             "fragments": draw.choice([1, 2, 3, 4, 5, *_NAMED_PARTS]),
-            "hierarchical": draw.random() < 0.6,
             "overlap": draw.random() < 0.4,
             "push_sum": draw.random() < 0.8,
         }
@@ -498,8 +497,7 @@ def _one_step(
         def gradient(x: Tensor, target: Tensor = target, half: Rank = half) -> Tensor:
             flat = x - target.to(x.dtype)
             if c.buffer == "statistics":
-                shares = c.argument("hierarchical", True)  # then DDP gives a node one value
-                half.module.get_buffer("buffer").mul_(0.9).add_(0.1 * (topology.node if shares else topology.rank))
+                half.module.get_buffer("buffer").mul_(0.9).add_(0.1 * topology.node)  # DDP gives a node one value
             return flat
 
         last = c.knows_last and in_epoch == c.steps - 1
@@ -642,11 +640,11 @@ class Reference:
         return self
 
     def gradients(self) -> Vectors:
-        """Every rank's own, or its node's mean."""
+        """Every rank's: its node's mean, or that of all."""
         own = {rank: self.gradient(rank, self.step, self.names, values) for rank, values in self.x.items()}
         if self.c.scheme == "all_reduce" or self.step < self.c.synchronous_steps:
             own = dict.fromkeys(own, self.mean(own))
-        elif self.c.argument("hierarchical", True):
+        else:
             own = {r: self.node_mean(own, self.node_of[r]) for r in own}
         return {rank: self.c.clipped(gradient) for rank, gradient in own.items()}
 
@@ -1006,10 +1004,10 @@ class Delayed(Reference):
 
 
 class Gossiping(Reference):
-    """Push-sum; x and w of every node, or rank, by fragment."""
+    """Push-sum; x and w of every node, by fragment."""
 
     def begin(self) -> None:
-        self.units = self.nodes if self.c.argument("hierarchical") else tuple((r,) for r in self.c.ranks)
+        self.units = self.nodes
         self.parts = self.pieces(self.c.argument("fragments"))
         self.w = {u: [1.0] * len(self.parts) for u in range(len(self.units))}
         self.pending: tuple[int, dict[int, Tensor], dict[int, list[float]]] | None = None
@@ -1131,7 +1129,7 @@ def _check_equalities(c: Combination, records: list[list[Record]]) -> None:
             assert each.end is not None
             assert each.end.isfinite().all(), f"rank {rank} ends with {each.end.tolist()}"
             same(each.last, own[0].last, f"rank {rank} ends otherwise than rank 0")
-        for node in _NODES[c.nodes] if c.argument("hierarchical", True) else ():
+        for node in _NODES[c.nodes]:
             for rank in node[1:]:
                 same(own[rank].trace, own[node[0]].trace, f"ranks {rank} and {node[0]} of a node differ")
 
@@ -1166,13 +1164,12 @@ def _compare(c: Combination, records: list[Record], reference: Reference, tolera
 
 def _expected_statistics(c: Combination) -> float:
     """Return the final running mean; its steps are linear, so the time of averaging has no effect."""
-    shares = c.argument("hierarchical", True)
     node = {rank: number for number, ranks in enumerate(_NODES[c.nodes]) for rank in ranks}
     mean = 0.0
     for rank, weight in zip(c.ranks, c.weights_at(c.total), strict=True):
         own = 1.0
         for _ in range(c.total):
-            own = 0.9 * own + 0.1 * (node[rank] if shares else rank)
+            own = 0.9 * own + 0.1 * node[rank]
         mean += weight * own
     return mean
 

@@ -604,8 +604,7 @@ def _check_whole(fit: Fit, ranks: list[Record]) -> None:
         assert len(first.trace) == fit.total, f"{len(first.trace)} steps instead of {fit.total}"
         assert first.counted[0] == fit.total * fit.optimizers, first.counted
         assert fit.cut or first.counted[1] == fit.epochs, first.counted
-    shares = fit.argument("hierarchical", True)
-    for node in _NODES[fit.nodes] if shares else ():
+    for node in _NODES[fit.nodes]:
         for rank in node[1:]:
             same(ranks[rank].trace, ranks[node[0]].trace, f"ranks {node[0]} and {rank} of a node differ")
     for rank, own in enumerate(ranks):

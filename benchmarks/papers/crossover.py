@@ -31,20 +31,20 @@ Maker = Callable[[], Scheme]
 
 FLAT: dict[str, tuple[str, Maker]] = {
     "AllReduce": ("all_reduce", AllReduce),
-    "Crossover-SGD": ("gossip", lambda: Gossip(fragments=FRAGMENTS, hierarchical=False)),
-    "SGP": ("torchft", lambda: Gossip(DirectedExponential(), fragments=1, hierarchical=False)),
+    "Crossover-SGD": ("gossip", lambda: Gossip(fragments=FRAGMENTS)),
+    "SGP": ("torchft", lambda: Gossip(DirectedExponential(), fragments=1)),
 }
 ABLATIONS: dict[str, tuple[str, Maker]] = {
-    "Crossover-SGD, one fragment": ("hand", lambda: Gossip(fragments=1, hierarchical=False)),
+    "Crossover-SGD, one fragment": ("hand", lambda: Gossip(fragments=1)),
     "Crossover-SGD, unfair": (
         "hand",
-        lambda: Gossip(RandomPermutation("independent"), FRAGMENTS, hierarchical=False, push_sum=False),
+        lambda: Gossip(RandomPermutation("independent"), FRAGMENTS, push_sum=False),
     ),
     "Crossover-SGD, unfair, one fragment": (
         "hand",
-        lambda: Gossip(RandomPermutation("independent"), 1, hierarchical=False, push_sum=False),
+        lambda: Gossip(RandomPermutation("independent"), 1, push_sum=False),
     ),
-    "ring (DP-SGD's graph)": ("accelerate", lambda: Gossip("ring", fragments=1, hierarchical=False)),
+    "ring (DP-SGD's graph)": ("accelerate", lambda: Gossip("ring", fragments=1)),
 }
 HIERARCHICAL = {f"hierarchical Crossover-SGD, {groups} groups": groups for groups in (4, 8, 16)}
 METHODS = {**FLAT, **ABLATIONS}

@@ -45,11 +45,6 @@ def average_in_node(node: Node, buckets: BucketGroup, ready: Operation) -> Opera
     return node.intra("all_reduce", buckets, [ready])
 
 
-def untouched(node: Node, buckets: BucketGroup, ready: Operation) -> Operation:
-    """Leave each rank its own gradients."""
-    return ready
-
-
 class Node:
     """Collects the operations of a node, step by step, and then computes their times."""
 

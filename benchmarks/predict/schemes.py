@@ -9,14 +9,12 @@ from functools import singledispatch
 
 import torch
 
-from benchmarks.predict.cluster import Cluster
 from benchmarks.predict.cycles import fragments_of, sent_after
 from benchmarks.predict.node import (
     BucketGroup,
     Node,
     average_in_node,
     bucket_groups,
-    untouched,
 )
 from benchmarks.predict.timeline import Operation
 from lightning_hiercomm.comm.codec import AsIs, Codec
@@ -29,7 +27,6 @@ from lightning_hiercomm.schemes import (
     Graph,
     OuterOptimizer,
     ParameterSync,
-    RandomPermutation,
     Replace,
     Ring,
     Scheme,
@@ -45,8 +42,6 @@ _LOCAL_RULE = 2.0  # two terms of GLU, on chunks that fit the cache
 _SERVER_STEP = 3.0
 _CHECK = 0.5  # for non-finite values: read only
 _OF_TWO = 1.5  # adds to a tensor: two reads
-
-_STEPS_COUNTED = 24  # whole rounds of most time-varying graphs
 
 
 @dataclass(frozen=True)
@@ -245,20 +240,6 @@ def _out_degree(graph: Graph, nodes: int) -> int:
     return round(sum(map(len, graph.send_to(few, 0, 0))) / few)
 
 
-def _share_in_node(graph: Graph, cluster: Cluster) -> float:
-    """Return the mean share of the ranks' peers that are on their own node."""
-    ranks, on_node = cluster.ranks, cluster.ranks_per_node
-    if isinstance(graph, Full | RandomPermutation):  # all peers are equally likely
-        return (on_node - 1) / (ranks - 1)
-    stays = [
-        rank // on_node == peer // on_node
-        for step in range(_STEPS_COUNTED)
-        for rank, peers in enumerate(graph.send_to(ranks, step, 0))
-        for peer in peers
-    ]
-    return sum(stays) / len(stays)
-
-
 @follow.register
 def _(scheme: StepsDelay, node: Node, payload: Payload, steps: int) -> None:
     groups = _push_groups(node.workload.model_bytes)
@@ -300,11 +281,7 @@ def _push_groups(model_bytes: float) -> list[BucketGroup]:
 def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
     fragments = scheme.fragments if isinstance(scheme.fragments, int) else len(scheme.fragments) + 1
     model_bytes = node.workload.model_bytes
-    copies = 1 if scheme.hierarchical else node.num_shards  # of the model that a node sends: one per node, or per rank
-    members = node.cluster.nodes if scheme.hierarchical else node.cluster.ranks
-    peers = _out_degree(scheme.graph, members)
-    inside = 0.0 if scheme.hierarchical else peers * _share_in_node(scheme.graph, node.cluster)
-    gradients = average_in_node if scheme.hierarchical else untouched
+    peers = _out_degree(scheme.graph, node.cluster.nodes)
     groups = bucket_groups(model_bytes, model_bytes / fragments)
     in_flight: list[tuple[BucketGroup, Operation]] = []
 
@@ -315,17 +292,14 @@ def _(scheme: Gossip, node: Node, payload: Payload, steps: int) -> None:
         in_flight.clear()
 
     for _ in range(steps):
-        node.train_once(gradients, before_update=merge)
+        node.train_once(average_in_node, before_update=merge)
         node.passes(model_bytes, _CHECK)
         for group in groups:
-            shard = group.bytes * copies / node.num_shards
+            shard = group.bytes / node.num_shards
             packed = node.passes(shard, 1 + payload.passes / 2)
-            sent = [node.inter("exchange", group.scaled(copies * payload.ratio * (peers - inside)), [packed], copies)]
-            if inside:
-                sent.append(node.intra("exchange", group.scaled(payload.ratio * inside), [packed]))
-            changed = node.passes(shard, _OF_TWO + payload.passes / 2, "inbound", sent)
-            shared = node.intra("broadcast", group, [changed], "inbound") if scheme.hierarchical else changed
-            in_flight.append((group, shared))
+            sent = node.inter("exchange", group.scaled(payload.ratio * peers), [packed], 1)
+            changed = node.passes(shard, _OF_TWO + payload.passes / 2, "inbound", [sent])
+            in_flight.append((group, node.intra("broadcast", group, [changed], "inbound")))
         if not scheme.overlap:
             merge()
         node.mark()

@@ -204,8 +204,7 @@ def _averaged_over_nodes(checkpoint: Mapping[str, Any], run: TrainingRun) -> Map
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     left_out = run.replicas.directions | run.replicas.not_averaged
     numbers = [value for name, value in tensors.items() if is_of_numbers(value) and name not in left_out]
-    ranks_differ = any(scheme.config.gradients == "none" for scheme in run.schemes)
-    if ranks_differ or not run.topology.is_one_node:
+    if not run.topology.is_one_node:
         run.averaged_model.means.average_kept(numbers)
     return state_dict
 

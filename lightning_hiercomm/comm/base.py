@@ -95,9 +95,6 @@ class Communicator(ABC):
         rank: World rank of this member.
         level: The level whose traffic this is: ``"intra"`` (inside a node), ``"inter"`` (between nodes) or ``"world"``.
         meter: Counts this rank's traffic.
-
-    Attributes:
-        in_node: Group ranks on this rank's node, if it is a group between nodes; messages to them count as ``"intra"``.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, level: str, meter: Meter) -> None:
@@ -106,7 +103,6 @@ class Communicator(ABC):
         self.size = len(self.ranks)
         self.level = level
         self.meter = meter
-        self.in_node: frozenset[int] = frozenset()
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", waiting: bool = False, weight: float = 1.0) -> Handle:
         """Replace ``tensor`` by its elementwise sum (or maximum) over the group, in place.
@@ -190,8 +186,8 @@ class Communicator(ABC):
         receive = [(buffer, peer) for buffer, peer in receive if buffer.numel()]
         if not send and not receive:
             return finished
-        for tensor, peer in send:
-            self._count(_bytes(tensor), "intra" if peer in self.in_node else self.level)
+        for tensor, _ in send:
+            self._count(_bytes(tensor), self.level)
         return self._exchange(send, receive)
 
     def expect_exchanges(self) -> None:

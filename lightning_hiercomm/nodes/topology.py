@@ -215,21 +215,11 @@ class Topology:
 
         The world's communicator is shared. The duplicate has the same weights, and is closed together with this.
         """
-        other = self._duplicate(self.nodes)
-        other.divide(self._groups)
-        return other
-
-    def ranks_as_nodes(self) -> Topology:
-        """Return a topology with one node per rank; collective; it is closed together with this one."""
-        flat = self._duplicate([[rank] for rank in range(self.world_size)])
-        self._require(flat.inter).in_node = frozenset(self.nodes[self.node])
-        return flat
-
-    def _duplicate(self, nodes: Sequence[Sequence[int]]) -> Topology:
         # the given weights: normalizing twice may change the last bit
         given = self._given_weights
-        other = Topology(nodes, self.rank, self.connect, self.meter, given, self.waits_on_host, self.world)
+        other = Topology(self.nodes, self.rank, self.connect, self.meter, given, self.waits_on_host, self.world)
         self.duplicates.append(other)
+        other.divide(self._groups)
         return other
 
     def close(self) -> None:

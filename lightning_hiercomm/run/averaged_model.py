@@ -247,8 +247,7 @@ class AveragedModel:
         if self._topology.may_grow:
             return
         self.check_shapes()
-        ranks_differ = any(scheme.config.gradients == "none" for scheme in self._schemes)
-        if self._topology.num_nodes == 1 and not ranks_differ:
+        if self._topology.num_nodes == 1:
             return
         whole = self._replicas.whole()
         if not whole.held.shares:

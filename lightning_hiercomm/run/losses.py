@@ -65,7 +65,7 @@ def common_loss(loss: Any, topology: Topology, gradients: Gradients) -> Any:
     Optimizers like LBFGS evaluate the loss until it no longer changes. These ranks must evaluate it equally often,
     because their backward passes communicate.
     """
-    if gradients == "none" or not isinstance(loss, Tensor):
+    if not isinstance(loss, Tensor):
         return loss
     # in the loss's own dtype: a rounded loss would stop changing too early
     common = gathered(loss.detach()).clone().view(1)

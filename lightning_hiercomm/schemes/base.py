@@ -25,7 +25,7 @@ _CHECK_EVERY = 10
 T = TypeVar("T")
 S = TypeVar("S", bound="Scheme", covariant=True)
 
-Gradients = Literal["node", "world", "none"]
+Gradients = Literal["node", "world"]
 
 
 class Scheme(Value):
@@ -36,8 +36,7 @@ class Scheme(Value):
     the :class:`RunningScheme` has the algorithm.
 
     Attributes:
-        gradients: The ranks over which gradients are averaged: ``"node"`` or ``"world"``; or ``"none"``, not averaged,
-            of ``Gossip(hierarchical=False)``.
+        gradients: The ranks over which gradients are averaged: ``"node"`` or ``"world"``.
         first_gradients: The same in a first phase of the run; None if the scheme has no such phase.
         watches_loss: Whether :meth:`RunningScheme.end_epoch` needs the training loss.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from lightning_hiercomm.schemes.reducers.graphs import (
 )
 from lightning_hiercomm.schemes.reducers.neighbors import Peers
 from lightning_hiercomm.schemes.reducers.pending import Pending
-from lightning_hiercomm.schemes.requirements import Requirements
 from lightning_hiercomm.schemes.scheme_state import LOCAL, SchemeState
 
 GraphName = Literal["random_permutation", "directed_exponential", "ring", "full"]
@@ -44,10 +43,9 @@ _STEPS_COMPARED = 4
 class Gossip(Scheme):
     """Average parameters with a few other nodes at every step, each fragment of the model with different peers.
 
-    At step t every node (every rank, if not ``hierarchical``) does the following, with z the parameters of the forward
-    pass::
+    At step t every node does the following, with z the parameters of the forward pass::
 
-        g := gradient at z, averaged over the node if hierarchical
+        g := gradient at z, averaged over the node
         x := optimizer(x, g)
         for every fragment s, with d the out-degree of this node in the graph of (t, s), and p = 1 / (d + 1):
             send p x_s, p w_s to d nodes
@@ -58,12 +56,12 @@ class Gossip(Scheme):
     send as much as they receive (the mixing is doubly stochastic), w stays 1 and z is x: for one peer
     ``x_s := (x_s + received_s) / 2``, Crossover-SGD's Algorithm 1. Every rank computes w from the graph.
 
-    A node sends the model once per step to each peer, without a barrier. With hierarchical gossip, local rank
+    A node sends the model once per step to each peer, without a barrier. Of the L ranks of a node, local rank
     ``s mod L`` exchanges fragment s and broadcasts the result inside its node, so all links of a node are used.
 
-    - Crossover-SGD: ``Gossip(hierarchical=False)``; hierarchical Crossover-SGD: ``Gossip()``.
-    - SGP: ``Gossip("directed_exponential", fragments=1, hierarchical=False)``.
-    - DP-SGD: ``Gossip("ring", fragments=1, hierarchical=False, overlap=True)``.
+    - Crossover-SGD: ``Gossip()`` with ``ranks_per_node=1``; hierarchical Crossover-SGD: ``Gossip()``.
+    - SGP: ``Gossip("directed_exponential", fragments=1)`` with ``ranks_per_node=1``.
+    - DP-SGD: ``Gossip("ring", fragments=1, overlap=True)`` with ``ranks_per_node=1``.
 
     With rank weights (unequal nodes, heterogeneous batches), node m adds M W_m times its optimizer's update to x.
     (Initial push-sum weights would not do, because mixing equalizes w.)
@@ -83,8 +81,6 @@ class Gossip(Scheme):
         fragments: The number of equal fragments of the model (at most its elements; one more for each further dtype),
             or a list of module names such as ``["net.layer1", "net.layer2"]``: the parameters of each module form one
             fragment, all others the last one. Crossover-SGD calls them segments.
-        hierarchical: Average gradients inside a node and gossip between nodes. False: every rank gossips independently,
-            and gradients are not exchanged.
         overlap: Overlap the exchange with the next forward and backward pass. Received values are added before the next
             optimizer step, whose gradients belong to the parameters before mixing: ``x := mix(x) - lr g(x)``, DP-SGD's
             order. Until then every node keeps all of its x.
@@ -102,7 +98,6 @@ class Gossip(Scheme):
         self,
         graph: Graph | GraphName = "random_permutation",
         fragments: int | list[str] = 8,
-        hierarchical: bool = True,
         overlap: bool = False,
         push_sum: bool = True,
     ) -> None:
@@ -114,21 +109,11 @@ class Gossip(Scheme):
             graph = _GRAPHS[graph]()
         self.graph = graph
         self.fragments = fragments
-        self.hierarchical = hierarchical
         self.overlap = overlap
         self.push_sum = push_sum
-        self.gradients = "node" if hierarchical else "none"
 
     def build(self, context: Context) -> RunningGossip:
         return RunningGossip(self, context)
-
-    @property
-    def requirements(self) -> Requirements:
-        whole = (
-            f"{type(self).__name__}(hierarchical=False) lets every rank train a whole model by itself, but the"
-            " ranks of a node hold parts of one: use hierarchical=True"
-        )
-        return replace(super().requirements, needs_whole_parameters=None if self.hierarchical else whole)
 
 
 @dataclass
@@ -155,8 +140,6 @@ class RunningGossip(RunningScheme[Gossip]):
     phase = "gossip"
 
     def __init__(self, config: Gossip, context: Context) -> None:
-        if not config.hierarchical:
-            context = replace(context, topology=context.topology.ranks_as_nodes())
         super().__init__(config, context)
         # training that waits for every exchange uses no communicator concurrently
         self._duplicate = self.topology.duplicate() if config.overlap and not self.is_alone else self.topology

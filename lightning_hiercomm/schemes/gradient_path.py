@@ -91,7 +91,7 @@ class GradientPath(ABC):
 
 
 class LocalGradients(GradientPath):
-    """No average: every rank trains with its own gradients."""
+    """No average here: FSDP2 averages gradients in the node by itself."""
 
     def reduce(self, bucket: Tensor, index: int = 0, contents: Contents = ()) -> Handle:
         return finished
@@ -354,8 +354,6 @@ def gradient_path(
         chunk_bytes: Upper bound of what is sent between nodes at once, except over nccl; see :class:`WorldMean`.
         parameters: The model's parameters in their order, which identify the contents of buckets.
     """
-    if gradients == "none":
-        return LocalGradients()
     if gradients == "world" and topology.num_nodes > 1:
         return WorldMean(topology, device, wire, chunk_bytes, parameters)
     return NodeMean(topology)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_hiercomm._lightning.ddp import FabricSyncControl, is_not_insisted_on
 from lightning_hiercomm._lightning.launcher import place_of, settle_as_fork
 from lightning_hiercomm._lightning.tree import as_shown, fabric, pass_to_ranks
-from lightning_hiercomm.nodes.connect import connect_world
+from lightning_hiercomm.nodes.connect import connect_world, process_group
 from lightning_hiercomm.nodes.interfaces import use_reachable_interface
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
@@ -158,7 +158,7 @@ class HierarchicalFabricStrategy(fabric.strategies.ddp.DDPStrategy):
 
         Optimizers such as ``ZeroRedundancyOptimizer`` take it as ``process_group``. It exists after ``fabric.launch``.
         """
-        return self._settings.node_process_group(self._topology)
+        return process_group(self._topology.intra)
 
     # ---- setting up ----------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class FabricModule:
         """Wrap the module in DDP over the ranks that share gradients, if there are several."""
         keep_sync_batchnorm_in_group(self.module, process_group(self._topology.intra))
         group = gradient_group(self._topology, self._settings.scheme.gradients)
-        if group is None or group.size == 1:
+        if group.size == 1:
             return self.module
         self._averaged = {id(p) for p in self.module.parameters() if p.requires_grad}
         if not self._averaged:  # DDP refuses such a module

@@ -87,8 +87,7 @@ class HierarchicalModelParallelStrategy(HierarchicalHooks, pl.strategies.ModelPa
     ``scheme="daso"`` is ``DASO(reducer="sharded")``.
 
     Raises:
-        ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(reducer="leader")``,
-            ``Gossip(hierarchical=False)``.
+        ValueError: If the scheme needs whole parameters on every rank: ``StepsDelay``, ``DASO(reducer="leader")``.
     """
 
     strategy_name = "hierarchical_model_parallel"

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hiercomm._lightning.collectives import collectives_of_default_group
@@ -20,7 +19,7 @@ from lightning_hiercomm.comm import streams
 from lightning_hiercomm.comm.mpi import load_mpi
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.elastic.configuration import Elastic
-from lightning_hiercomm.nodes.connect import check_backend, process_group
+from lightning_hiercomm.nodes.connect import check_backend
 from lightning_hiercomm.nodes.topology import Topology, nodes_by_count
 from lightning_hiercomm.run.replicas import Replicas
 from lightning_hiercomm.run.training_run import TrainingRun
@@ -207,19 +206,6 @@ class Settings:
             collectives=(lambda: 0) if self.elastic is not None else collectives_of_default_group,
             samples=SampleWeights() if self.unequal_data else None,
         )
-
-    def node_process_group(self, topology: Topology) -> dist.ProcessGroup | None:
-        """The process group of this node's ranks.
-
-        Raises:
-            RuntimeError: If they hold different parameters.
-        """
-        if self.scheme.gradients == "none":
-            raise RuntimeError(
-                f"node_process_group: with {self.scheme!r} every rank trains a model of its own, so the ranks of a node"
-                " must not share its parameters or gradients: use hierarchical=True"
-            )
-        return process_group(topology.intra)
 
 
 for _scheme in SCHEMES.values():

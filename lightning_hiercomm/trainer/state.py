@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_hiercomm._lightning.tree import as_shown, fabric, pl
 from lightning_hiercomm.batches.running import RunningBatches
 from lightning_hiercomm.checkpoints.plain import Checkpoints
+from lightning_hiercomm.nodes.connect import process_group
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.run import traffic
 from lightning_hiercomm.run.replicas import broadcast_values
@@ -77,7 +78,7 @@ class StrategyState(pl.strategies.ParallelStrategy):
         Optimizers such as ``ZeroRedundancyOptimizer`` take it as ``process_group``. It exists from
         ``configure_model`` on.
         """
-        return self._settings.node_process_group(self._topology)
+        return process_group(self._topology.intra)
 
     @property
     def is_idle(self) -> bool:
@@ -149,7 +150,7 @@ class StrategyState(pl.strategies.ParallelStrategy):
 def announce(settings: Settings, topology: Topology, schemes: Sequence[RunningScheme[Scheme]]) -> None:
     """Log the nodes, the scheme and what it synchronizes, on rank 0."""
     megabytes = sum(scheme.replica.nbytes for scheme in schemes) / 1e6
-    if topology.is_one_node and settings.scheme.gradients != "none":
+    if topology.is_one_node:
         log = pl.utilities.rank_zero_info if topology.world_size == 1 else pl.utilities.rank_zero_warn
         log(
             f"there is one node, so {settings.scheme!r} is plain data-parallel training. If there are more, the cluster"

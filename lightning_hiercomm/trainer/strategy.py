@@ -177,20 +177,19 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         toggles = self._ddp_kwargs.get("find_unused_parameters")
         toggled = [p for p in parameters if toggles and not p.requires_grad and id(p) in self._averaged]
         self._averaged = {id(p): p for p in parameters if p.requires_grad} | {id(p): p for p in toggled}
-        if group is not None and group.size > 1 and self._averaged:
+        if group.size > 1 and self._averaged:
             with _requiring_gradients(toggled):
                 super().configure_ddp()
         else:  # DDP has nothing to do
             self.model = Unshared(self._module)
 
     @property
-    def _group_of_gradients(self) -> Communicator | None:
-        """The ranks whose gradients are averaged in the present phase; None if every rank keeps its own."""
+    def _group_of_gradients(self) -> Communicator:
+        """The ranks whose gradients are averaged in the present phase."""
         return gradient_group(self._topology, self._gradients_over)
 
     @override
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        assert self._group_of_gradients is not None
         # with a process group of its own, DDP finds the parameters that no rank used: they get no gradient
         arguments = {**self._ddp_kwargs, "process_group": process_group(self._group_of_gradients)}
         settled = self._topology.num_nodes > 1 or self._settings.elastic is not None
@@ -277,9 +276,9 @@ class HierarchicalStrategy(HierarchicalHooks, pl.strategies.DDPStrategy):
         self._run.gradients.end_backward(self._topology.meter, self.root_device)
 
 
-def gradient_group(topology: Topology, gradients: Gradients) -> Communicator | None:
-    """Return the ranks that average their gradients, or None if every rank keeps its own."""
-    return {"node": topology.intra, "world": topology.world, "none": None}[gradients]
+def gradient_group(topology: Topology, gradients: Gradients) -> Communicator:
+    """Return the ranks that average their gradients."""
+    return {"node": topology.intra, "world": topology.world}[gradients]
 
 
 @contextmanager

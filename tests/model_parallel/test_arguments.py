@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_hiercomm import (
     DASO,
-    Gossip,
     HierarchicalModelParallelStrategy,
     ParameterSync,
     StepsDelay,
@@ -41,7 +40,6 @@ def test_a_torch_that_cannot_slice_the_mesh_is_refused(monkeypatch):
     [
         ({"scheme": StepsDelay()}, "StepsDelay keeps the model on servers of its own: use HierarchicalStrategy"),
         ({"scheme": "steps_delay"}, "StepsDelay keeps the model on servers"),
-        ({"scheme": Gossip(hierarchical=False)}, "every rank train a whole model .* use hierarchical=True"),
         ({"scheme": DASO()}, "sends the whole model from one rank.* use reducer='sharded'"),
         ({"scheme": ParameterSync(reducer="leader")}, "use reducer='sharded'"),
         ({"scheme": "telepathy"}, "scheme='telepathy' is unknown"),

@@ -95,7 +95,7 @@ def test_duplicates_share_the_world_which_is_closed_once():
     def work(topology):
         closed = []
         topology.world.close = lambda: closed.append(topology.rank)
-        derived = topology.duplicate(), topology.ranks_as_nodes()
+        derived = topology.duplicate(), topology.duplicate()
         assert all(other.world is topology.world for other in derived)
         derived[0].close()
         assert not closed
@@ -103,15 +103,6 @@ def test_duplicates_share_the_world_which_is_closed_once():
         return closed
 
     assert on_ranks(work, [[0, 1], [2, 3]]) == [[0], [1], [2], [3]]
-
-
-def test_every_rank_may_be_a_node_of_its_own():
-    def work(topology):
-        flat = topology.ranks_as_nodes()
-        return flat.num_nodes, flat.node, flat.intra.size, flat.inter.ranks, flat.rank_weight
-
-    results = on_ranks(work, [[0, 1], [2]], weights=[1, 2, 1])
-    assert results == [(3, rank, 1, (0, 1, 2), weight) for rank, weight in enumerate([0.25, 0.5, 0.25])]
 
 
 @given(some_nodes())
@@ -158,10 +149,10 @@ def test_nodes_must_hold_every_rank_once(nodes):
 
 def test_the_same_ranks_always_have_bit_equal_weights():
     def work(topology):
-        earlier = topology.duplicate(), topology.ranks_as_nodes()
+        earlier = topology.duplicate()
         topology.set_weights([0.5, 1 / 6, 1 / 6, 1 / 6])  # whose sum is not quite 1
-        later = topology.duplicate(), topology.ranks_as_nodes()
-        return [each.weights for each in (topology, *earlier, *later, later[0].duplicate())]
+        later = topology.duplicate()
+        return [each.weights for each in (topology, earlier, later, later.duplicate())]
 
     for weights in on_ranks(work):
         assert len(set(weights)) == 1

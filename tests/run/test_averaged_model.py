@@ -29,11 +29,10 @@ class Averages(pl.Callback):
 
 
 def _averaging_program(folder):
-    """Ranks of one node train alone."""
+    """Two nodes of one rank each."""
     said = {}
     for name, callback in (("on its own", Averages()), ("ema", EMAWeightAveraging(decay=0.5))):
-        scheme = Gossip("ring", hierarchical=False, overlap=True)
-        strategy = HierarchicalStrategy(scheme, ranks_per_node=2)
+        strategy = HierarchicalStrategy(Gossip("ring", overlap=True), ranks_per_node=1)
         saves = ModelCheckpoint(folder / name, save_last=True, save_on_train_epoch_end=True)
         arguments = {"devices": 2, "max_epochs": 2, "enable_checkpointing": True, "callbacks": [callback, saves]}
         module = Drifting()

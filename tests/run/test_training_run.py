@@ -72,7 +72,7 @@ def test_ranks_whose_optimizers_train_other_parameters_are_refused(count, differ
     on_ranks(work, TWO_NODES)
 
 
-@pytest.mark.parametrize("scheme", [PeriodicAveraging(5), Gossip(fragments=1, hierarchical=False)], ids=repr)
+@pytest.mark.parametrize("scheme", [PeriodicAveraging(5), Gossip(fragments=1)], ids=repr)
 def test_nodes_restart_from_their_average_when_parameters_are_added(scheme):
     def work(run: TrainingRun) -> tuple[float, bool, bool]:
         add(run, 0, run.topology.rank + 1.0)

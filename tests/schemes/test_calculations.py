@@ -45,7 +45,7 @@ def diloco(sync_every: int, outer: str, fragments: Any = 1, staleness: int = 0, 
 
 
 periodic = partial(form, "periodic", at_epoch_end=True)
-gossip = partial(form, "gossip", fragments=1, hierarchical=True, overlap=False, push_sum=True)
+gossip = partial(form, "gossip", fragments=1, overlap=False, push_sum=True)
 DECAY = {"optimizer": "nesterov and decay"}
 
 
@@ -98,8 +98,8 @@ FORMS: dict[str, Combination] = {
     "diloco, uneven": diloco(7, "nesterov", 3, 1, keep_local=0.3),
     "diloco, warm-up": replace(diloco(4, "momentum", 2, 1), warmup=4),
     "gossip": gossip(graph="exponential"),
-    "gossip, of ranks": gossip(graph="ring", hierarchical=False),
-    "gossip, of ranks, overlapped": gossip(graph="ring", hierarchical=False, overlap=True),
+    "gossip, ring": gossip(graph="ring"),
+    "gossip, ring, overlapped": gossip(graph="ring", overlap=True),
     "gossip, full": gossip(graph="full"),
     "gossip, fragments": gossip(graph="permutation", fragments=3),
     "gossip, unfair": gossip(graph="unfair", fragments=2),
@@ -129,7 +129,7 @@ WIRED = [
     *("replace, 0, permutation", "replace, 1, sharded", "eq1, 1, leader", "delta, 2, leader", "staggered eq1, 2"),
     *("epochs, outer", "noloco", "diloco, nesterov", "diloco, late", "diloco, streaming late"),
     *("diloco, warm-up", "gossip, fragments", "gossip, unfair", "gossip, unfair, overlapped"),
-    *("gossip, of ranks, overlapped", "steps_delay, 2, glu", "steps_delay, 2, sgd", "steps_delay, 2, dc_asgd"),
+    *("gossip, ring, overlapped", "steps_delay, 2, glu", "steps_delay, 2, sgd", "steps_delay, 2, dc_asgd"),
 ]
 
 

@@ -48,7 +48,7 @@ WRITTEN: dict[str, Callable[[], Any]] = {
     "DiLoCo(sync_every=100)": DiLoCo,
     "DiLoCo(sync_every=9, fragments=['a', 'b'], staleness=2)": lambda: DiLoCo(9, partial(AdamW, lr=1.0), ["a", "b"], 2),
     "Gossip(graph=RandomPermutation(sampling='uniform', seed=0))": Gossip,
-    "Gossip(graph=Ring(), fragments=2, hierarchical=False)": lambda: Gossip("ring", 2, False),
+    "Gossip(graph=Ring(), fragments=2, overlap=True)": lambda: Gossip("ring", 2, True),
     "StepsDelay(delay=4)": StepsDelay,
     "StepsDelay(delay=2, warmup_steps=0, local_update='sgd')": lambda: StepsDelay(2, 0, local_update="sgd"),
     "ParameterSync(schedule=Every(period=100, of='run'))": ParameterSync,

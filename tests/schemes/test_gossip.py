@@ -47,9 +47,7 @@ def simulate(work, scheme, starts=None, *, nodes=None, shapes=None, dtype=torch.
 
 @pytest.mark.parametrize("fragments", [1, 8])
 def test_sgp_follows_the_table(run_oracle, fragments):
-    traces = run_oracle(
-        lambda: Gossip("directed_exponential", fragments, hierarchical=False), steps_per_epoch=4, **FLAT
-    )
+    traces = run_oracle(lambda: Gossip("directed_exponential", fragments), steps_per_epoch=4, **FLAT)
     table = [(2.5, 0.5, 1.5, 3.5), (2, 4, 2, 4), (4, 2, 3, 5), (2.75, 4.75, 2.75, 4.75)]
     assert list(zip(*(trace.after_step for trace in traces), strict=True)) == table
 

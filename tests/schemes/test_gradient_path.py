@@ -82,15 +82,6 @@ def test_the_mean_over_the_node_counts_every_rank_with_its_weight(nodes, weights
         torch.testing.assert_close(bucket.double(), expected, rtol=0, atol=1e-6)
 
 
-def test_gradients_that_are_not_exchanged_keep_their_values():
-    def work(path, topology):
-        bucket = mean_of(path, gradient_of(topology.rank, 100))
-        assert torch.equal(bucket, gradient_of(topology.rank, 100))
-        assert sum(topology.meter.bytes.values()) == 0
-
-    on_ranks(work, ((0, 1), (2,)), "none", wire="int8")
-
-
 @pytest.mark.parametrize("wire", HALF_A_SCALE)
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize("chunk_bytes", [2**22, 400], ids=["whole", "chunks"])
@@ -279,7 +270,7 @@ def sparse_gradient(rank):
 
 
 @pytest.mark.parametrize("weights", [None, (1, 2, 3, 4, 5, 6, 7)])
-@pytest.mark.parametrize("gradients", ["node", "world", "none"])
+@pytest.mark.parametrize("gradients", ["node", "world"])
 def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradients, weights):
     def work(path, topology):
         dense = mean_of(path, sparse_gradient(topology.rank).to_dense().view(-1))
@@ -288,7 +279,7 @@ def test_sparse_gradients_have_the_mean_of_dense_ones_and_no_further_rows(gradie
     for rank, (dense, mean) in enumerate(on_ranks(work, UNEQUAL, gradients, weights=weights)):
         torch.testing.assert_close(mean.to_dense(), dense)
         node = next(ranks for ranks in UNEQUAL if rank in ranks)
-        looked_up = {"node": node, "world": range(7), "none": [rank]}[gradients]
+        looked_up = {"node": node, "world": range(7)}[gradients]
         assert mean.indices()[0].tolist() == sorted({row for other in looked_up for row in ROWS[other]})
 
 

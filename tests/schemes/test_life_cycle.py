@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 
 NAMES = [
     *("all_reduce", "periodic", "daso", "streaming", "steps_delay"),
-    *("gossip, overlapped", "gossip, of ranks", "noloco"),
+    *("gossip, overlapped", "noloco"),
 ]
 
 
@@ -68,7 +68,7 @@ def test_50_unfreezes_open_no_group_and_start_no_thread(name):
     assert {*threading.enumerate()} <= before
 
 
-def test_flat_gossip_uses_weights_set_after_new_parameters():
+def test_gossip_uses_weights_set_after_new_parameters():
     def work(rank: Rank) -> list[list[float]]:
         rank.scheme.follow(rank.replica())
         rank.topology.set_weights([1.0, 3.0])
@@ -77,7 +77,7 @@ def test_flat_gossip_uses_weights_set_after_new_parameters():
         return rank.trace
 
     # a node of weight W counts M W of its update: 1/2 and 3/2, mixed half and half
-    scheme = Gossip(fragments=1, hierarchical=False)
+    scheme = Gossip(fragments=1)
     assert on_nodes(work, scheme, inner=partial(torch.optim.SGD, lr=1.0)) == [[[1.0], [2.0]]] * 2
 
 

@@ -41,7 +41,7 @@ def test_synchronizations_of_twelve_steps(on_nodes, scheme, synchronizations):
     ("nodes", "name"),
     [
         *((((0,),), name) for name in without("all_reduce")),
-        *((((0, 1, 2),), name) for name in without("all_reduce", "gossip, of ranks")),
+        *((((0, 1, 2),), name) for name in without("all_reduce")),
     ],
     ids=str,
 )

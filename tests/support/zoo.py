@@ -38,7 +38,6 @@ ZOO: dict[str, Scheme] = {
     "noloco, overlapped": ParameterSync(2, reducer=RandomPermutation(), staleness=1, merge=OuterOptimizer()),
     "gossip": Gossip(fragments=2),
     "gossip, overlapped": Gossip(fragments=2, overlap=True),
-    "gossip, of ranks": Gossip(fragments=2, hierarchical=False),
     "gossip, push-sum": Gossip("directed_exponential", fragments=2),
     "gossip, plain means": Gossip(Ring(), fragments=2, push_sum=False),
     "steps_delay": StepsDelay(2, warmup_steps=2),

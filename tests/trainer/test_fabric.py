@@ -32,7 +32,7 @@ from lightning_hiercomm import (
 )
 
 EPOCHS, STEPS = 2, 4
-SCHEMES = [DASO(2, 1, warmup=Epochs(1), cooldown=0), StepsDelay(2, 2), Gossip(hierarchical=False, overlap=True)]
+SCHEMES = [DASO(2, 1, warmup=Epochs(1), cooldown=0), StepsDelay(2, 2), Gossip(overlap=True)]
 
 
 class Net(pl.LightningModule):

@@ -24,7 +24,7 @@ from lightning_hiercomm import (
 from lightning_hiercomm.trainer.elastic_refusals import check_trainer
 
 pytestmark = pytest.mark.pooled
-SCHEMES = {"all_reduce": AllReduce(), "periodic": PeriodicAveraging(2), "gossip": Gossip(hierarchical=False)}
+SCHEMES = {"all_reduce": AllReduce(), "periodic": PeriodicAveraging(2), "gossip": Gossip()}
 OWN = ("layers.expert", "layers.table", "layers.seen")
 
 

@@ -162,10 +162,6 @@ PROGRAMS = {
         ],
     ),
     "gathers in some steps": ((Gathered(at=(3, 6)), PeriodicAveraging(2)), [f"Gathering.{OVER_NODES}"]),
-    "ZeRO over a node of ranks that train alone": (
-        (Sharded(over="node"), Gossip(hierarchical=False), 2),
-        ["every rank trains a model of its own"],
-    ),
     **{
         f"SAM in {how}": (
             (Sharpness(how), PeriodicAveraging(2)),

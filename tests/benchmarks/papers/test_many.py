@@ -62,9 +62,9 @@ SAME = {
         lambda: Stale(2, 2, 1, 0, "delta", adapts=False),
         lambda: DASO(2, 2, Epochs(1), 0, "delta", plateau=None),
     ),
-    "Crossover-SGD": (crossover, lambda: Gossip(hierarchical=False)),
-    "SGP": (push, lambda: Gossip("directed_exponential", fragments=1, hierarchical=False)),
-    "a ring": (ring, lambda: Gossip("ring", fragments=1, hierarchical=False)),
+    "Crossover-SGD": (crossover, lambda: Gossip()),
+    "SGP": (push, lambda: Gossip("directed_exponential", fragments=1)),
+    "a ring": (ring, lambda: Gossip("ring", fragments=1)),
     "DiLoCo": (lambda: Outer(12, 0.7, 0.9), lambda: DiLoCo(12)),
     "DiLoCo, late": (
         lambda: Outer(12, 0.7, 0.9, staleness=3, keep_local=0.5),
@@ -100,7 +100,7 @@ ENCODED = {
         lambda: DASO(4, 2, Epochs(1), Epochs(1), plateau=None),
     ),
     "DiLoCo": (lambda codec: Outer(12, 0.7, 0.9, codec=codec), lambda: DiLoCo(12)),
-    "gossip": (lambda codec: Gossips(RandomPermutation, 8, codec), lambda: Gossip(hierarchical=False)),
+    "gossip": (lambda codec: Gossips(RandomPermutation, 8, codec), lambda: Gossip()),
 }
 
 

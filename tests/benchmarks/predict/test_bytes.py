@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 from harness import Rank, on_nodes
-from zoo import ZOO, without
+from zoo import ZOO
 
 from benchmarks.predict.cluster import Cluster, Link, Workload
 from benchmarks.predict.cost import predict
@@ -14,7 +14,6 @@ from benchmarks.predict.cycles import cycle
 from benchmarks.predict.node import Node
 from benchmarks.predict.schemes import Payload, follow
 from lightning_hiercomm.nodes.topology import nodes_by_count
-from lightning_hiercomm.schemes import DirectedExponential, Full, Gossip, RandomPermutation, Ring
 
 NUMEL = 2**17
 
@@ -24,7 +23,7 @@ def on(nodes: int, ranks_per_node: int) -> Cluster:
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("name", without("gossip, of ranks"))  # below
+@pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
 def test_predicted_bytes_are_those_of_a_scheme(name, nodes, ranks_per_node):
     check(ZOO[name], nodes, ranks_per_node)
@@ -37,29 +36,6 @@ PAYLOADS += product(("all_reduce", "periodic", "gossip", "steps_delay"), ("bfloa
 @pytest.mark.parametrize(("name", "wire"), PAYLOADS)
 def test_predicted_payloads_have_the_size_of_real_ones(name, wire):
     check(ZOO[name], 3, 2, wire)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("graph", [RandomPermutation(), Ring(), DirectedExponential(), Full()], ids=repr)
-@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (4, 1), (3, 2)])
-def test_gossip_inside_a_node_sends_nothing_between_nodes(graph, nodes, ranks_per_node):
-    scheme, ranks, steps, fragments = Gossip(graph, hierarchical=False), nodes * ranks_per_node, 6, 8
-    pairs = [
-        (rank // ranks_per_node, peer // ranks_per_node)
-        for step in range(steps, 2 * steps)
-        for fragment in range(fragments)
-        for rank, peers in enumerate(graph.send_to(ranks, step, fragment))
-        for peer in peers
-    ]
-    crossing, size = sum(one != other for one, other in pairs), 4 * NUMEL / fragments / nodes
-    inter, intra = metered(scheme, nodes, ranks_per_node, (steps, 2 * steps), None)
-    assert inter == pytest.approx(crossing * size, rel=5e-3)
-    assert intra == pytest.approx((len(pairs) - crossing) * size, rel=5e-3)
-    predicted = predict(scheme, on(nodes, ranks_per_node), Workload.of_step(NUMEL, 0.1)).inter_bytes
-    if isinstance(graph, RandomPermutation):  # which has drawn some peers more often than others
-        assert predicted == pytest.approx(ranks_per_node * 4 * NUMEL * (ranks - ranks_per_node) / (ranks - 1))
-    else:
-        assert predicted == pytest.approx(crossing * size / steps)
 
 
 def metered(scheme, nodes, ranks_per_node, steps, wire):
