@@ -34,25 +34,20 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.topology import Topology
 from lightning_hiercomm.schemes import (
-    DASO,
-    AllReduce,
-    DiLoCo,
+    SCHEMES,
     DirectedExponential,
     Epochs,
     Every,
     Full,
-    Gossip,
     Graph,
     OuterOptimizer,
     ParameterSync,
-    PeriodicAveraging,
     Plateau,
     RandomPermutation,
     Replace,
     Ring,
     Scheme,
     Staggered,
-    StepsDelay,
 )
 
 Vectors = dict[int, Tensor]
@@ -168,7 +163,7 @@ class Combination:
                 arguments["merge"] = Replace(keep)
         if self.warmup:
             arguments["warmup_steps"] = self.warmup
-        scheme = _SCHEMES[self.scheme](**arguments)
+        scheme = {**SCHEMES, "parameter_sync": ParameterSync}[self.scheme](**arguments)
         return with_policy(scheme, average_optimizer_state=self.state)
 
     def weights_at(self, step: int) -> list[float]:
@@ -206,17 +201,6 @@ class Combination:
         unfrozen = self.unfreeze is None or step >= self.unfreeze
         frozen = self.freeze is not None and self.freeze <= step < (self.total if self.again is None else self.again)
         return [*([] if unfrozen else ["b"]), *(["a"] if frozen else [])]
-
-
-_SCHEMES: dict[str, Callable[..., Scheme]] = {
-    "all_reduce": AllReduce,
-    "periodic": PeriodicAveraging,
-    "daso": DASO,
-    "steps_delay": StepsDelay,
-    "gossip": Gossip,
-    "diloco": DiLoCo,
-    "parameter_sync": ParameterSync,
-}
 
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
@@ -735,6 +719,9 @@ class Averaging(Reference):
             self.schedule = ("epoch", args["sync_every"])
         self.is_alone = len(self.nodes) == 1
         self.parts = self.pieces(self.fragments)
+        self.count = len(self.parts)
+        if self.fragments == 1 and self.reducer in _RANDOM_GRAPHS and c.dtype not in _DTYPES:  # drawn for each bucket
+            self.parts = list(self.parts[0].split(max(1, c.bucket_bytes // getattr(torch, c.dtype).itemsize)))
         self.flying: list[tuple[int, list[int], Vectors, dict[int, Vectors], int]] = []
         if not hasattr(self, "period"):
             self.parts_sent = 0
@@ -783,7 +770,7 @@ class Averaging(Reference):
             return []
         step -= min(self.c.synchronous_steps, self.c.total)
         parts = len(self.parts)
-        if kind == "staggered":
+        if kind == "staggered" and self.fragments != 1:
             return [p for p in range(parts) if step % period == (p + 1) * period // parts % period]
         return list(range(parts)) if (in_epoch if kind == "epoch" else step) % period == 0 else []
 
@@ -796,7 +783,7 @@ class Averaging(Reference):
         nodes = {n: self.node_mean(cut, n) for n in range(len(self.nodes))}
         if len(nodes) == 1:
             return nodes
-        sends = _GRAPHS[self.reducer]().send_to(len(self.nodes), self.parts_sent // len(self.parts), part)
+        sends = _GRAPHS[self.reducer]().send_to(len(self.nodes), self.parts_sent // self.count, part)
         return {n: torch.stack([nodes[n], *(nodes[m] for m, to in enumerate(sends) if n in to)]).mean(0) for n in nodes}
 
     def arrive(self, part: int, means: Vectors) -> Vectors:
@@ -822,7 +809,7 @@ class Averaging(Reference):
             x = self.x
             keep = self.keep
             self.write(part, {r: keep * x[r][self.parts[part]] + (1 - keep) * arrived[self.node_of[r]] for r in x})
-        self.parts_sent += len(parts)
+        self.parts_sent += len(parts) * self.count // len(self.parts)
         is_all = len(parts) == len(self.parts)
         if is_all and self.c.state and not keep and self.reducer not in _GRAPHS:
             self.average_state()
@@ -839,7 +826,7 @@ class Averaging(Reference):
             x = self.x
             landed = {part: self.arrive(part, self.means(x, part)) for part in leaving}
             self.flying.append((step + self.staleness, list(leaving), x, landed, step))
-            self.parts_sent += len(leaving)
+            self.parts_sent += len(leaving) * self.count // len(self.parts)
 
     def merge_part(self, part: int, sent: Vectors, arrived: Vectors, s: int) -> None:
         """One part, so many steps after it was sent."""
@@ -1112,7 +1099,7 @@ def tolerance_of(c: Combination) -> float | None:
         return None  # cut by bytes, each type by itself
     narrow = c.wire not in (None, "float32") or (c.wire == "float32" and c.dtype != "float32")
     draws = c.argument("graph", c.argument("reducer")) in _RANDOM_GRAPHS
-    draws_by_bucket = c.scheme == "parameter_sync" and c.bucket_bytes < 2**20
+    draws_by_bucket = c.scheme == "parameter_sync" and c.bucket_bytes < 2**20 and parts != 1
     if c.raw or (draws and (draws_by_bucket or c.dtype == "mixed")):
         return None
     if c.wire == "float32" and c.dtype == "float64":

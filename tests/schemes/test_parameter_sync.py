@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from harness import TWO_BY_TWO, place, steps
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 
 from lightning_hiercomm.schemes import Every, Graph, OuterOptimizer, ParameterSync, RandomPermutation, Staggered
 
@@ -15,52 +15,6 @@ pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is o
 
 SEVENS = {"a": 7, "b": 5, "c": 11}
 FOUR = ((0,), (1,), (2,), (3,))
-
-
-def noloco(targets, number, *, every, graph, outer, lengths, staleness):
-    """Kolehmainen et al. 2025, Algorithm 1: every node's values after each step.
-
-    Node i's outer parameters a_i and momentum are its own; it meets one peer per fragment, from whom ``graph`` says
-    that it receives.
-    """
-    count = len(targets)
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    slices = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    x = [torch.ones(23, dtype=torch.float64) for _ in targets]
-    references = [[torch.nn.Parameter(own[part].clone()) for part in slices] for own in x]
-    optimizers = [[outer([reference]) for reference in own] for own in references]
-    expected, sent, turn = [], None, -1
-    for t in range(1, number + 1):
-        x = [own - 0.1 * (own - target) for own, target in zip(x, targets, strict=True)]
-        if (t + staleness) % every == 0:
-            sent, turn = [own.clone() for own in x], turn + 1
-        if t % every == 0 and sent is not None:
-            for s, part in enumerate(slices):
-                send_to = graph.send_to(count, turn, s)
-                for node in range(count):
-                    met = [node, *(peer for peer in range(count) if node in send_to[peer])]
-                    reference = references[node][s]
-                    reference.grad = reference.detach() - sum(sent[peer][part] for peer in met) / len(met)
-                    optimizers[node][s].step()
-                    x[node][part] = reference.detach()
-        expected.append([own.clone() for own in x])
-    return expected
-
-
-@pytest.mark.parametrize("nodes", [FOUR, ((0, 1, 2), (3,), (4, 5))], ids=str)
-@pytest.mark.parametrize("outer", [partial(SGD, lr=0.7, momentum=0.5), partial(Adam, lr=0.05)], ids=["SGD", "Adam"])
-@pytest.mark.parametrize(("seed", "staleness"), [(3, 0), (1, 2)])
-def test_each_bucket_of_noloco_meets_a_peer_of_its_own(on_nodes, nodes, outer, seed, staleness):
-    graph = RandomPermutation(seed=seed)
-    scheme = ParameterSync(3, reducer=graph, merge=OuterOptimizer(outer), staleness=staleness)
-    arguments = {"shapes": SEVENS, "dtype": torch.float64, "bucket_bytes": 80, "targets": None}
-    trained = on_nodes(steps(11), scheme, nodes, **arguments)
-    targets = [torch.stack([trained[rank].target for rank in ranks]).mean(0) for ranks in nodes]
-    expected = noloco(targets, 11, every=3, graph=graph, outer=outer, lengths=(10, 10, 3), staleness=staleness)
-    for node, ranks in enumerate(nodes):
-        for rank in ranks:
-            trace = torch.tensor(trained[rank].trace, dtype=torch.float64)
-            torch.testing.assert_close(trace, torch.stack([step[node] for step in expected]), rtol=0, atol=1e-12)
 
 
 def test_a_graph_with_unequal_in_and_out_degrees_is_refused(on_nodes):
