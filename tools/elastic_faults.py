@@ -115,8 +115,8 @@ class Run:
 
     # ---- the time of the run -------------------------------------------------------------------------------------
 
-    def go_on(self, seconds: float = 1e9, until: Callable[[], bool] = lambda: False) -> bool:
-        """Watch, start again who ended, let those go on that were stopped; whether `until()` came about."""
+    def go_on(self, seconds: float = 1e9, until: Callable[[], bool] = lambda: False) -> None:
+        """Watch, start again who ended, let those go on that were stopped, until `until()` holds."""
         end = time.time() + seconds
         while time.time() < end and self._nodes.living:
             for moment, act in [each for each in self._pending if each[0] <= time.time()]:
@@ -124,18 +124,12 @@ class Run:
                 act()
             self._nodes.look()
             if until():
-                return True
+                return
             newest = max((path.stat().st_mtime for path in self._nodes.folder.glob("*.steps")), default=self._began)
             if time.time() - max(newest, self._began) > HANGS_AFTER:
-                self._hangs()
-                return False
+                self.outcome.hangs += 1
+                raise RuntimeError("no node took a step for a minute\n" + self._nodes.said_by_the_living())
             time.sleep(0.02)
-        return not self._nodes.living
-
-    def _hangs(self) -> None:
-        self.outcome.hangs += 1
-        self.outcome.troubles.append("no node took a step for a minute\n" + self._nodes.said_by_the_living())
-        raise RuntimeError(self.outcome.troubles[-1])
 
     def trains(self, node: int) -> bool:
         """Whether a node is alive, and its present life has taken a step."""
@@ -188,21 +182,16 @@ class Run:
 
     # ---- what was seen -------------------------------------------------------------------------------------------
 
-    def end(self, ahead: int, every: int) -> None:
+    def end(self) -> None:
         """Let all end at one step."""
-        step = (self.last_step() // every + ahead) * every
+        step = (self.last_step() // self._every + 4) * self._every
         (self._nodes.folder / "end.new").write_text(str(step))
         (self._nodes.folder / "end.new").rename(self._nodes.folder / "end")
         self.go_on()
 
-    def count(self, disturbed: tuple[float, float], every: int) -> None:
-        """Sum up.
-
-        Args:
-            disturbed: From the first fault until all were back after the last.
-            every: Steps between synchronizations.
-        """
-        outcome = self.outcome
+    def count(self, disturbed: tuple[float, float]) -> None:
+        """Sum up; ``disturbed`` is from the first fault until all were back after the last."""
+        outcome, every = self.outcome, self._every
         steps = {node: self._nodes.steps(node) for node in self._names}
         taken = [each for of_node in steps.values() for each in of_node]
         first: dict[int, float] = {}
@@ -219,9 +208,8 @@ class Run:
             max((step for each in steps.values() for when, step in each if when <= t), default=0) for t in disturbed
         ]
         outcome.kept_waits_alone = (front[1] - front[0]) / possible
-        outcome.kept_with_restarts = sum(self._kept(each, disturbed, every) for each in steps.values()) / (
-            possible * len(steps)
-        )
+        kept = sum(self._kept(each, disturbed) for each in steps.values())
+        outcome.kept_with_restarts = kept / (possible * len(steps))
         for number, fault in enumerate(outcome.faults):
             struck = self._began + fault.at
             others = [other for other in outcome.faults if other is not fault]
@@ -248,8 +236,7 @@ class Run:
         began = self._nodes.folder / f"{name}.{next(lives, -1)}.began"
         return began.stat().st_mtime if began.exists() else struck + fault.lasts
 
-    @staticmethod
-    def _kept(steps: Sequence[tuple[float, int]], between: tuple[float, float], every: int) -> float:
+    def _kept(self, steps: Sequence[tuple[float, int]], between: tuple[float, float]) -> float:
         """Return the steps of one node in this time, without those lost after its last synchronization."""
         kept = 0
         for index, (when, step) in enumerate(steps):
@@ -258,7 +245,7 @@ class Run:
             kept += 1
             following = steps[index + 1][1] if index + 1 < len(steps) else step + 1
             if following != step + 1:  # its next life begins elsewhere
-                kept -= step % every
+                kept -= step % self._every
         return float(kept)
 
 
@@ -298,12 +285,6 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
             link = ["link", "set", f"port{node}", "down" if off else "up"]
             subprocess.run(["ip", "-n", made._switch, *link], check=True, timeout=30)  # noqa: SLF001
 
-        def environment(node: int) -> dict[str, str]:
-            """Where a node of torchft finds itself."""
-            return (
-                {"NODE_ADDRESS": places[node].address, "GLOO_SOCKET_IFNAME": places[node].interface} if places else {}
-            )
-
         nodes = (TorchftCluster if is_theirs else Cluster)(
             folder,
             ForkedPython,
@@ -322,7 +303,8 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
         period = arguments.sync_every * arguments.pause
         with nodes:
             for node in names:
-                nodes.start(node, environment(node) if is_theirs else None)
+                place = places[node] if is_theirs and places else None
+                nodes.start(node, place and {"NODE_ADDRESS": place.address, "GLOO_SOCKET_IFNAME": place.interface})
             run = Run(nodes, names, arguments.sync_every, period, cut)
             try:
                 run.go_on(until=run.all_train)
@@ -337,8 +319,8 @@ def play(arguments: argparse.Namespace, folder: Path) -> Outcome:
                 run.go_on(until=run.all_train)
                 run.go_on(period)
                 end = time.time()
-                run.end(4, arguments.sync_every)
-                run.count((begin, end), arguments.sync_every)
+                run.end()
+                run.count((begin, end))
             except RuntimeError as error:
                 run.outcome.troubles.append(str(error)[-20000:])
                 return run.outcome
