@@ -12,7 +12,6 @@ from harness import TWO_BY_TWO, attached, on_nodes, on_ranks
 from problems import Oracle
 
 from lightning_hiercomm.schemes import DASO, Epochs, Plateau
-from lightning_hiercomm.schemes.daso import RunningDASO
 from lightning_hiercomm.schemes.plateau import PlateauDetector
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
@@ -24,29 +23,22 @@ def cycling(sync_every=4, staleness=1, **arguments):
     return lambda: DASO(sync_every, staleness, warmup=0, cooldown=0, **arguments)
 
 
-def schedule(run_oracle, scheme, losses, epochs):
-    """(phase, sync_every, staleness) as they acted in each epoch."""
+def acted(rank, losses):
+    """Train epochs of one step with these losses; phase, period and staleness of each."""
     seen = []
-
-    class Recorded(DASO):
-        def build(self, context):
-            return Recording(self, context)
-
-    class Recording(RunningDASO):
-        def end_epoch(self, loss):
-            if self.topology.rank == 0:
-                scalars = self.scalars()
-                seen.append((self.phase, int(scalars["sync_every"]), int(scalars["staleness"])))
-            super().end_epoch(loss)
-
-    run_oracle(lambda: Recorded(**scheme), epochs=epochs, steps_per_epoch=9, losses=losses)
+    for epoch, loss in enumerate(losses):
+        rank.scheme.begin_epoch(epoch)
+        scalars = rank.scheme.scalars()
+        seen.append((rank.scheme.phase, int(scalars["sync_every"]), int(scalars["staleness"])))
+        rank.train(last=True)
+        rank.scheme.end_epoch(None if loss is None else torch.tensor(float(loss)))
     return seen
 
 
-def test_phases_and_halving_follow_a_scripted_loss_exactly(run_oracle):
+def test_phases_and_halving_follow_a_scripted_loss_exactly():
     losses = [9.0, 9.0, 8.0, 8.0, 8.0, 7.7, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0, 1.0, 1.0]
-    scheme = {"sync_every": 8, "staleness": 2, "warmup": Epochs(2), "cooldown": Epochs(2)}
-    assert schedule(run_oracle, scheme, losses, 18) == [
+    scheme = DASO(8, 2, warmup=Epochs(2), cooldown=Epochs(2))
+    expected = [
         *[("warm-up", 1, 0)] * 2,
         *[("cycling", 8, 2)] * 4,  # 8.0: the best, warm-up was not judged; 7.7 is the third not 5 % below it
         *[("cycling", 4, 1)] * 4,  # 7.0: better
@@ -54,38 +46,29 @@ def test_phases_and_halving_follow_a_scripted_loss_exactly(run_oracle):
         *[("cycling", 1, 1)] * 3,
         *[("cool-down", 1, 0)] * 2,
     ]
+    assert on_four_ranks(partial(acted, losses=losses), scheme, epochs=18) == [expected] * 4
 
 
-def test_b_and_s_return_to_their_first_values_from_one(run_oracle):
-    scheme = {"sync_every": 4, "staleness": 2, "warmup": 0, "cooldown": Epochs(1)}
-    scheme["plateau"] = Plateau(patience=0)
+def test_b_and_s_return_to_their_first_values_from_one():
+    scheme = DASO(4, 2, warmup=0, cooldown=Epochs(1), plateau=Plateau(patience=0))
+    found = on_four_ranks(partial(acted, losses=[1.0] * 9), scheme, epochs=9)[0]
     periods = [(4, 2), (4, 2), (2, 1), (1, 1), (4, 2), (2, 1), (1, 1), (4, 2), (1, 0)]
-    assert [pair[1:] for pair in schedule(run_oracle, scheme, [1.0] * 9, 9)] == periods
-
-
-def periods(rank, epochs, loss=lambda epoch: None):
-    """Train epochs of one step; the period of each, and the one after the last."""
-    seen = []
-    for epoch in range(epochs):
-        rank.scheme.begin_epoch(epoch)
-        seen.append(rank.scheme.period)
-        rank.train(last=True)
-        rank.scheme.end_epoch(loss(epoch))
-    return [*seen, rank.scheme.period]
+    assert [each[1:] for each in found] == periods
 
 
 def test_the_loss_is_judged_by_its_mean_over_all_ranks():
     # the mean falls 4, 3, 2 and then stays, whatever single ranks see
-    losses = [(4, 4, 4, 4), (0, 9, 1, 2), (0, 0, 8, 0), (8, 0, 0, 0), (1, 1, 1, 1)]
+    losses = [(4, 4, 4, 4), (0, 9, 1, 2), (0, 0, 8, 0), (8, 0, 0, 0), (1, 1, 1, 1), (1, 1, 1, 1)]
 
     def work(rank):
-        return periods(rank, 5, loss=lambda epoch: torch.tensor(float(losses[epoch][rank.rank])))
+        return [period for _, period, _ in acted(rank, [own[rank.rank] for own in losses])]
 
     assert on_four_ranks(work, cycling(plateau=Plateau(patience=0))()) == [[4, 4, 4, 4, 2, 2]] * 4
 
 
 def test_epochs_without_a_loss_change_nothing_and_warn_once(caplog):
-    assert on_four_ranks(partial(periods, epochs=3), cycling(plateau=Plateau(patience=0))()) == [[4] * 4] * 4
+    found = on_four_ranks(partial(acted, losses=[None] * 4), cycling(plateau=Plateau(patience=0))())
+    assert found == [[("cycling", 4, 1)] * 4] * 4
     assert [r.message.count("had no training loss") for r in caplog.records if r.levelno == logging.WARNING] == [1]
 
 
@@ -235,36 +218,18 @@ def test_a_short_run_by_name_trains_asynchronously_for_half_of_it(fit, length, o
     assert phases == ["warm-up"] * quarter + ["cycling"] * 2 * quarter + ["cool-down"] * quarter
 
 
-def verdicts(losses, **arguments):
+@pytest.mark.parametrize(
+    ("losses", "arguments", "reached"),
+    [
+        pytest.param([1.0] * 7, {}, [3, 6], id="the third value without improvement"),
+        pytest.param([8.0, 7.6], {"patience": 0}, [1], id="a fall by the threshold is no improvement"),
+        pytest.param([8.0, 7.59], {"patience": 0}, [], id="a fall by more is one"),
+        pytest.param([0.96**n for n in range(20)], {"patience": 1}, [], id="slow progress adds up"),
+        pytest.param([1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5], {}, [6], id="an improvement resets the count"),
+        pytest.param([-1.0, -1.02, -1.1, -1.0], {"patience": 0}, [1, 3], id="a negative loss must fall too"),
+        pytest.param([math.nan, math.inf, 3.0, 3.1, 2.0], {"patience": 1}, [1], id="NaN never becomes the best"),
+    ],
+)
+def test_a_plateau_is_reached_after_its_patience(losses, arguments, reached):
     plateau = PlateauDetector(Plateau(**arguments))
-    return [plateau.reached(loss) for loss in losses]
-
-
-def test_plateau_fires_at_the_third_value_without_improvement():
-    assert verdicts([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]) == [False, False, False, True, False, False, True]
-
-
-def test_a_fall_by_the_threshold_is_no_improvement_and_a_fall_by_more_is():
-    # against the best so far, 8: 5 % below is 7.6
-    assert verdicts([8.0, 7.6], patience=0) == [False, True]
-    assert verdicts([8.0, 7.59], patience=0) == [False, False]
-
-
-def test_slow_progress_adds_up_until_it_counts():
-    # 4 % a step: every second value is more than 5 % below the best, so no two in a row fail
-    assert verdicts([0.96**n for n in range(20)], patience=1) == [False] * 20
-
-
-def test_an_improvement_resets_the_count():
-    assert verdicts([1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]) == [False] * 6 + [True]
-
-
-def test_a_negative_loss_must_fall_too():
-    assert verdicts([-1.0, -1.02, -1.1, -1.0], patience=0) == [False, True, False, True]
-
-
-def test_a_loss_that_is_not_a_number_never_becomes_the_best():
-    plateau = PlateauDetector(Plateau(patience=1))
-    reached = [plateau.reached(loss) for loss in (math.nan, math.inf, 3.0, math.nan, math.nan)]
-    assert reached == [False, True, False, False, True]
-    assert plateau.best == 3.0
+    assert [n for n, loss in enumerate(losses) if plateau.reached(loss)] == reached

@@ -68,20 +68,6 @@ def test_an_error_in_one_chunk_reaches_whoever_waits_for_the_bucket(monkeypatch)
     assert len(failed) == 2
 
 
-@pytest.mark.parametrize("weights", [None, (1, 2, 3, 4)])
-@pytest.mark.parametrize("nodes", [((0, 1), (2, 3)), ((0, 1, 2), (3,)), ((0,), (1,), (2,), (3,))], ids=str)
-def test_the_mean_over_the_node_counts_every_rank_with_its_weight(nodes, weights):
-    def work(path, topology):
-        bucket = mean_of(path, gradient_of(topology.rank, 100))
-        assert topology.meter.bytes["inter"] == 0
-        return bucket
-
-    for rank, bucket in enumerate(on_ranks(work, nodes, "node", weights=weights)):
-        own = next(ranks for ranks in nodes if rank in ranks)
-        expected = weighted_mean(own, 100, weights)
-        torch.testing.assert_close(bucket.double(), expected, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("wire", HALF_A_SCALE)
 @pytest.mark.parametrize("nodes", NODES, ids=str)
 @pytest.mark.parametrize("chunk_bytes", [2**22, 400], ids=["whole", "chunks"])

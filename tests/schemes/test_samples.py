@@ -52,14 +52,6 @@ def test_node_without_batches_takes_the_others_mean(scheme):
     assert traces(scheme, [[1, 1, 1, 1], [3, 3, 0, 0]]) == expected
 
 
-def test_node_that_ends_within_a_period_weighs_by_its_samples():
-    weighted = (2 * 3 + 1 * 4) / 3
-    assert traces(PeriodicAveraging(2), [[1, 1], [1, 0]]) == [
-        [2, pytest.approx(weighted)],
-        [4, pytest.approx(weighted)],
-    ]
-
-
 def test_each_fragment_weighs_by_samples_since_its_own_synchronization():
     def work(rank: Rank) -> list[list[float]]:
         for own in ([1, 1, 1], [1, 0, 0])[rank.node]:

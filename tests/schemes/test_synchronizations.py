@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-import torch
-from zoo import ZOO, without
 
 from lightning_hiercomm.schemes import DASO, AllReduce, DiLoCo, Gossip, PeriodicAveraging, StepsDelay
 
@@ -35,27 +31,3 @@ def test_synchronizations_of_twelve_steps(on_nodes, scheme, synchronizations):
         return rank.scheme.state.synchronizations
 
     assert on_nodes(work, scheme, ((0,), (1,)), shapes={"a": 7, "b": 5}) == [synchronizations] * 2
-
-
-@pytest.mark.parametrize(
-    ("nodes", "name"),
-    [
-        *((((0,),), name) for name in without("all_reduce")),
-        *((((0, 1, 2),), name) for name in without("all_reduce")),
-    ],
-    ids=str,
-)
-def test_on_one_node_every_scheme_is_data_parallel_training(on_nodes, name, nodes):
-    def work(rank):
-        for step in range(9):
-            rank.train(last=step == 8)
-        rank.scheme.end_epoch(torch.tensor(1.0))
-        rank.scheme.finish()
-        return [*rank.trace, rank.values.tolist()], bool(rank.optimizer.state)
-
-    inner = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    found, expected = (
-        on_nodes(work, scheme, nodes, shapes={"a": 7, "b": 5}, targets=None, inner=inner, epochs=1)
-        for scheme in (ZOO[name], AllReduce())
-    )
-    assert found == expected

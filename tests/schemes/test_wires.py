@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch.optim import SGD
-from zoo import CYCLING, ZOO, without
+from zoo import CYCLING, ZOO
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.schemes import (
@@ -28,7 +28,6 @@ SEVENS = {"a": 7, "b": 5, "c": 11}
 WIRES = [None, "bfloat16", "float16", "int8", "int4"]
 FRACTION = {None: 1.0, "bfloat16": 1 / 2, "float16": 1 / 2, "int8": 1 / 4, "int4": 1 / 8}
 TWO_OF_TWO, UNEQUAL, THREE = ((0, 1), (2, 3)), ((0, 1, 2), (3,), (4, 5)), ((0,), (1,), (2,))
-SCHEMES = without("stale", "ring", "exponential", "noloco", "noloco, overlapped", "gossip, plain means", "steps_delay")
 
 
 def target_of(rank):
@@ -54,22 +53,6 @@ def trained(rank):
     training(rank, epochs=3)
     rank.scheme.finish()
     return rank.values
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("wire", ["bfloat16", "int8", "int4"])
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("nodes", [TWO_OF_TWO, UNEQUAL, THREE], ids=str)
-def test_encoded_run_ends_on_equal_bits_near_the_float32_run(on_nodes, name, nodes, wire):
-    arguments = {"shapes": SEVENS, "bucket_bytes": 40}
-    narrow = on_nodes(trained, ZOO[name], nodes, wire=wire, **arguments)
-    exact = on_nodes(trained, ZOO[name], nodes, **arguments)
-    assert all(torch.equal(values, narrow[0]) for values in narrow)
-    # gossip sends parameters, not differences: it comes as close as the payload resolves the largest of a block; a
-    # streaming run ends with an outer step, which makes more of the last rounding
-    scale = {"bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}[wire]
-    distance = (narrow[0] - exact[0]).abs().max()
-    assert 0 < distance <= (0.8 if "gossip" in name or name == "streaming" else 0.4) * scale * exact[0].abs().max()
 
 
 @pytest.mark.pairwise

@@ -11,7 +11,7 @@ from problems import Manual, Oracle, Quadratic
 from pytorch_optimizer import SAM
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lightning_hiercomm import AllReduce, Gossip, PeriodicAveraging, StepsDelay
+from lightning_hiercomm import AllReduce, PeriodicAveraging, StepsDelay
 
 
 class Sharded(Quadratic):

@@ -63,20 +63,6 @@ class DecaysWithoutGradient(SGD):
 SHAPES = {"a": (3, 2), "b": (5,), "c": (1,)}
 
 
-@pytest.mark.parametrize("bucket_bytes", [16, 2**20])
-@pytest.mark.parametrize("nodes", [TWO, TWO_BY_TWO, UNEQUAL], ids=str)
-def test_outer_steps_are_those_of_one_optimizer_whatever_the_buckets(on_nodes, bucket_bytes, nodes):
-    # inner SGD(0.1) towards 4, two steps a period, and the outer optimizer of all parameters at once
-    x = torch.nn.Parameter(torch.ones(12))
-    outer = ADAM([x])
-    for _ in range(3):
-        x.grad = (x.detach() - 4.0) * (1 - 0.9**2)
-        outer.step()
-    arguments = {"shapes": SHAPES, "bucket_bytes": bucket_bytes, "targets": [4.0] * 4}
-    for rank in on_nodes(steps(6), DiLoCo(2, ADAM), nodes, **arguments):
-        assert rank.trace[-1] == pytest.approx(x.tolist(), abs=1e-5)
-
-
 def test_a_bucket_is_stepped_alone(on_nodes):
     outer = partial(DecaysWithoutGradient, lr=1.0)
     expected = 0.5 + 0.1 * 3.0 + 0.1 * 2.7  # half of 1, and the two inner steps
@@ -92,33 +78,6 @@ def test_the_state_of_a_rank_holds_its_shard_of_the_outer_optimizer_alone(on_nod
         return sum(run["state"]["exp_avg"].numel() for runs in state["outer_shards"] for run in runs)
 
     assert on_nodes(work, DiLoCo(2, ADAM), TWO_BY_TWO, shapes=SEVENS) == [(NUMEL + 1) // 2] * 4
-
-
-@pytest.mark.parametrize(
-    ("outer", "fragments", "shapes", "saved_after"),
-    [
-        *((ADAM, fragments, SHAPES, 7) for fragments in (1, 2)),
-        (ADAM, 2, {"x": 12}, 3),  # the first fragment has stepped once, and the second, of the same tensor, never
-    ],
-    ids=["Adam", "Adam, fragments", "a cut tensor"],
-)
-@pytest.mark.parametrize("nodes", [TWO, TWO_BY_TWO], ids=str)
-def test_an_exact_resume_goes_on_with_outer_steps(on_nodes, nodes, outer, fragments, shapes, saved_after):
-    scheme = DiLoCo(4, outer, fragments=fragments)
-    states: dict[int, Any] = {}
-
-    def saving(rank: Rank) -> list[Any]:
-        steps(saved_after)(rank)
-        states[rank.rank] = rank.state()
-        return steps(7)(rank).trace[saved_after:]
-
-    def resuming(rank: Rank) -> list[Any]:
-        rank.load(states[rank.rank])
-        return steps(7)(rank).trace
-
-    arguments: dict[str, Any] = {"shapes": shapes, "bucket_bytes": 16, "targets": None}
-    whole = on_nodes(saving, scheme, nodes, **arguments)
-    assert on_nodes(resuming, scheme, nodes, **arguments) == whole
 
 
 @pytest.mark.parametrize(
