@@ -19,26 +19,21 @@ def outcome_of(folder, arguments: str) -> Outcome:
     return outcome
 
 
+TWO_HUNDRED = [(3 + seed % 3, 20, seed, scheme) for scheme in ("diloco", "periodic") for seed in range(5)]
+NEVER_EQUAL = ("fragments", "noloco", "daso")
+
+
 @pytest.mark.nightly  # a push kills a node in test_processes.py
 @pytest.mark.long("nodes are killed and restarted, one after the other")
-def test_random_faults_end_with_equal_bits(tmp_path):
-    outcome = outcome_of(tmp_path, "--nodes 3 --faults 12 --seed 7 --kinds kill stop")
-    assert len(outcome.faults) == 12
-    assert outcome.incarnations >= 6, "a stopped node may continue before the others miss it"
-    assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
-
-
-NEVER_EQUAL = ("fragments", "noloco", "daso")
-TWO_HUNDRED = [(3 + seed % 3, 20, seed, scheme) for scheme in ("diloco", "periodic") for seed in range(5)]
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("nodes", "faults", "seed", "scheme"), [*TWO_HUNDRED, *((3, 12, 7, scheme) for scheme in NEVER_EQUAL)]
+    ("nodes", "faults", "seed", "scheme"), [*TWO_HUNDRED, *((3, 12, 7, scheme) for scheme in ("diloco", *NEVER_EQUAL))]
 )
 def test_random_faults_of_any_scheme_end_with_equal_bits(tmp_path, nodes, faults, seed, scheme):
     given = f"--nodes {nodes} --faults {faults} --seed {seed} --kinds kill stop --scheme {scheme}"
-    assert len(outcome_of(tmp_path, given).faults) == faults
+    outcome = outcome_of(tmp_path, given)
+    assert len(outcome.faults) == faults
+    assert outcome.incarnations >= faults / 4, "a stopped node may continue before the others miss it"
+    assert 0 < outcome.kept_with_restarts <= outcome.kept_waits_alone
 
 
 @pytest.fixture

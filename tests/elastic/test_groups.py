@@ -31,37 +31,24 @@ def quorum_of(names: str = "ab") -> tuple[TCPStore, Quorum]:
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_an_inter_node_sum_is_staged_through_the_host_on_gpus(has_gpu, monkeypatch):
+def test_collectives_stay_in_their_group_and_are_staged_on_gpus(has_gpu, monkeypatch):
+    """The default process group, if there is one, is that of one node."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    _store, quorum = quorum_of()
+    _store, quorum = quorum_of("abc")
 
-    def member(index: int) -> tuple[list[float], int, list[str], bool]:
-        meter, values = Meter(), torch.arange(3.0) * (index + 1)
+    def member(index: int) -> tuple[list[float], float, set[float], list[str], bool]:
+        meter, values, first = Meter(), torch.arange(3.0) * (index + 1), torch.full((2**20,), 1.0 + index)
         group = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", meter)
         group.all_reduce(values).wait()
         sent_bytes = meter.snapshot()["inter_bytes"]
-        gathered = group.all_gather_object("of " + "ab"[: index + 1])
-        group.close()
-        return values.tolist(), sent_bytes, gathered, isinstance(group, StagedCommunicator)
-
-    with ThreadPoolExecutor(2) as threads:
-        assert [*threads.map(member, range(2))] == [([0.0, 3.0, 6.0], 12, ["of a", "of ab"], has_gpu)] * 2
-
-
-def test_collectives_of_elastic_nodes_stay_within_their_own_group():
-    """The default process group, if there is one, is that of one node."""
-    _store, quorum = quorum_of("abc")
-
-    def member(index: int) -> tuple[set[float], set[float]]:
-        group = GlooTransport("127.0.0.1", dead_after=20.0).connect_group(quorum, index, "0", Meter())
-        values, first = torch.full((2**20,), 1.0 + index), torch.full((2**20,), 1.0 + index)
-        group.all_reduce(values).wait()
         group.broadcast(first, 1).wait()
+        gathered = group.all_gather_object("of " + "abc"[: index + 1])
         group.close()
-        return {*values.unique().tolist()}, {*first.unique().tolist()}
+        return values.tolist(), sent_bytes, {*first.tolist()}, gathered, isinstance(group, StagedCommunicator)
 
+    expected = [0.0, 6.0, 12.0], 2 * 2 / 3 * 12, {2.0}, ["of a", "of ab", "of abc"], has_gpu
     with ThreadPoolExecutor(3) as threads:
-        assert [*threads.map(member, range(3))] == [({6.0}, {2.0})] * 3
+        assert [*threads.map(member, range(3))] == [expected] * 3
 
 
 def test_inter_node_bytes_are_counted_once():

@@ -47,30 +47,19 @@ def test_node_that_dies_leaves_the_others_equal(name, sync, sizes, lost, moment)
 @pytest.mark.parametrize("lost", ["12", "01", "012"])
 @pytest.mark.parametrize("name", [*SCHEMES, "both", "noloco"])
 def test_several_nodes_may_die_at_once(name, lost):
+    """The last one goes on alone, also with two ranks."""
+
     def work(own: ElasticRank):
         own.join()
         if own.node in lost:
             die_at(own, "in the exchange")
         return own.train(10), own.membership.history.nodes
 
-    results = threads(name).play(work, (1, 1, 1, 1))
+    results = threads(name).play(work, (1, 1, 1, 2))
     assert {node for node, _ in results} == {*"0123"} - {*lost}
     for values, nodes in results.values():
         assert nodes == 4 - len(lost)
         assert_equal(values, results["3", 0][0])
-
-
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", SCHEMES)
-def test_last_node_goes_on_alone(name, sizes):
-    def work(own: ElasticRank):
-        own.join()
-        return own.die() if own.node == "1" else own.train(7)
-
-    results = threads(name).play(work, sizes)
-    assert {node for node, _ in results} == {"0"}
-    for values in results.values():
-        assert_equal(values, results["0", 0])
 
 
 @pytest.mark.parametrize("name", ["periodic", "parts"])

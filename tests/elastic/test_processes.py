@@ -111,22 +111,6 @@ def test_joining_node_takes_the_lost_data_partition_in_mid_epoch(cluster, rememb
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_stopped_node_is_excluded_and_heals(cluster, moment, who):
-    """Also the first one, whose store keeps the vote, and where groups meet."""
-    other = 2
-    with cluster(min_nodes=2, scheme="diloco", hold={"40": f"{who}.1"}, **LASTING) as nodes:
-        nodes.start_all(3, f"stop:{moment}:3", at=who)
-        nodes.watch_until(other, 21)
-        nodes.signal(who, signal.SIGCONT)
-        nodes.watch()
-        ends_equal(nodes, [0, 1, 2])
-        assert nodes.incarnations[str(who)] >= 1, nodes.said()
-        assert (str(who), 75) in [(node, code) for node, code, _ in nodes.ended], nodes.said()
-
-
-@pytest.mark.nightly
 def test_a_node_asked_to_leave_leaves_and_the_others_continue(cluster):
     with cluster(min_nodes=2, scheme="periodic", **LASTING) as nodes:
         nodes.start_all(3)
@@ -135,20 +119,6 @@ def test_a_node_asked_to_leave_leaves_and_the_others_continue(cluster):
         nodes.watch(restarts=False)
         ends_equal(nodes, [0, 1])
         assert "node 2 has left" in nodes.log(0)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_node_waiting_for_a_lost_lighthouse_leaves_when_terminated(cluster, ranks):
-    with cluster(min_nodes=2, scheme="periodic", ranks=ranks, **LASTING) as nodes:
-        nodes.start_all(2)
-        nodes.watch_until(1, 11)
-        nodes.stop_lighthouse()
-        time.sleep(1.0)  # they come to their next synchronization
-        for node in nodes.living.values():
-            os.kill(node.pid, signal.SIGTERM)
-        nodes.watch(timeout=20.0, restarts=False)
-        assert "failed" not in nodes.log(0, 0)
 
 
 @pytest.mark.nightly

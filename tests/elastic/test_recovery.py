@@ -21,27 +21,6 @@ def recover(own: ElasticRank):
     return own.train(15)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2), (1, 2), (2, 1)], ids=str)
-@pytest.mark.parametrize("name", SCHEMES)
-def test_node_that_recovers_ends_with_the_bits_of_the_others(name, sizes):
-    nodes = threads(name)
-
-    def joining(own: ElasticRank):
-        was_healed, began = own.join(), own.scheme.state.steps
-        return own.train(15), was_healed, began
-
-    def work(own: ElasticRank):
-        own.join()
-        return own.train(15, {4: lambda: own.local == 0 and nodes.let_come(1, joining, sizes[1])}), False, 0
-
-    nodes.start(0, work, sizes[0])
-    results = nodes.end()
-    assert len(results) == sum(sizes)
-    for (node, _), (values, was_healed, began) in results.items():
-        assert_equal(values, results["0", 0][0])
-        assert (was_healed, began) == ((True, 6) if node == "1" else (False, 0))
-
-
 @pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
 @pytest.mark.parametrize("name", [*COPIED, *PEERS, "diloco"])
@@ -76,32 +55,6 @@ def test_node_that_joins_goes_on_as_one_that_began_with_its_source(name, wire):
     expected = on_nodes(stays, scheme, ((0,), (1,), (2,)), wire=wire, **TRAINING)
     for values in results.values():
         assert_equal(values, expected[0])
-
-
-@pytest.mark.parametrize("name", ["diloco", "local"])
-def test_node_that_gets_no_state_recovers_after_the_next_synchronization(name):
-    """A validation may begin with a synchronization of its own, right after one that has admitted a node."""
-    nodes, joined = threads(name), []
-
-    def joining(own: ElasticRank):
-        assert own.join()
-        joined.append(own.scheme.state.steps)
-        return own.train(15)
-
-    def work(own: ElasticRank):
-        own.join()
-        give = own.membership.give_state
-
-        def let_come() -> None:
-            nodes.let_come(1, joining)
-            own.membership.give_state = lambda state: None
-
-        return own.train(15, {4: let_come, 8: lambda: setattr(own.membership, "give_state", give)})
-
-    nodes.start(0, work)
-    results = nodes.end()
-    assert joined == [9]
-    assert_equal(results["0", 0], results["1", 0])
 
 
 @pytest.mark.parametrize("name", [*COPIED, *PEERS])
@@ -250,21 +203,26 @@ def test_node_that_joins_and_dies_repeatedly_does_not_delay_the_others(name):
     assert sum("node 2 has left" in event for event in history.events) == 3
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1)], ids=str)
-def test_a_recovered_node_continues_the_history(sizes):
-    nodes = threads("periodic")
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (2, 2, 2), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_recovered_node_continues_the_history_and_ends_with_the_bits_of_the_others(name, sizes):
+    nodes = threads(name)
 
     def joining(own: ElasticRank):
-        recover(own)
-        return own.membership.history
+        values = recover(own)
+        return own.membership.history, values
 
     def work(own: ElasticRank):
         own.join()
-        dies, comes = own.node == "1", own.node == "0"
-        own.train(15, {5: lambda: dies and own.die(), 7: lambda: comes and nodes.let_come(3, joining, sizes[1])})
-        return own.membership.history
+        dies, comes = own.node == "1", own.node == "0" and own.local == 0
+        at = {5: lambda: dies and own.die(), 7: lambda: comes and nodes.let_come(3, joining, sizes[1])}
+        values = own.train(15, at)
+        return own.membership.history, values
 
-    for history in nodes.play(work, sizes).values():
+    results = nodes.play(work, sizes)
+    assert len(results) == sum(sizes)
+    for history, values in results.values():
+        assert_equal(values, results["0", 0][1])
         assert (history.heals, history.nodes) == (1, 3)
         events = [event.partition(" ")[2] for event in history.events]
         assert events == [
