@@ -67,18 +67,6 @@ def test_a_division_within_an_epoch_uses_every_sample_once(clock):
     assert [a + b for a, b in zip(first, second, strict=True)] == [[*range(32 * k, 32 * k + 32)] for k in range(400)]
 
 
-def test_two_batch_sizes_give_the_fixed_cost_of_a_step(clock):
-    """With equal batches of 16 rank 1 is half as fast; what rank 0 loses at every step cannot be shared."""
-    costs = [StepCost(0.004, 4000), StepCost(0.0, 1000)]
-
-    def work(rank, topology):
-        batches = bound(topology, 32)
-        train(clock, batches, costs[rank].seconds, count=600)
-        return batches.division.sizes
-
-    assert on_ranks([[0], [1]], work) == [divide(32, costs)] * 2
-
-
 @pytest.mark.parametrize(("first", "accumulated"), [(0, 1), (0, 8), (3, 8)])
 def test_batches_that_are_accumulated_are_of_one_size(clock, first, accumulated):
     """Also in a run that is resumed in mid-epoch, whose loader begins again."""

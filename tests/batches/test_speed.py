@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_hiercomm.batches.partition import StepCost
 from lightning_hiercomm.batches.speed import StepClock, fit_cost
 from lightning_hiercomm.comm.meter import Meter
 
@@ -14,18 +13,14 @@ def costs(fixed, speed):
     return (pytest.approx(fixed), pytest.approx(speed))
 
 
-def test_two_sizes_show_the_fixed_cost():
-    cost = fit_cost({8: 0.026, 32: 0.074})
-    assert (cost.fixed, cost.speed) == costs(0.010, 500)
-
-
-def test_one_size_shows_a_speed_only():
-    assert fit_cost({8: 0.016}) == StepCost(0.0, 500)
-
-
-def test_a_fixed_cost_is_never_negative():
-    cost = fit_cost({10: 0.01, 30: 0.05})
-    assert (cost.fixed, cost.speed) == costs(0.0, 20 / 0.03)
+@pytest.mark.parametrize(
+    ("seconds", "fixed", "speed"),
+    [({8: 0.026, 32: 0.074}, 0.010, 500), ({8: 0.016}, 0.0, 500), ({10: 0.01, 30: 0.05}, 0.0, 20 / 0.03)],
+    ids=["two sizes show the fixed cost", "one size shows a speed only", "a fixed cost is never negative"],
+)
+def test_step_times_by_size_give_the_cost_of_a_step(seconds, fixed, speed):
+    cost = fit_cost(seconds)
+    assert (cost.fixed, cost.speed) == costs(fixed, speed)
 
 
 def test_time_that_does_not_grow_promises_no_boundless_speed():
