@@ -75,42 +75,27 @@ def plainly(codec, everyones, kept_back=None, kept_back_of_sums=None):
 
 
 @on_both
+@pytest.mark.parametrize("feeds_back", [False, True])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("members", MEMBERS)
-def test_everyone_gets_the_bits_that_a_plain_calculation_gives(members, codec):
+def test_every_round_gives_everyone_the_bits_of_a_plain_calculation(members, codec, feeds_back):
     lengths = [1, 2, 3, 5, 7, 255, 256, 257, 1000, 64 * 4 * members + 1, 5000]
+    if feeds_back:
+        lengths = [1003] * 4
 
     def work(rank, encoded_sum, meter):
-        parts = [values_here(rank, numel) for numel in lengths]
-        for part in parts:
-            encoded_sum.launch(part)()
-        return parts
-
-    for parts in zip(*on_members(members, codec, work), strict=True):
-        expected = plainly(codec, [values_of(rank, parts[0].numel()) for rank in range(members)])
-        for part in parts:
-            assert same_bits(part, expected), part.numel()
-
-
-@on_both
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("members", MEMBERS)
-def test_with_feedback_every_round_s_bits_are_those_of_a_plain_calculation(members, codec):
-    numel, rounds = 1003, 4
-
-    def work(rank, encoded_sum, meter):
-        feedback = encoded_sum.feedback(torch.empty(numel, device=harness.place.device))
-        parts = [values_here(rank, numel, round_=i) for i in range(rounds)]
+        feedback = encoded_sum.feedback(torch.empty(1003, device=harness.place.device)) if feeds_back else None
+        parts = [values_here(rank, numel, round_=i) for i, numel in enumerate(lengths)]
         for part in parts:
             encoded_sum.launch(part, feedback)()
         return parts
 
-    kept_back, of_sums = torch.zeros(members, numel), torch.zeros(numel)
+    kept_back = [torch.zeros(members, 1003), torch.zeros(1003)] if feeds_back else []
     for i, parts in enumerate(zip(*on_members(members, codec, work), strict=True)):
-        everyones = [values_of(rank, numel, round_=i) for rank in range(members)]
-        expected = plainly(codec, everyones, kept_back, of_sums)
+        everyones = [values_of(rank, lengths[i], round_=i) for rank in range(members)]
+        expected = plainly(codec, everyones, *kept_back)
         for part in parts:
-            assert same_bits(part, expected), i
+            assert same_bits(part, expected), (i, lengths[i])
 
 
 @on_both

@@ -7,20 +7,17 @@ from functools import partial
 
 import pytest
 import torch
-from harness import on_cpu, on_ranks, place
-from hypothesis import given, settings
+from harness import place
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.bucket import ShardSpec
-from lightning_hiercomm.nodes.checksums import print_of
 from lightning_hiercomm.nodes.replica import Replica
-from lightning_hiercomm.schemes.reducers.sharded import ShardedAllReduce
 
 pytestmark = pytest.mark.usefixtures("device")  # cpu, and cuda where there is one
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-NODES = [[[0, 1], [2, 3]], [[0], [1]], [[0, 1, 2], [3]], [[1], [2, 0]], [[0], [1], [2]], [[0, 1]]]
+
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 layouts = st.sampled_from(["contiguous", "transposed", "strided", "channels_last", "offset"])
@@ -95,61 +92,6 @@ def test_packing_and_unpacking_gives_every_tensor_back(kinds, bucket_bytes, mult
         bucket.unpack(flat)
     for tensor, expected in zip(tensors, before, strict=True):
         assert torch.equal(tensor, expected)
-
-
-def average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, wire, exact=False):
-    """Each rank's tensors before and after an average; the ranks of a node begin with equal parameters."""
-
-    def work(topology):
-        replica = Replica(filled(kinds, 0), filled(buffers, 50), bucket_bytes)
-        average = ShardedAllReduce(replica, topology, wire)  # takes the first values as the reference values
-        replica.restore(
-            filled_without_empty(kinds, 1 + topology.node) + filled_without_empty(buffers, 60 + topology.rank)
-        )
-        before = replica.snapshot()
-        (ShardedAllReduce(replica, topology) if exact else average)(topology.new_round())
-        return before, replica.snapshot(), tuple(int(print_of(tensor)) for tensor in replica.tensors)
-
-    return on_cpu(on_ranks(work, nodes, weights))
-
-
-def filled_without_empty(kinds, seed):
-    return [tensor for tensor in filled(kinds, seed) if tensor.numel()]
-
-
-@pytest.mark.long("dozens of drawn replicas, each on ranks that are threads")
-@settings(deadline=None)
-@given(
-    st.sampled_from(NODES),
-    st.lists(kinds, min_size=1, max_size=5),
-    st.lists(kinds, max_size=2),
-    bucket_sizes,
-    st.sampled_from([None, torch.bfloat16, torch.float16]),
-    st.booleans(),
-    st.data(),
-)
-def test_an_average_keeps_the_weighted_mean_and_leaves_identical_bits(
-    nodes, kinds, buffers, bucket_bytes, dtype, exact, data
-):
-    size = sum(map(len, nodes))
-    weights = data.draw(st.lists(st.integers(1, 8), min_size=size, max_size=size))
-    results = average_everywhere(nodes, kinds, buffers, bucket_bytes, weights, Wire(dtype), exact)
-    if len(nodes) == 1:
-        assert all(torch.equal(*pair) for before, after, _ in results for pair in zip(before, after, strict=True))
-        return
-    assert len({checksums for _, _, checksums in results}) == 1
-    for index, tensor in enumerate(results[0][1]):
-        mean = sum(
-            weight * before[index].double() for weight, (before, _, _) in zip(weights, results, strict=True)
-        ) / sum(weights)
-        narrowest = tensor.dtype if dtype is None or exact else max((tensor.dtype, dtype), key=precision)
-        torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=16 * precision(narrowest))
-        for _, after, _ in results:
-            assert torch.equal(after[index], tensor)
-
-
-def precision(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps
 
 
 @given(st.lists(kinds, min_size=1, max_size=5), bucket_sizes)

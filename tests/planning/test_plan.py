@@ -64,14 +64,6 @@ def test_speed_counts_samples_of_all_nodes():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [({"nodes": 1}, "give at least 2"), ({"ranks": 0}, "ranks_per_node=0")]
-)
-def test_impossible_clusters_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        on(**arguments)
-
-
-@pytest.mark.parametrize(
     ("unit", "low", "high", "verdict"),
     [
         ("points", -0.4, 0.4, "no loss seen"),

@@ -29,11 +29,6 @@ def all_due(known, seeds=1):
     return [(key.method, key.rung, key.seed) for key in runs.due(known, TWO, seeds)]
 
 
-def test_names_of_runs_are_read_back():
-    for key in (Key("int4", -1, None), Key("int4", 0, 2)):
-        assert Key.named(key.name) == key
-
-
 def test_short_runs_of_all_methods_come_before_any_other_rate():
     assert all_due({}) == [(method, rung, None) for rung in (0, -1) for method in TWO]
     assert all_due(known_of({-1: 2.1, 0: 2.0}), seeds=0) == [(method, 1, None) for method in TWO]
