@@ -419,12 +419,10 @@ def run(c: Combination, looks: bool = True, resumes: bool = True) -> list[list[R
         return records
 
     nodes, weights = _NODES[c.nodes], c.weights
-    if c.resume is None or not resumes:
-        return on_ranks(partial(body, 0, c.total), nodes, weights, timeout=_HANGS)
-    cut = c.resume + 1
+    cut = c.total if c.resume is None or not resumes else c.resume + 1
     before = on_ranks(partial(body, 0, cut), nodes, weights, timeout=_HANGS)
     if cut == c.total:
-        return on_ranks(partial(body, 0, c.total), nodes, weights, timeout=_HANGS)
+        return before
     after = on_ranks(partial(body, cut, c.total), nodes, weights, timeout=_HANGS)
     return [
         [Record(b.trace + a.trace, {**b.looks, **a.looks}, a.end, a.buffer) for b, a in zip(old, new, strict=True)]

@@ -12,22 +12,14 @@ import torch
 from fake_streams import FakeDevice, FakeEvent
 from harness import TWO_BY_TWO, Rank, attached, on_ranks
 from problems import Oracle
+from zoo import CYCLING, ZOO
 
 from lightning_hiercomm import Transport
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.staged import StagedCommunicator
-from lightning_hiercomm.schemes import DASO, DiLoCo, Gossip, ParameterSync, PeriodicAveraging, Scheme
-from lightning_hiercomm.schemes.all_reduce import AllReduce
+from lightning_hiercomm.schemes import DASO, PeriodicAveraging, Scheme
 
-CYCLING = {"warmup": 0, "cooldown": 0, "plateau": None}
-SCHEMES: dict[str, Scheme] = {
-    "all_reduce": AllReduce(),
-    "periodic": PeriodicAveraging(2),
-    "daso": DASO(2, 1, **CYCLING),
-    "stale": ParameterSync(2, staleness=2),
-    "streaming": DiLoCo(4, fragments=2, staleness=1),
-    "gossip, overlapped": Gossip(fragments=2, overlap=True),
-}
+NAMES = ["all_reduce", "periodic", "daso", "stale", "streaming", "gossip, overlapped"]
 
 
 def staging(connect):
@@ -55,12 +47,10 @@ def trained(topology, scheme: Scheme, wire: str | None, look=lambda rank: None):
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("wire", [None, "int8"])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_staged_tensors_arrive_unchanged_and_in_order(name, wire, fake_device: FakeDevice):
-    staged = on_ranks(
-        partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO, connect=staging, waits_on_host=True
-    )
-    direct = on_ranks(partial(trained, scheme=SCHEMES[name], wire=wire), TWO_BY_TWO)
+    staged = on_ranks(partial(trained, scheme=ZOO[name], wire=wire), TWO_BY_TWO, connect=staging, waits_on_host=True)
+    direct = on_ranks(partial(trained, scheme=ZOO[name], wire=wire), TWO_BY_TWO)
     assert staged == direct
 
 
@@ -159,7 +149,7 @@ def test_ranks_of_a_node_launch_its_collectives_in_one_order(fake_device, monkey
         return connect_and_note
 
     def work(topology) -> list[tuple[int, str]]:
-        trained(topology, SCHEMES["stale"], wire=None)
+        trained(topology, ZOO["stale"], wire=None)
         return topology.intra._launched  # noqa: SLF001
 
     launched = on_ranks(work, ((0, 1, 2), (3, 4)), connect=noting, waits_on_host=True)

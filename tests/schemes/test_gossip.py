@@ -7,8 +7,6 @@ from functools import partial
 import pytest
 import torch
 from harness import on_nodes, on_ranks, place
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_hiercomm.comm.wire import Wire
 from lightning_hiercomm.nodes.replica import Replica
@@ -68,36 +66,6 @@ def test_push_sum_keeps_the_mean_on_a_graph_of_unequal_degrees():
     assert [pytest.approx(values) for values in expected] == list(first)
     assert last == pytest.approx((4, 4, 4))
     assert averaged == pytest.approx((4, 4, 4))
-
-
-graphs = st.one_of(
-    st.builds(
-        RandomPermutation, st.sampled_from(["uniform", "cyclic", "roulette", "independent"]), st.integers(0, 999)
-    ),
-    st.sampled_from(["directed_exponential", "ring", "full"]),
-)
-
-
-# of up to 64 ranks, each a thread, it takes 2 to 30 s, by what is drawn
-@pytest.mark.parametrize("most", [16, pytest.param(64, marks=pytest.mark.nightly)])
-@settings(deadline=None, max_examples=15)
-@given(graph=graphs, size=st.data(), fragments=st.integers(1, 4), overlap=st.booleans())
-def test_mixing_keeps_sums_and_brings_replicas_together(most, graph, size, fragments, overlap):
-    size = size.draw(st.integers(2, most) | st.integers(2, 8))
-    starts = torch.randn(size, 4, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
-
-    def work(rank):
-        for _ in range(5):
-            rank.train(0.0)
-        weights = torch.tensor(rank.scheme.own_weights, dtype=torch.float64).repeat_interleave(-(-4 // fragments))
-        return rank.values * weights[:4], rank.averaged(), rank.values
-
-    x, averaged, z = map(
-        torch.stack, zip(*simulate(work, Gossip(graph, fragments, overlap=overlap), starts.tolist()), strict=True)
-    )
-    torch.testing.assert_close(x.sum(0), starts.sum(0))
-    torch.testing.assert_close(averaged, starts.mean(0).expand(size, 4))
-    assert (z - z.mean(0)).norm() < (starts - starts.mean(0)).norm()
 
 
 def test_a_narrow_wire_loses_no_update_from_the_sum():
