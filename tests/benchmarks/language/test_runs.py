@@ -54,12 +54,6 @@ def test_a_run_that_diverged_is_never_the_peak():
     assert runs.peak(known_of({0: None, 1: 3.0}), "int4") == 1
 
 
-def test_stored_runs_are_read_back(tmp_path):
-    known = known_of({0: 2.0, 1: None})
-    runs.store("small", 8, known, tmp_path)
-    assert runs.load("small", 8, tmp_path) == known
-
-
 def test_results_of_another_method_of_the_same_name_are_forgotten(tmp_path, monkeypatch):
     runs.store("small", 8, known_of({0: 2.0}), tmp_path)
     monkeypatch.setitem(METHODS, "int4", METHODS["int8"])
