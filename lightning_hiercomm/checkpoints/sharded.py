@@ -43,11 +43,8 @@ def save_directory(checkpoint: dict[str, Any], path: Path, topology: Topology) -
     for key, name, values in _outer_state(checkpoint, DTensor):
         state[KEY][key] = values[name]
         values[name] = str(values[name].dtype).removeprefix("torch.")
-    intra = topology.intra
-    if topology.is_closed:  # after fit
-        made = connect_torch(Meter())(topology.nodes, "intra")
-        assert made is not None
-        intra = made
+    intra = connect_torch(Meter())(topology.nodes, "intra") if topology.is_closed else topology.intra  # after fit
+    assert intra is not None
     is_first, temporary = topology.rank == 0, unfinished(path)
     try:
         if 0 in topology.nodes[topology.node]:
