@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 
-from lightning_hiercomm.control.open_files import raise_limit
+from lightning_hiercomm.comm.torch import raise_limit_on_open_files
+from lightning_hiercomm.control import plane as control
 from lightning_hiercomm.control.plane import ControlPlane
 
 HANG_TIMEOUT = 300.0
@@ -49,7 +49,7 @@ def measure(ranks: int, seconds: float = 20.0) -> Crowd:
     """Fork the ranks of a control plane, and the process of their store."""
     context = multiprocessing.get_context("fork")
     own, theirs = context.Pipe(duplex=False)
-    server = context.Process(target=_serve, args=(theirs, 2 * ranks + 128), daemon=True)
+    server = context.Process(target=_serve, args=(theirs,), daemon=True)
     server.start()
     port = own.recv()
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_LIMIT)
@@ -66,8 +66,8 @@ def measure(ranks: int, seconds: float = 20.0) -> Crowd:
         watched = time.perf_counter() - began
         of_store, *of_ranks = (now - before for now, before in zip(map(_processor_seconds, pids), used, strict=True))
         began = time.perf_counter()
-        store.compare_set("failure", "", json.dumps({"message": f"{_place(ranks - 1)} failed"}))
-        _until(lambda: store.add("aware", 0) == ranks)
+        store.compare_set("control/failure", "", json.dumps([f"{_place(ranks - 1)} failed"]))
+        _until(lambda: store.add("control/left", 0) == ranks)
         reported = time.perf_counter() - began
     finally:
         for process in (*members, server):
@@ -75,8 +75,8 @@ def measure(ranks: int, seconds: float = 20.0) -> Crowd:
     return Crowd(ranks, joined, reported, of_store / watched, sum(of_ranks) / ranks / watched, watched)
 
 
-def _serve(parent: Connection, files: int) -> None:
-    raise_limit(files)
+def _serve(parent: Connection) -> None:
+    raise_limit_on_open_files()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parent.send(store.port)
     time.sleep(3600.0)
@@ -85,15 +85,9 @@ def _serve(parent: Connection, files: int) -> None:
 def _take_part(rank: int, size: int, port: int) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_LIMIT)
-
-    def gather(own: Any, among: str = "") -> list[Any]:
-        if store.add("joined", 1) == size:
-            store.set("all joined", "")
-        store.wait(["all joined"], _LIMIT)
-        return [own]
-
-    plane = ControlPlane(rank, size, _place(rank), grace=3600.0, hang_timeout=HANG_TIMEOUT)
-    plane.start(store, gather)
+    control._GRACE = 3600.0  # seconds; nothing ends the ranks but the parent
+    plane = ControlPlane(rank, size, _place(rank), HANG_TIMEOUT)
+    plane.start(store, "control")
     store.add("watching", 1)
     time.sleep(3600.0)
 

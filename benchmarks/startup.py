@@ -30,9 +30,9 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 from benchmarks.crowd import Crowd
 from benchmarks.crowd import measure as measure_crowd
-from lightning_hiercomm.comm.torch import connecting_when_needed
+from lightning_hiercomm.comm.torch import MOST_IN_MESH, connecting_when_needed, raise_limit_on_open_files
 from lightning_hiercomm.control import bootstrap
-from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
+from lightning_hiercomm.control import plane as control
 from lightning_hiercomm.control.plane import ControlPlane
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.nodes.hosts import Place
@@ -243,13 +243,13 @@ class Phases:
         self._spent = spent
         self._stores: list[CountingStore] = []
         self._open_files = _open_files()
-        make = bootstrap.TCPStore
+        connect = bootstrap._connect
+        bootstrap._connect = lambda *arguments, **settings: self.counting(connect(*arguments, **settings))
 
-        def counted(*arguments: Any, **settings: Any) -> CountingStore:
-            self._stores.append(CountingStore(make(*arguments, **settings)))
-            return self._stores[-1]
-
-        bootstrap.TCPStore = counted  # type: ignore[misc,assignment]
+    def counting(self, store: dist.Store) -> CountingStore:
+        """Return a store that counts requests from now on."""
+        self._stores.append(CountingStore(store))
+        return self._stores[-1]
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -269,8 +269,9 @@ _LIMIT = timedelta(minutes=10)
 
 
 def _start_as_ddp(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
-    with Phases(spent)(DDP):
-        store = bootstrap.TCPStore("127.0.0.1", port, size, rank == 0, timeout=_LIMIT)
+    phase = Phases(spent)
+    with phase(DDP):
+        store = phase.counting(dist.TCPStore("127.0.0.1", port, size, rank == 0, timeout=_LIMIT))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_LIMIT)
     dist.barrier()  # no rank closes its connections before the others have finished
 
@@ -278,13 +279,14 @@ def _start_as_ddp(rank: int, size: int, ranks_per_node: int, port: int, spent: R
 def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) -> None:
     phase, node = Phases(spent), rank // ranks_per_node
     with phase("rendezvous"):
-        raise_limit(needed_files(size))
+        raise_limit_on_open_files()
         joined = bootstrap.Bootstrap("127.0.0.1", port, rank, size, _LIMIT)
         joined.gather("127.0.0.1")  # as for the interfaces of gloo
         plane = ControlPlane(rank, size, f"rank {rank} (node {node})", hang_timeout=300.0)
         own = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # heartbeats are not counted
-        plane.start(dist.PrefixStore("control", own), joined.gather)
-    with phase("group"), nullcontext() if has_mesh(size) else connecting_when_needed():
+        control.connect_again = lambda store: own
+        plane.start(own, f"{joined.name}/control")
+    with phase("group"), nullcontext() if size <= MOST_IN_MESH else connecting_when_needed():
         dist.init_process_group("gloo", store=joined.store("process group"), rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):
         topology = connect_world(rank, size, Place(node, rank % ranks_per_node), timeout=_LIMIT)
@@ -365,7 +367,7 @@ def _titled(start: Start) -> str:
 
 
 def _largest_mesh() -> int:
-    return max(ranks for ranks in range(1, 4097) if has_mesh(ranks))
+    return MOST_IN_MESH
 
 
 def add_arguments(parser: argparse.ArgumentParser, out: Path) -> None:

@@ -130,7 +130,7 @@ class Session:
         if program.wait(timeout=300) == 0:
             raise RuntimeError("docs/howto/hang.py did not hang")
         report = re.search(
-            r"^lightning_hiercomm: no rank made progress[^\n]*: the ranks wait.*?^Likely cause[^\n]*",
+            r"^lightning_hiercomm: no rank made progress[^\n]*: the ranks wait.*?^All ranks must[^\n]*",
             self.printed("hang"),
             re.M | re.S,
         )

@@ -237,7 +237,7 @@ def test_help_documents_the_fields_and_omits_refused_arguments(capsys):
     assert "--trainer.strategy.scheme" in help_text
     assert "--trainer.strategy.ranks_per_node" in help_text
     assert "--trainer.strategy.find_unused_parameters" in help_text
-    assert "--trainer.strategy.health.hang_timeout HANG_TIMEOUT Seconds without a heartbeat" in help_text
+    assert "--trainer.strategy.health.hang_timeout HANG_TIMEOUT Seconds without progress" in help_text
     assert "--trainer.strategy.transport.inter_node {torch,gloo,mpi} The library" in help_text
     assert "--trainer.strategy.gradient_as_bucket_view" in help_text
     for refused in ("ddp_comm_hook", "model_averaging_period", "process_group", "device_mesh", "dim"):

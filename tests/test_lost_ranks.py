@@ -20,7 +20,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from problems import Oracle
 from torch.multiprocessing.spawn import ProcessException
 
-from lightning_hiercomm.control import open_files
 from lightning_hiercomm.nodes.connect import connect_world
 from lightning_hiercomm.trainer import hooks
 
@@ -138,7 +137,7 @@ def test_a_rank_that_dies_while_connecting_blocks_no_rank(fit, capfd, monkeypatc
             _kill()
         return connect_world(rank, *others, **settings)
 
-    monkeypatch.setattr(open_files, "_MOST_IN_MESH", 1)
+    monkeypatch.setattr(hooks, "MOST_IN_MESH", 1)
     monkeypatch.setattr(hooks, "connect_world", dies)
     check_ends_soon(fit, capfd, Oracle(2), rf"rank {victim} \(node {victim}\) died|process {victim}", devices=6)
 
@@ -163,25 +162,9 @@ def test_a_spawned_rank_that_exits_before_training_ends_the_others(job):
 HANG = "4"
 """Seconds of silence; a busy machine may be that slow to wake a thread for less."""
 
-FROZEN = {
-    "stop": "it sent nothing",
-    "hold": "it sent nothing",
-    "disk": "its main thread has been stopped or stuck",
-    "worker": r"its worker \d+ has been stopped or stuck",
-}
+FROZEN = ("stop", "hold")
 SLEEPS = ("--steps", "40", "--sync-every", "10")  # a long step, and then all others
 SILENT = ("--slow-rank", "1", "--slow-seconds", "0.05", "--victim", "1", "--at", "20", "--hang-timeout", HANG)
-
-
-def _ends(process: int) -> bool:
-    """Return whether a process has ended, within five seconds."""
-    deadline = time.monotonic() + 5.0
-    with contextlib.suppress(OSError):
-        while "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -203,25 +186,18 @@ def test_a_frozen_rank_is_named_with_its_step_and_ends_the_run(silent, accident)
     ended = max(path.stat().st_mtime for path in job.folder.glob("output-*"))
     seconds = ended - float((job.folder / "accident").read_text())
     assert all(codes), output
-    doing = "beginning to train" if accident == "worker" else r"(past )?training batch \d+ of epoch 0, after \d+ steps"
-    named = rf"rank 1 \(node 1\) is frozen: {FROZEN[accident]} for {HANG} s, and before it was {doing}\n"
-    assert re.search(f"lightning_hiercomm: {named}", output), output
-    assert output.count("Thread 0x") >= 2  # stacks, also of the frozen one
-    if accident in ("hold", "disk"):
-        assert re.search(r'oracle\.py", line \d+ in (wait_as_for_a_disk|training_step)', output), output
-    for worker in job.folder.glob("worker-*"):
-        assert _ends(int(worker.read_text())), output
-    assert float(HANG) <= seconds < SOON
+    assert "(hang_timeout): rank 1 (node 1) is frozen: it sent nothing\n" in output, output
+    assert re.search(r"rank 1 \(node 1\) \| is frozen +\| (past )?training batch \d+ of epoch 0, after", output), output
+    assert float(HANG) / 2 <= seconds < SOON
 
 
 @pytest.mark.long("a step lasts longer than the four seconds of silence that are asked about")
-def test_a_long_step_goes_on_and_all_ranks_report_where_they_are(silent):
+def test_a_step_longer_than_hang_timeout_goes_on(silent):
     job, _, output = silent("sleep")
     reports = job.reports(2)
     assert [len(report["trace"]) for report in reports] == [40] * 2, output
     assert reports[0]["x"] == reports[1]["x"]
-    assert output.count(f"lightning_hiercomm: no rank made progress for {HANG} s (hang_timeout), and") == 1, output
-    assert output.count("lightning_hiercomm: what rank 1 (node 1) does, which is training batch 20 of epoch 0") == 1
+    assert "lightning_hiercomm:" not in output
 
 
 @pytest.mark.long("four seconds of silence are what makes a rank frozen")

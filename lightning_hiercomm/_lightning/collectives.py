@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -44,15 +43,3 @@ def _begun_in(group: Any) -> int:
             with contextlib.suppress(RuntimeError):  # backends of third parties need not have one
                 count += backend._get_sequence_number_for_group()
     return count
-
-
-def gpu_is_busy() -> bool:
-    """Return whether a default stream of a GPU that this process uses has work to do. For any thread.
-
-    torch has no public way to ask which GPUs those are, and asking another one would take memory there.
-    """
-    if not torch.cuda.is_initialized():
-        return False
-    torch_c: Any = torch._C
-    used = filter(torch_c._cuda_hasPrimaryContext, range(torch.cuda.device_count()))
-    return any(not torch.cuda.default_stream(index).query() for index in used)

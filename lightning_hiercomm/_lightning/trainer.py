@@ -21,34 +21,8 @@ from lightning_hiercomm._lightning.tree import lr_finder, pl
 from lightning_hiercomm.control.plane import ControlPlane
 
 
-class OneRank:
-    """Replaces the control plane on a node with one rank."""
-
-    stops_together = True
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer = trainer
-        self.requeue_requested = False
-
-    @property
-    def stop_requested(self) -> bool:
-        return self._trainer.received_sigterm
-
-    def should_stop(self) -> bool:
-        return self.requeue_requested or self.stop_requested
-
-    def request_stop(self) -> None:
-        mark_sigterm_received(self._trainer)
-
-    def request_requeue(self) -> None:
-        self.requeue_requested = True
-
-    def go_on(self) -> None:
-        self.requeue_requested = False
-
-
 def replace_sigterm_broadcast(
-    trainer: pl.Trainer, ranks: ControlPlane | OneRank, leave: Callable[[], object] | None = None
+    trainer: pl.Trainer, ranks: ControlPlane, leave: Callable[[], object] | None = None
 ) -> Callable[[], None]:
     """Replace Lightning's handling of SIGTERM and of SLURM's signal.
 
@@ -58,8 +32,8 @@ def replace_sigterm_broadcast(
 
     Args:
         trainer: The trainer that is being set up; its handlers are registered later.
-        ranks: Decides at which batch all ranks stop, with a ``SIGTERMException``, or save.
-        leave: Called before they save to be queued again, if training ends with that.
+        ranks: Decides at which batch all ranks stop, with a ``SIGTERMException``.
+        leave: Called before they save to be queued again.
 
     Returns:
         A function that is called before every batch; Lightning calls it if there are several ranks.
@@ -75,14 +49,12 @@ def replace_sigterm_broadcast(
     def before_batch() -> None:
         if not ranks.should_stop():
             return
-        if ranks.requeue_requested:
+        if ranks.stops_for == "requeue":
             if leave is not None:
                 leave()
             if ranks.stops_together:
                 save_and_requeue(received[-1], None)  # type: ignore[arg-type]  # the frame is not used
-            if leave is None:
-                ranks.go_on()
-                return
+            ranks.stops_for = "stop"
         connector.received_sigterm = True
         raise pl.utilities.exceptions.SIGTERMException
 
@@ -91,7 +63,7 @@ def replace_sigterm_broadcast(
             save_and_requeue(signum, frame)
             return
         received.append(signum)
-        ranks.request_requeue()
+        ranks.request_stop("requeue")
 
     def notify(signum: Any, _: Any) -> None:
         if trainer.strategy.launcher is not None and not connector.received_sigterm:

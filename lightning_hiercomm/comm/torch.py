@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import resource
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ from lightning_hiercomm.comm.spares import Spares
 
 Launch = Callable[[], Sequence[dist.Work | None]]
 """Starts messages; torch returns None for messages that are already done."""
+
+MOST_IN_MESH = 64
+"""Number of ranks up to which gloo connects all pairs of them at the start."""
 
 # Elements of one message. gloo uses one direction of a link at a time for a single large message, and both directions
 # for several.
@@ -455,6 +459,13 @@ def without_splitting_gloo() -> Iterator[None]:
         yield
     finally:
         default.bound_device_id = device
+
+
+def raise_limit_on_open_files() -> None:
+    """Raise the limit, usually 1,024: a connection is an open file, and rank 0 has two per rank to the store alone."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS allows less than its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 @contextmanager

@@ -2,166 +2,183 @@
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
 import json
-import multiprocessing.util
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from lightning_hiercomm.control import process
-from lightning_hiercomm.control.bootstrap import is_agents_store, lost_store, store_host
-from lightning_hiercomm.control.reports import Arrival, Failure, Purpose, Status, in_line, standstill
-from lightning_hiercomm.control.waiting import MainThread, describe_caller
+from lightning_hiercomm.control.bootstrap import LOST_STORE, STORE_HOST, connect_again
+from lightning_hiercomm.control.standstill import ALIKE, Status, standstill, where_main_thread_waits
 
-_STUCK_GRACE = 1.5  # seconds; ranks that wait for each other do not end by themselves
-_FIRST_POLL = 0.002  # seconds
-_UNKNOWN = ("", "0", "")  # the identity of a process on another machine
-_SHARED = ("failure", "rounds", "arrival", "standstill", "left", "broken")
+_BEAT = 1.0  # seconds between heartbeats of a rank
+_GRACE = 4.0  # seconds from receiving a failure until this process is ended, unless it ended by itself
 
 
 class RankFailure(RuntimeError):
     """Another rank died or raised."""
 
 
-def seconds_between_beats(size: int, hang_timeout: float | None) -> float:
-    """Return the interval between heartbeats of each rank, which grows with the number of ranks beyond 1,000."""
-    return min(max(1.0, size / 1000), 300.0 if hang_timeout is None else hang_timeout / 10)
-
-
 class ControlPlane:
-    """A rank's part in the control plane: what its training thread reports, receives and waits for.
+    """A rank's part in the control plane, which has keys in torch's store.
 
-    A :class:`Watch` sends heartbeats and looks for failures in threads of its own. The training thread uses the store
-    at barriers, common stops and failures only. Neither reads a key that may be missing: the store would wait for it.
+    - ``status/<rank>``: a rank's heartbeat, with what it does and where it waits
+    - ``failure``, ``broken``: the first failure of any rank, which ends the run; how many collectives broke
+    - ``stop``, ``hold/<rank>``: why all ranks stop; the next batch of each: all stop at the largest
+    - ``arrival/<n>``, ``arrived/<n>``: why the first rank came to barrier n; how many ranks have come
+    - ``left``: how many ranks have left
 
-    ==================================================== ===============================================================
-    key                                                  value
-    ==================================================== ===============================================================
-    ``status/<rank>``                                    what a rank does, and where it waits
-    ``failure``                                          the first failure of any rank, which ends the run
-    ``broken``                                           whether a collective broke: then a silent rank has died
-    ``rounds``; ``hold/<round>/<rank>``, ``at/<round>``  common stops; the next batch of each rank, and their maximum
-    ``arrival/<n>``, ``arrived/<n>``                     barrier n: why the first rank waits; the number of ranks there
-    ``arrival``, ``left``                                the last barrier, and a rank that left, for ranks that miss it
-    ``standstill``                                       changes when all ranks shall write their stacks
-    ``aware``                                            the number of ranks that left or have read the failure
-    ==================================================== ===============================================================
-
-    After a failure of another rank, this one raises at its next batch, or is ended ``grace`` seconds later.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        place: The name of this rank in messages, such as ``"rank 3 (node 1)"``.
-        grace: Seconds from receiving a failure until this process is ended, unless it ended by itself.
-        hang_timeout: Seconds without a heartbeat after which a rank counts as frozen; None: never.
-        main_thread: Watches the main thread of this process. Default: by its Python stack alone.
-        timeout: The longest wait of :meth:`barrier`, in seconds. Default: no limit.
+    After a collective broke, ranks without heartbeats have died. Without progress for ``hang_timeout`` seconds, a rank
+    reads the status of all: the run ends if they wait for each other, or for a rank that sends nothing.
     """
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        place: str,
-        grace: float = 4.0,
+        rank: int = 0,
+        size: int = 1,
+        place: str = "rank 0",
         hang_timeout: float | None = None,
-        main_thread: MainThread | None = None,
         timeout: float | None = None,
+        count_collectives: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self.rank, self.size, self.place, self.grace = rank, size, place, grace
-        self.hang_timeout, self._timeout = hang_timeout, timeout
+        self.rank, self.size, self.place = rank, size, place
+        self._timeout, self._count_collectives = timeout, count_collectives
+        self._hang_timeout, self._interval = hang_timeout or 1e9, max(_BEAT, size / 1000)
         self._lock = threading.Lock()  # guards what both threads write
-        self._failed, self.is_closing = threading.Event(), threading.Event()
-        self._main_thread = main_thread or MainThread()
-        self._watch: Watch | None = None  # while this rank is connected
-
-        # what this rank does
-        self.doing = "starting"
-        self._progress = self._batch = self._barriers = 0
-        self._progressed_at = time.monotonic()
-        self._arrival: Arrival | None = None  # at the barrier where this rank waits
-
-        # other ranks
-        self.processes: dict[int, Sequence[str]] = {}  # the identities of ranks on this machine
+        self._failed, self._is_closing = threading.Event(), threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.is_connected = False  # and sends heartbeats
         self.failure: str | None = None
-        self.collective_broke = False
-        self.left = ""  # a rank that has left
-
-        # common stops: this rank waits at batch `_hold_at` until `_stop_at` is known
-        self.stop_requested = self.requeue_requested = False
-        self._asked = {"requeue": 0, "stop": 0}
-        self._round = 0
+        self.doing = "starting"
+        self.steps: Callable[[], Sequence[int]] | None = None  # of each optimizer
+        self.progress = self._batch = self._barriers = 0
+        # the common stop: this rank waits at batch `_hold_at` until `_stop_at` is known
+        self.stops_for = self._asked = ""
         self._hold_at: int | None = None
         self._stop_at: int | None = None
+        self.stops_together = True  # if it stops
+        self._beats = self._idle = 0  # heartbeats, and those without progress; clocks go on while a process is stopped
+        self._moved: object = None  # what counts as progress, at the last heartbeat
+        self._before: list[Status] = []  # those of all ranks, at half of `hang_timeout`
+        self._next: Status | None = None  # a heartbeat of the next rank
+        self._has_other_left = False
 
-    def start(self, store: Store, gather: Callable[..., list[Any]]) -> None:
-        """Start the watch. Collective.
-
-        Args:
-            store: A new part of a store, over a connection of this object's own.
-            gather: Returns at least the values of ranks with the same ``among``.
-        """
-        self.store = store
-        for key in _SHARED if self.rank == 0 else ():
-            store.compare_set(key, "", "")  # `set` returns before the store has the key
-        watch = Watch(self)
-        own = process.identity()
-        if self.hang_timeout is not None and not faulthandler.is_enabled():
-            faulthandler.enable(2)  # for `process.end_frozen`
-        self.processes = {rank: who for rank, who in gather([self.rank, own], among=own[0]) if who[0] == own[0]}
-        watch.start()
-        self._watch = watch
+    def start(self, store: Store, name: str) -> None:
+        """Start to send heartbeats to the part of a store with this name, new and the same for all ranks."""
+        self._store = PrefixStore(name, connect_again(store))  # a blocking call holds up all others of a connection
+        for key in ("failure", "stop"):
+            self._store.compare_set(key, "", "")  # readers would wait for a missing key
+        self._store.add("left", 0)
+        self._write_status()
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._run, self._watch_store)]
+        self.is_connected, self.stops_together = True, False
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Leave; this does not count as a failure."""
-        self.is_closing.set()
-        if self._watch is not None:
-            self._watch.join()
-            self._watch = None
+        self.is_connected = False
+        self._is_closing.set()
+        for thread in self._threads:
+            thread.join(timeout=max(2.0, 2 * self._interval) + _GRACE / 2)
 
-    # ---- progress and failures -----------------------------------------------------------------------------------
+    def _run(self) -> None:
+        try:
+            self._beat()
+            while self.failure is None and not self._is_closing.wait(self._interval):
+                self._beat()
+            self._leave()
+        except RuntimeError:  # of torch's store
+            if not self._has_other_left and not self._is_closing.is_set():
+                self._learn(LOST_STORE)
 
-    def note_progress(self, doing: str) -> None:
-        """Store what this rank does now; every call counts as progress."""
-        self.doing, self._progressed_at = doing, time.monotonic()
-        self._progress += 1
+    def _beat(self) -> None:
+        """Write this rank's status, and read what concerns all ranks: two requests to the store."""
+        own = self._write_status()
+        failure, stop, left = (value.decode() for value in self._store.multi_get(["failure", "stop", "left"]))
+        self._has_other_left = left != "0"
+        if failure:
+            self._learn(*json.loads(failure))
+        else:
+            self._follow_stop(stop)
+            self._look_at_next()
+            self._look_at_all(own)
 
-    def status(self, stuck: float) -> Status:
-        """Return what this rank does; it has been stuck in the kernel for so many seconds."""
-        arrival = self._arrival
-        return Status(
-            **asdict(self._main_thread.position()),
-            rank=self.rank,
-            place=self.place,
-            doing=self.doing,
-            progress=self._progress,
-            idle=time.monotonic() - self._progressed_at,
-            batches=self._batch,
-            stuck=stuck,
-            arrival=None if arrival is None else arrival.purpose,
-        )
+    def _write_status(self, has_left: bool = False) -> Status:
+        over_all_ranks, in_all_groups = self._count_collectives()
+        moved, waits = (self.progress, in_all_groups), where_main_thread_waits()
+        self._beats, self._idle, self._moved = self._beats + 1, self._idle + 1 if moved == self._moved else 0, moved
+        counts = self._beats, self._batch, over_all_ranks, self._idle * self._interval
+        own = Status(self.rank, self.place, process.identity(), *counts, self.doing, *waits, has_left)
+        self._store.set(f"status/{self.rank}", json.dumps(own))
+        return own
+
+    def _all(self) -> list[Status]:
+        return [Status(*json.loads(each)) for each in self._store.multi_get([f"status/{r}" for r in range(self.size)])]
+
+    def _silent_since(self, before: Sequence[Status], now: Sequence[Status]) -> list[Status]:
+        return [late for early, late in zip(before, now, strict=True) if early == late and not late.has_left]
+
+    def _look_at_next(self) -> None:
+        """End the run if the process of the next rank, on the same machine, has ended without leaving."""
+        key = f"status/{(self.rank + 1) % self.size}"
+        if self._next is None:
+            self._next = Status(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+        elif process.has_ended(self._next.process) and not Status(*json.loads(self._store.get(key))).has_left:
+            self._fail(f"{self._next.place} died")
+
+    def _look_at_all(self, own: Status) -> None:
+        """End the run if no rank has made progress for ``hang_timeout`` seconds, and all wait for each other."""
+        if own.idle < self._hang_timeout / 2:
+            self._before = []
+        elif not self._before:
+            self._before = self._all()
+        elif own.idle >= self._hang_timeout and self._beats % max(10, self.size // 100) == 0:
+            frozen = self._silent_since(self._before, now := self._all())
+            if table := standstill(now, [status.rank for status in frozen], self._hang_timeout):
+                self._fail(table, [status.process for status in frozen])
+
+    def _watch_store(self) -> None:
+        """End this rank if the store does not answer: a call has no timeout if the store's process is stopped."""
+        while self.failure is None:
+            before = self._beats
+            if self._is_closing.wait(self._hang_timeout) or self._is_closing.wait(2 * self._interval):
+                return
+            if self._beats == before:
+                self._learn(f"{STORE_HOST} is frozen: torch's store did not answer for {self._hang_timeout:g} s")
+
+    def _leave(self) -> None:
+        if self.failure is None:
+            self._write_status(has_left=True)
+        deadline = time.monotonic() + max(2.0, 2 * self._interval)
+        left = self._store.add("left", 1)
+        while self.rank == 0 and left < self.size and time.monotonic() < deadline:
+            time.sleep(0.02)  # other ranks would take the end of this process, which has the store, for a death
+            left = self._store.add("left", 0)
 
     def report_failure(self, error: BaseException) -> str:
         """Report to all ranks that this one raised, and return the message."""
         failed = f"failed: {type(error).__name__}: {error}"
         message = f"{self.place} {'was interrupted' if isinstance(error, KeyboardInterrupt) else failed}"
-        if self._watch is not None:
-            with contextlib.suppress(RuntimeError):  # the watch also finds that the store is lost
-                self.fail(Failure(message[:2000], raised_by=self.rank))
+        if self.is_connected:
+            with suppress(RuntimeError):  # the other threads also find that the store is lost
+                self._fail(message[:2000], ends_by_itself=True)
         return message
 
     def wait_for_failure(self, timeout: float, collective_broke: bool = False) -> str | None:
         """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
-        if self._watch is not None:
-            self.collective_broke = collective_broke
+        if self.is_connected:
+            with suppress(RuntimeError):
+                if collective_broke and self.failure is None and self._store.add("broken", 1) == 1:
+                    before = self._all()
+                    self._failed.wait(3 * self._interval)
+                    for dead in self._silent_since(before, self._all()):
+                        self._fail(f"{dead.place} died")
             self._failed.wait(timeout)
         return self.failure
 
@@ -170,343 +187,94 @@ class ControlPlane:
         if self.failure is not None:
             raise RankFailure(self.failure)
 
-    def fail(self, failure: Failure) -> None:
+    def _fail(self, message: str, frozen: Sequence[str] = (), ends_by_itself: bool = False) -> None:
         """Report a failure to all ranks. The first one counts; later ones are its consequences."""
-        own = json.dumps(asdict(failure))
-        first = self.store.compare_set("failure", "", own).decode()
-        if first == own and failure.raised_by is None:
-            print(f"lightning_hiercomm: {failure.message}", file=sys.stderr, flush=True)
-        self.learn(Failure(**json.loads(first)))
+        own = json.dumps([message, frozen])
+        first = self._store.compare_set("failure", "", own).decode()
+        if first == own and not ends_by_itself:
+            print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+        message, frozen = json.loads(first)
+        self._learn(message, frozen, ends_by_itself)
 
-    def learn(self, failure: Failure) -> None:
-        """Receive the failure: raise it at the next batch, or end this process if it does not end by itself."""
-        message = failure.message
+    def _learn(self, message: str, frozen: Sequence[str] = (), ends_by_itself: bool = False) -> None:
+        """Receive a failure: raise it at the next batch, or end this process if it does not end by itself."""
         with self._lock:
             if self.failure is not None:
                 return
             self.failure = message
         self._failed.set()
-        # if this process ends by itself, before multiprocessing waits for its children
-        multiprocessing.util.Finalize(None, process.end_children, exitpriority=100)
-        if failure.is_frozen:
-            process.dump_stacks(f"{message}. What {self.place} does:")
-        for rank in {*failure.silent} & {*self.processes} - {self.rank}:
-            ending = threading.Timer(self.grace / 2, process.end_frozen, [self.processes[rank]])
-            ending.daemon = False  # the watch's are by default: this process may end by itself before that
-            ending.start()
-        if failure.raised_by != self.rank:
-            grace = min(self.grace, _STUCK_GRACE) if failure.is_stuck else self.grace
-            why = "" if failure.is_stuck or message.startswith(self.place) else ", which is waiting for it"
-            first_line = message.partition("\n")[0]
-            last = f"{first_line}. Ending {self.place}{why}."
-            threading.Thread(target=process.end_after, args=(grace, last, self.is_closing), daemon=True).start()
+        for who in frozen:
+            process.end_frozen(who)
+        if not ends_by_itself:
+            last = f"{message.splitlines()[0]}. Ending {self.place}, which is waiting for it."
+            threading.Thread(target=self._end_later, args=[last], daemon=True).start()
 
-    def lose_store(self) -> None:
-        """Receive that the store does not answer any more, because its host has died."""
-        if not self.left and not self.is_closing.is_set():
-            self.learn(Failure(lost_store()))
+    def _end_later(self, message: str) -> None:
+        if not self._is_closing.wait(_GRACE):
+            print(f"lightning_hiercomm: {message}", file=sys.stderr, flush=True)
+            os._exit(1)
 
-    # ---- common stops --------------------------------------------------------------------------------------------
-    # One rank appends a round to the list in the store. Each rank then waits at its next batch and writes that batch's
-    # number. The last one writes the largest number, at which all ranks stop. After a requeue they continue.
-
-    def request_stop(self) -> None:
-        """Request that all ranks stop at the same batch. Safe in a signal handler."""
-        self.stop_requested = True
-        self._asked["stop"] = 1
-
-    def request_requeue(self) -> None:
-        """Request that all ranks save at the same batch and are queued again. Safe in a signal handler."""
-        self._asked["requeue"] += 1
-
-    def go_on(self) -> None:
-        """Continue training after all ranks have saved to be queued again."""
-        with self._lock:
-            self._hold_at = self._stop_at = None
-            self.requeue_requested = False
-            self._round += 1
-
-    @property
-    def stops_together(self) -> bool:
-        """Whether all ranks stop at the batch at which :meth:`should_stop` returns True."""
-        return self._stop_at is not None
+    def request_stop(self, why: str = "stop") -> None:
+        """Request that all ranks stop at the same batch, for any reason. Safe in a signal handler."""
+        self._asked = why
+        if not self.is_connected:
+            self.stops_for = why
 
     def should_stop(self) -> bool:
-        """Return whether this rank stops before this batch, together with all others if :attr:`stops_together`.
-
-        If :attr:`requeue_requested`, the rank only saves here and then calls :meth:`go_on`.
-
-        Raises:
-            RankFailure: If another rank failed.
-        """
+        """Return whether this rank stops before this batch, together with all others if `stops_together`."""
         self.check()
         with self._lock:
             self._batch += 1
             if self._hold_at is None or self._batch < self._hold_at:
-                return False
-        # a rank without an answer may stop here, but must not train on while others wait for it in a save
-        key, timeout = f"at/{self._round}", None if self.requeue_requested else 30.0
-        with self._lost_store_raises():
-            if self._stop_at is None and self._wait_until(lambda: self.store.check([key]), timeout):
-                self._stop_at = int(self.store.get(key))
+                return bool(self.stops_for) and not self.is_connected
+        # a rank without an answer may stop here, but must not train on while others wait for it
+        if self._stop_at is None and self._wait_until(lambda: self._store.add("held", 0) == self.size, 30.0):
+            held = self._store.multi_get([f"hold/{rank}" for rank in range(self.size)])
+            self._stop_at, self.stops_together = max(map(int, held)), True
         return self._stop_at is None or self._batch >= self._stop_at
 
-    def follow_rounds(self, listed: str) -> None:
-        """Wait at the next batch if the list has a new round; append the rounds that this rank requests."""
-        for kind, asked in self._asked.items():
-            if listed.split().count(kind) < asked:  # otherwise another rank has requested it already
-                listed = self.store.compare_set("rounds", listed, f"{listed} {kind}".strip()).decode()
-        rounds, number = listed.split(), self._round
-        if self._hold_at is not None or number >= len(rounds):
-            return
-        with self._lock:
-            self.requeue_requested = rounds[number] == "requeue"
-            self.stop_requested = self.stop_requested or rounds[number] == "stop"
-            self._hold_at = self._batch + 1
-        self.store.set(f"hold/{number}/{self.rank}", str(self._hold_at))
-        if self.store.add(f"held/{number}", 1) == self.size:
-            held = self.store.multi_get([f"hold/{number}/{rank}" for rank in range(self.size)])
-            self.store.set(f"at/{number}", str(max(map(int, held))))
+    def _follow_stop(self, why: str) -> None:
+        """Wait at the next batch for all ranks if one has requested a stop; all stop at the last of these batches."""
+        if not why and self._asked:
+            why = self._store.compare_set("stop", "", self._asked).decode()
+        if why and self._hold_at is None:
+            with self._lock:
+                self.stops_for, self._hold_at = why, self._batch + 1
+            self._store.set(f"hold/{self.rank}", str(self._hold_at))
+            self._store.add("held", 1)
 
-    # ---- barriers ------------------------------------------------------------------------------------------------
-
-    def barrier(self, purpose: Purpose = "average", what: str = "", steps: Sequence[int] = ()) -> None:
+    def barrier(self, why: str = "asked for the averaged model") -> None:
         """Wait for all ranks, without a collective. Without a control plane it returns at once.
 
         gloo matches a collective that only some ranks call with the next one of the others: it mixes their values, or
-        ends the process if the sizes differ. At this barrier such a rank waits, and the run ends with its name.
-
-        Args:
-            purpose: Why the ranks wait. The run ends if it differs between ranks.
-            what: Details, for the message of that error. The run also ends if they differ between ranks.
-            steps: How often each optimizer has stepped; must be the same on all ranks.
-
-        Raises:
-            RankFailure: If another rank failed, continued without this barrier, has taken another number of steps, or
-                does not arrive within the timeout.
+        ends the process if the sizes differ. At this barrier such a rank waits. The run ends, with its name, if ranks
+        come for different reasons, such as "ended an epoch", or after unequal optimizer steps.
         """
-        if self._watch is None:
+        if not self.is_connected:
             return
         self.check()
-        line, is_saving = describe_caller()
-        if is_saving and purpose == "average":
-            purpose = "save"
-        with self._lock:
-            self._barriers = number = self._barriers + 1
-        self._arrival = own = Arrival(number, self.rank, self.place, purpose, what, line, self._batch, [*steps])
-        with self._lost_store_raises():
-            self._arrive(own)
-            if not self._wait_until(lambda: self.store.add(f"arrived/{number}", 0) == self.size, self._timeout):
-                waited = f"{self.place} has waited{in_line(line)} for other ranks for timeout={self._timeout} s"
-                self.fail(Failure(waited))
-                self.check()
-        self._arrival = None
-
-    def _arrive(self, own: Arrival) -> None:
-        number, text = own.number, json.dumps(asdict(own))
-        first = Arrival(**json.loads(self.store.compare_set(f"arrival/{number}", "", text)))
-        if first.rank == self.rank:
-            self.store.set("arrival", text)
-        if (difference := first.difference(own)) is not None:
-            self.fail(Failure(difference))
-        elif self.store.add(f"arrived/{number}", 1) == self.size and number > 1:
+        self._barriers, (_, line) = self._barriers + 1, where_main_thread_waits()
+        after = f" after {self._batch} batches of the run" if self._batch else ""
+        why += f", {', '.join(map(str, self.steps()))} optimizer steps" if self.steps is not None else ""
+        own = f"{self.place} {why}{after}{f' in {line}' if line else ''}"
+        other_why, other = json.loads(self._store.compare_set(f"arrival/{self._barriers}", "", json.dumps([why, own])))
+        arrived = f"arrived/{self._barriers}"
+        if other_why != why:
+            self._fail(f"{', and '.join(sorted([own, other]))}. {ALIKE}")
+        elif self._store.add(arrived, 1) == self.size and self._barriers > 1:
             for name in ("arrival", "arrived"):
-                self.store.delete_key(f"{name}/{number - 1}")
-
-    def follow_barriers(self, arrival: str) -> None:
-        """End the run if this rank trains on, and another one waits at a barrier before."""
-        if arrival:
-            first = Arrival(**json.loads(arrival))
-            with self._lock:
-                has_passed = first.number > self._barriers and self._batch > first.batches
-            if has_passed:
-                passed = f"{self.place} trains on with batch {self._batch} of the run"
-                self.fail(Failure(first.without_others(passed)))
-
-    def _wait_until(self, is_done: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait for a condition in the store; return False after ``timeout`` seconds."""
-        pause, began = _FIRST_POLL, time.monotonic()
-        while True:
+                self._store.delete_key(f"{name}/{self._barriers - 1}")
+        if not self._wait_until(lambda: self._store.add(arrived, 0) == self.size, self._timeout or 1e9):
+            self._fail(f"{own}, and has waited there for other ranks for timeout={self._timeout} s")
             self.check()
-            left = self.left  # before the check: a rank that passed this barrier may leave
-            if is_done():
-                return True
-            if left and self._arrival is not None:
-                self.fail(Failure(self._arrival.without_others(f"{left} has ended its run")))
-            if timeout is not None and time.monotonic() - began > timeout:
+
+    def _wait_until(self, is_done: Callable[[], bool], timeout: float) -> bool:
+        """Wait for a condition in the store; return False after ``timeout`` seconds."""
+        pause, deadline = 0.002, time.monotonic() + timeout
+        while not is_done():
+            self.check()
+            if time.monotonic() > deadline:
                 return False
             self._failed.wait(pause)
             pause = min(1.5 * pause, max(0.1, self.size / 1000))
-
-    @contextlib.contextmanager
-    def _lost_store_raises(self) -> Iterator[None]:
-        try:
-            yield
-        except RankFailure:
-            raise
-        except RuntimeError as error:  # of torch's store
-            self.lose_store()
-            self.check()
-            line = "" if self._arrival is None else self._arrival.line
-            waiting = f"{self.place} waits{in_line(line)} for it"
-            raise RankFailure(f"{store_host()} has ended its run, and {waiting}") from error
-
-
-class Watch:
-    """The threads of a rank that send its heartbeats, and find and receive failures of other ranks.
-
-    At each heartbeat, one thread writes ``status/<rank>``, and reads the shared keys and the status of the rank after
-    this one. The other thread ends this rank if the store does not answer.
-
-    - **Deaths.** Ranks check the processes of their own machine. A rank alone on its machine is dead if it is silent
-      after a collective broke.
-    - **Hangs.** A rank is frozen if it sends nothing for ``hang_timeout`` seconds, or if its main thread is stuck in
-      the kernel for as long. A rank without progress for as long reads the status of all ranks.
-    """
-
-    def __init__(self, plane: ControlPlane) -> None:
-        self._plane, self._store = plane, plane.store
-        self._interval = seconds_between_beats(plane.size, plane.hang_timeout)
-        self._threads = [
-            threading.Thread(target=target, name="hiercomm-control", daemon=True)
-            for target in (self._run, self._watch_store)
-        ]
-        self._stuck = process.StuckDetector()
-        self._is_broken = False  # then heartbeats are more frequent
-        # seconds are those that this process has waited: it may have been stopped, perhaps together with all others
-        self._unanswered = 0.0  # since the last answer of the store
-        self._next = (plane.rank + 1) % plane.size  # the rank that this one watches
-        self._seen, self._silent = "", 0.0  # its last status, and the seconds since then
-        self._progress, self._idle = 0, 0.0  # of this rank, and the seconds since then
-        self._standstill = ""
-        self._look_at = 0.0
-        self._write_status()  # before ranks gather, because others read it without a check
-
-    def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
-
-    def join(self) -> None:
-        """Wait until the threads have ended, because the plane is closing."""
-        for thread in self._threads:
-            thread.join(timeout=max(2.0, 2 * self._interval) + self._plane.grace / 2)
-
-    def _run(self) -> None:
-        plane, before = self._plane, time.monotonic()
-        try:
-            while plane.failure is None:
-                self._beat()
-                if plane.is_closing.wait(self._interval / (4 if self._is_broken else 1)):
-                    break
-                now = time.monotonic()
-                waited, before = min(now - before, 2 * self._interval), now
-                self._silent += waited
-                self._idle += waited
-            self._leave()
-        except RuntimeError:  # of torch's store
-            plane.lose_store()
-
-    def _beat(self) -> None:
-        """Write this rank's status, and read what concerns all ranks: two requests to the store."""
-        plane, status = self._plane, self._write_status()
-        shared = self._store.multi_get([*_SHARED, f"status/{self._next}"])
-        failure, rounds, arrival, requested, plane.left, broken, watched = (value.decode() for value in shared)
-        self._unanswered = 0.0
-        if failure:
-            plane.learn(Failure(**json.loads(failure)))
-            return
-        if requested != self._standstill:
-            self._standstill = requested
-            process.dump_stacks(f"what {plane.place} does, which is {plane.doing}:")
-        if plane.collective_broke and not broken:
-            self._store.set("broken", "1")
-        self._is_broken = plane.collective_broke or bool(broken)
-        plane.follow_rounds(rounds)
-        plane.follow_barriers(arrival)
-        self._check_machine()
-        self._check_next(watched)
-        self._check_all(status)  # each does no harm after a failure: the first one counts
-
-    def _write_status(self) -> Status:
-        what, stuck = self._stuck.check()
-        status, hang_timeout = self._plane.status(stuck), self._plane.hang_timeout
-        self._store.set(f"status/{status.rank}", json.dumps(asdict(status)))
-        if hang_timeout is not None and stuck > hang_timeout:
-            self._fail_frozen(status, f"{what} has been stopped or stuck", silent=[])
-        return status
-
-    def _check_machine(self) -> None:
-        """End the run if the process of the next rank on this machine has ended without leaving."""
-        processes = self._plane.processes
-        ranks = sorted(processes, key=lambda rank: (rank <= self._plane.rank, rank))
-        if ranks and process.is_gone(processes[ranks[0]]):
-            status = self._status_of(ranks[0])  # without an answer, `_watch_store` needs the process
-            del processes[ranks[0]]
-            if not status.has_left:
-                self._plane.fail(Failure(f"{status.place} died"))
-
-    def _check_next(self, watched: str) -> None:
-        """End the run if the next rank that has not left is silent."""
-        hang_timeout = self._plane.hang_timeout
-        if watched != self._seen:
-            self._seen, self._silent = watched, 0.0
-        status = Status(**json.loads(watched))
-        if status.has_left or status.rank == self._plane.rank:
-            self._next, self._silent = (self._next + 1) % self._plane.size, 0.0
-        elif self._is_broken and self._silent > 3 * self._interval:
-            self._plane.fail(Failure(f"{status.place} died"))
-        elif hang_timeout is not None and self._silent > hang_timeout:
-            self._fail_frozen(status, "it sent nothing", silent=[status.rank])
-
-    def _check_all(self, own: Status) -> None:
-        """Look at all ranks if this one has made no progress for ``hang_timeout`` seconds."""
-        size, hang_timeout, now = self._plane.size, self._plane.hang_timeout, time.monotonic()
-        if own.progress != self._progress:
-            self._progress, self._idle = own.progress, 0.0
-        if hang_timeout is None or self._idle < hang_timeout or now < self._look_at:
-            return
-        self._look_at = now + max(hang_timeout / 10, size / 100)
-        found = self._store.multi_get([f"status/{rank}" for rank in range(size)])  # all ranks may look at once
-        statuses = [Status(**json.loads(each)) for each in found]
-        table, is_deadlock = standstill(statuses, hang_timeout, 2 * self._interval)
-        if is_deadlock:
-            self._plane.fail(Failure(table, is_stuck=True))
-            return
-        progress = sum(status.progress for status in statuses)
-        if table and self._standstill.partition("/")[0] != f"{progress}":  # it is reported once
-            request = f"{progress}/{own.rank}"
-            if self._store.compare_set("standstill", self._standstill, request).decode() == request:
-                print(f"lightning_hiercomm: {table}", file=sys.stderr, flush=True)
-
-    def _status_of(self, rank: int) -> Status:
-        return Status(**json.loads(self._store.get(f"status/{rank}")))
-
-    def _fail_frozen(self, status: Status, how: str, silent: Sequence[int]) -> None:
-        how = f"{how} for {self._plane.hang_timeout:g} s, and before it was {status.doing}"
-        self._plane.fail(Failure(f"{status.place} is frozen: {how}", silent=silent, is_frozen=True))
-
-    def _leave(self) -> None:
-        plane = self._plane
-        if plane.failure is None:
-            status = Status(rank=plane.rank, place=plane.place, has_left=True)
-            self._store.set(f"status/{plane.rank}", json.dumps(asdict(status)))
-            self._store.set("left", plane.place)
-        deadline = time.monotonic() + max(2.0, 2 * self._interval)
-        aware = self._store.add("aware", 1)
-        while plane.rank == 0 and not is_agents_store() and aware < plane.size and time.monotonic() < deadline:
-            time.sleep(0.02)  # other ranks would take the end of this process, which has the store, for a death
-            aware = self._store.add("aware", 0)
-
-    def _watch_store(self) -> None:
-        """End this rank if the store does not answer: a call has no timeout if the store's process is stopped."""
-        plane, hang_timeout, on_rank_0 = self._plane, self._plane.hang_timeout, not is_agents_store()
-        while not plane.is_closing.wait(1.0) and plane.failure is None and self._threads[0].is_alive():
-            self._unanswered += 1.0
-            silence = self._unanswered - self._interval
-            # its forked workers may keep its connections open
-            if silence > 1.0 and on_rank_0 and process.is_gone(plane.processes.get(0, _UNKNOWN)):
-                plane.learn(Failure(lost_store()))
-            elif hang_timeout is not None and silence > hang_timeout:
-                message = f"{store_host()} is frozen: torch's store there has not answered for {hang_timeout:g} s"
-                plane.learn(Failure(message, silent=[0] if on_rank_0 else [], is_frozen=True))
+        return True

@@ -81,7 +81,7 @@ class EpochClock(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._control.note_progress("at the end of training", trainer)
-        self._control.barrier("end")
+        self._control.barrier("ended training")
         self._run.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -96,7 +96,7 @@ class EpochClock(pl.Callback):
     def _end_epoch(self) -> None:
         if not self._epoch_has_ended:
             self._epoch_has_ended = True
-            self._control.barrier("epoch")  # schemes that synchronize here need equal numbers of steps
+            self._control.barrier("ended an epoch")  # schemes that synchronize here need equal numbers of steps
             self._run.end_epoch()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_hiercomm._lightning.collectives import store_of_default_group
+from lightning_hiercomm._lightning.collectives import (
+    collectives_begun,
+    collectives_of_default_group,
+    store_of_default_group,
+)
 from lightning_hiercomm._lightning.launcher import check_ranks_of_node, place_of, process_group_meets_at
 from lightning_hiercomm._lightning.places import begin_stateful_loader
 from lightning_hiercomm._lightning.saves import dump_within
@@ -32,9 +36,8 @@ from lightning_hiercomm._lightning.trainer import (
 from lightning_hiercomm._lightning.tree import check_tree, fabric, pass_to_ranks, pl
 from lightning_hiercomm.checkpoints.sidecar import set_random_state
 from lightning_hiercomm.comm.mpi import abort_on_uncaught_exceptions
-from lightning_hiercomm.comm.torch import connecting_when_needed
-from lightning_hiercomm.control.bootstrap import Bootstrap, connect_again
-from lightning_hiercomm.control.open_files import has_mesh, needed_files, raise_limit
+from lightning_hiercomm.comm.torch import MOST_IN_MESH, connecting_when_needed, raise_limit_on_open_files
+from lightning_hiercomm.control.bootstrap import Bootstrap
 from lightning_hiercomm.elastic import Elastic
 from lightning_hiercomm.elastic.topology import ElasticTopology
 from lightning_hiercomm.nodes.connect import connect_world, leave_behind
@@ -59,6 +62,9 @@ from lightning_hiercomm.trainer.elastic_refusals import check_first_values, chec
 from lightning_hiercomm.trainer.epoch_clock import EpochClock, check_training, length_as_given, length_of_run
 from lightning_hiercomm.trainer.state import announce, required
 from lightning_hiercomm.trainer.unequal_data import UnequalNodes
+from lightning_hiercomm.trainer.watch import RunControl
+
+log = logging.getLogger(__name__)
 
 
 class HierarchicalHooks(CheckpointHooks):
@@ -89,18 +95,18 @@ class HierarchicalHooks(CheckpointHooks):
         is_first = self.world_size > 1 and not dist.is_initialized()
         store = None
         if is_first:
-            raise_limit(2 * needed_files(self.world_size))  # torch before 2.8 always connects all pairs
+            raise_limit_on_open_files()
             host, port = self._environment.main_address, self._environment.main_port
             bootstrap = Bootstrap(host, port, self.global_rank, self.world_size, self._timeout)
             if (found := use_reachable_interface(host, bootstrap.gather)) is not None:
                 pl.utilities.rank_zero_info(found)
-            self._start_control(bootstrap.store("control", own_connection=True), bootstrap.gather)
+            self._start_control(bootstrap.store("control"), f"{bootstrap.name}/control")
             store = bootstrap.store("process group")
         elif self.world_size > 1:
             self.barrier()  # a new process group would wait for an ended process until the timeout
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
-            nullcontext() if has_mesh(self.world_size) else connecting_when_needed(),
+            nullcontext() if self.world_size <= MOST_IN_MESH else connecting_when_needed(),
         ):
             self._start_process()
         if self.topology is None or self.topology.is_closed or self.topology.is_left_behind:
@@ -119,8 +125,7 @@ class HierarchicalHooks(CheckpointHooks):
             world = self.topology.world
             # not by `self.broadcast`, which does nothing while the exception of a fit before is handled
             default, name = store_of_default_group(), world.all_gather_object(secrets.token_hex(8))[0]
-            control = None if default is None else PrefixStore(f"hiercomm/{name}/control", connect_again(default))
-            self._start_control(control, lambda own, among="": world.all_gather_object(own))
+            self._start_control(default, f"hiercomm/{name}/control")
 
     def _start_process(self) -> None:
         """Let Lightning's strategy set up the device and the process group."""
@@ -129,20 +134,32 @@ class HierarchicalHooks(CheckpointHooks):
     def _place(self) -> Place:
         return place_of(self._environment, self.node_rank, self.local_rank, self._starts_ranks)
 
-    def _start_control(self, store: dist.Store | None, gather: Callable[..., list[Any]]) -> None:
+    def _start_control(self, store: dist.Store | None, name: str) -> None:
+        """Start the control plane in a new part of a store."""
+        if self._control.is_connected:
+            return
         node, sizes = self.node_rank, self._settings.ranks_per_node
         if sizes is not None:
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
-        hang_timeout = self._settings.health.hang_timeout
-        timeout = None if self._timeout is None else self._timeout.total_seconds()
-        self._control.start(self.global_rank, self.world_size, node, store, hang_timeout, gather, timeout)
+        self._control = RunControl(
+            self.global_rank,
+            self.world_size,
+            f"rank {self.global_rank} (node {node})",
+            self._settings.health.hang_timeout,
+            None if self._timeout is None else self._timeout.total_seconds(),
+            lambda: (collectives_of_default_group(), collectives_begun()),
+        )
+        if store is None:
+            log.warning("No control plane, because the default process group has no store: ranks wait for each other")
+        else:
+            self._control.start(store, name)
 
     # ---- a fit is set up -----------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        self._control.barrier("run", f" trainer.{pl.trainer.states.TrainerFn(trainer.state.fn).value}")
+        self._control.barrier(f"called trainer.{pl.trainer.states.TrainerFn(trainer.state.fn).value}")
         if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -212,7 +229,7 @@ class HierarchicalHooks(CheckpointHooks):
         trainer = self._module.trainer
         if self._unequal is not None:
             self._unequal.check_program(trainer, self._run, self._ddp_kwargs)
-        self._control.note_start()
+        self._control.doing = "beginning to train"
         self._checkpoints.check_equal(self._topology)
         self._control.steps = lambda: [scheme.state.steps for scheme in self.schemes]
         check_training(trainer, self.scheme, self._topology)
@@ -315,8 +332,8 @@ class HierarchicalHooks(CheckpointHooks):
                 tensor, reduce_op = tensor * self.batches.share, "sum"
         if isinstance(tensor, Tensor) and trainer is not None and is_between_batches(trainer):
             operation = getattr(reduce_op, "op", reduce_op)  # the text of a ReduceOp differs between ranks
-            what = f" ({operation} of {str(tensor.dtype).removeprefix('torch.')})"
-            self._control.barrier("reduce", what)  # a value that only some ranks log must not mix with others
+            what = f"reduced a value ({operation} of {str(tensor.dtype).removeprefix('torch.')})"
+            self._control.barrier(what)  # a value that only some ranks log must not mix with others
         return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
 
     @override
@@ -326,7 +343,7 @@ class HierarchicalHooks(CheckpointHooks):
         try:
             super().barrier(*args, **kwargs)  # type: ignore[safe-super]
         except RuntimeError as error:
-            if self._control.plane is not None:  # which explains it
+            if self._control.is_connected:  # which explains it
                 raise
             raise RuntimeError(
                 f"rank {self.global_rank} waits for a rank that has ended. Call trainer.fit, validate, test, predict"

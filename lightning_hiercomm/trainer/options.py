@@ -19,11 +19,10 @@ class Health:
         HierarchicalStrategy("periodic", health=Health(hang_timeout=60))
 
     Args:
-        hang_timeout: Seconds without a heartbeat after which a rank counts as frozen (stopped, on a lost machine,
-            holding the interpreter's lock, or stuck in the kernel). Then the error names it and its last
-            step, all ranks dump their stacks and the run ends. The run also ends, with a table, if all ranks wait for
-            each other for as long in different collectives or at different batches. Long steps, validations and waits
-            in one place continue. None: never.
+        hang_timeout: Seconds without progress on any rank after which the run ends, with a table, if ranks wait for
+            each other in different collectives or at different batches, or if all wait for a rank that is frozen: it
+            sends no heartbeats, being stopped, on a lost machine, or holding the interpreter's lock. Long steps,
+            validations and waits in one place continue. None: never.
 
     Raises:
         ValueError: If a number is out of range.

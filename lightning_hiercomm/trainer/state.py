@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -49,7 +50,6 @@ class StrategyState(pl.strategies.ParallelStrategy):
         self.scheme = settings.scheme
         self.wire = settings.wire
         self._checkpoints = Checkpoints(settings.checkpoint_replicas)
-        self._control = RunControl()
         self._starts_ranks = False
         # these exist only inside a process that trains, and go into no pickle and no copy
         self.topology = None
@@ -64,7 +64,11 @@ class StrategyState(pl.strategies.ParallelStrategy):
         # spawn pickles a strategy before it trains, and programs copy and pickle Trainers at any time
         state: dict[str, Any] = super().__getstate__()
         absent = ("topology", "batches", "_run_or_none", "_epoch_clock", "_elastic_node", "_unequal")
-        return {**state, **dict.fromkeys(absent), "_control": RunControl()}
+        return {key: value for key, value in state.items() if key != "_control"} | dict.fromkeys(absent)
+
+    @cached_property
+    def _control(self) -> RunControl:
+        return RunControl()  # a copy of the strategy is not connected
 
     @property
     def schemes(self) -> list[RunningScheme[Scheme]]:

@@ -14,7 +14,6 @@ from lightning_hiercomm._lightning import collectives
 from lightning_hiercomm._lightning.collectives import (
     collectives_begun,
     collectives_of_default_group,
-    gpu_is_busy,
 )
 
 
@@ -72,11 +71,6 @@ def test_a_group_that_is_destroyed_meanwhile_ends_no_count(process_group, monkey
     groups = [*collectives.process_groups()]
     monkeypatch.setattr(collectives, "process_groups", lambda: [Destroyed(), *groups])
     assert collectives_begun() == before
-
-
-def test_torch_reports_the_gpus_of_a_process():
-    assert callable(torch._C._cuda_hasPrimaryContext) or not torch.backends.cuda.is_built()
-    assert not gpu_is_busy() or torch.cuda.is_initialized()
 
 
 def test_without_process_groups_no_collective_has_begun():

@@ -27,16 +27,13 @@ class Together:
     """Stands in for a control plane, and records its calls.
 
     Args:
-        stops: Whether all ranks come to the next batch.
-        requeue: Whether they do to be queued again.
+        stops_for: Why all ranks come to the next batch, if they do.
     """
 
-    def __init__(self, stops: bool = False, requeue: bool = False) -> None:
-        self.requeue_requested, self.stops_together, self.heard = requeue, True, []
-        self.should_stop = lambda: stops
-        self.request_stop = lambda: self.heard.append("term")
-        self.request_requeue = lambda: self.heard.append("requeue")
-        self.go_on = lambda: self.heard.append("go on")
+    def __init__(self, stops_for: str = "") -> None:
+        self.stops_for, self.stops_together, self.heard = stops_for, True, []
+        self.should_stop = lambda: self.stops_for != ""
+        self.request_stop = lambda why="stop": self.heard.append(why)
 
 
 @contextmanager
@@ -50,7 +47,7 @@ def handling_signals(run):
 
 def test_the_replaced_broadcast_stops_the_run_and_can_be_put_back():
     run = quiet()
-    ours.replace_sigterm_broadcast(run, Together(stops=True))
+    ours.replace_sigterm_broadcast(run, Together("stop"))
     with pytest.raises(SIGTERMException):
         run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert run.received_sigterm
@@ -65,18 +62,20 @@ def test_slurms_signal_saves_at_a_batch_common_to_all_ranks(monkeypatch, tmp_pat
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", lambda self, path: saved.append(path))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run = quiet(plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR2)], default_root_dir=tmp_path)
-    ranks = Together(stops=True, requeue=True)
+    ranks = Together("requeue")
     ours.replace_sigterm_broadcast(run, ranks)
     run.state.fn = TrainerFn.FITTING
     with handling_signals(run):
         signal.raise_signal(signal.SIGUSR2)
         assert (ranks.heard, saved) == (["requeue"], [])
-        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+        with pytest.raises(SIGTERMException):
+            run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
         expected = [f"{tmp_path}/hpc_ckpt_1.ckpt", ["scontrol", "requeue", "7"]]
-        assert (ranks.heard, saved) == (["requeue", "go on"], expected)
-        ranks.stops_together = False  # no collective would end
-        run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
-        assert (ranks.heard.pop(), saved) == ("go on", expected)
+        assert (ranks.stops_for, saved) == ("stop", expected)
+        ranks.stops_for, ranks.stops_together = "requeue", False  # no collective would end
+        with pytest.raises(SIGTERMException):
+            run.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+        assert saved == expected
         run.state.fn = TrainerFn.VALIDATING  # where there are no batches of training
         signal.raise_signal(signal.SIGUSR2)
         assert saved == 2 * expected

@@ -9,7 +9,6 @@ from packaging.version import Version
 from benchmarks import startup
 from benchmarks.startup import DDP
 from lightning_hiercomm.comm import torch as over_torch
-from lightning_hiercomm.control import open_files
 
 pytestmark = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.8"), reason="this torch always connects all pairs"
@@ -21,7 +20,7 @@ def test_store_keys_and_connections_do_not_grow_with_the_world(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)  # inter-node groups are large from two ranks on
     few, many = startup.measure(6, 2), startup.measure(10, 2)
     for start in (few, many):
-        assert start.keys["rendezvous"] == 14 * (start.ranks - 1) + 1
+        assert start.keys["rendezvous"] == 10 * (start.ranks - 1) + 5
         keys = {phase: start.keys[phase] / start.ranks for phase in ("topology", "duplicate", "synchronization")}
         assert keys == {"topology": 8, "duplicate": 8, "synchronization": 0}
         assert start.keys[DDP] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square
@@ -34,7 +33,7 @@ def test_store_keys_and_connections_do_not_grow_with_the_world(monkeypatch):
 @pytest.mark.long("starts up to twelve ranks twice")
 def test_store_keys_and_connections_do_not_grow_beyond_a_full_mesh(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)
-    monkeypatch.setattr(open_files, "_MOST_IN_MESH", 5)
+    monkeypatch.setattr(startup, "MOST_IN_MESH", 5)
     few, many = startup.measure(6, 2), startup.measure(12, 2)
     assert [start.keys["group"] / start.ranks for start in (few, many)] == [1, 1]
     assert max(start.keys["topology"] / start.ranks for start in (few, many)) <= 8 + 4  # a tree's edges
