@@ -285,7 +285,7 @@ def _start(rank: int, size: int, ranks_per_node: int, port: int, spent: Rank) ->
         plane = ControlPlane(rank, size, f"rank {rank} (node {node})", hang_timeout=300.0)
         own = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # heartbeats are not counted
         control.connect_again = lambda store: own
-        plane.start(own, f"{joined.name}/control")
+        plane.start(own, f"hiercomm/{joined.attempt}/control")
     with phase("group"), nullcontext() if size <= MOST_IN_MESH else connecting_when_needed():
         dist.init_process_group("gloo", store=joined.store("process group"), rank=rank, world_size=size, timeout=_LIMIT)
     with phase("topology"):

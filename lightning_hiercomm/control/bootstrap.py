@@ -34,10 +34,10 @@ def _connect(host: str, port: int, timeout: timedelta, is_master: bool = False) 
 
 
 class Bootstrap:
-    """A new part of the store that ``torch.distributed`` uses, where all ranks have met.
+    """A new part of the store that ``torch.distributed`` uses, in which all ranks exchange small values.
 
     ``init_process_group`` does not report which ranks are missing; here rank 0 does. The store of torchrun's agent has
-    the keys of earlier attempts, too: rank 0 gives each a random name, and admits each rank by a random token.
+    the keys of earlier attempts, too: rank 0 gives each a random name, and answers each rank by its random token.
     """
 
     def __init__(self, host: str, port: int, rank: int, size: int, timeout: timedelta | None = None) -> None:
@@ -45,46 +45,45 @@ class Bootstrap:
         self._began, self._numbers = time.monotonic(), itertools.count()
         has_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         self._connection = _connect(host, port, self._timeout, is_master=has_store)
-        self._store = PrefixStore("hiercomm", self._connection)
-        try:
-            self.name = f"hiercomm/{self._admit_all() if rank == 0 else self._ask()}"  # of this part
-        except RuntimeError as lost:  # of torch's store, which names no rank
-            raise RuntimeError(LOST_STORE) from lost
+        self._store, self.attempt = PrefixStore("hiercomm", self._connection), ""
+        if rank == 0:
+            self.attempt = secrets.token_hex(8)
+            self._store.set("attempt", self.attempt)
 
     def store(self, purpose: str) -> Store:
-        """Return the part of the store for a purpose."""
-        return PrefixStore(f"{self.name}/{purpose}", self._connection)
+        """Return the part of the store for a purpose, after the first :meth:`gather`."""
+        return PrefixStore(f"hiercomm/{self.attempt}/{purpose}", self._connection)
 
     def gather(self, own: Any) -> list[Any]:
         """Return the values of all ranks, in their order. Collective."""
-        store = self.store(f"gather {next(self._numbers)}")
-        store.set(f"{self._rank}", json.dumps(own))
-        if self._rank == 0:
-            values = [json.loads(each) for each in store.multi_get([f"{rank}" for rank in range(self._size)])]
-            store.set("all", json.dumps(values))  # one key for the others, however many ranks there are
-        return list(json.loads(store.get("all")))
+        number = next(self._numbers)
+        try:
+            return self._answer_all(number, own) if self._rank == 0 else self._ask(number, own)
+        except RuntimeError as lost:  # of torch's store, which names no rank
+            raise RuntimeError(LOST_STORE) from lost
 
-    def _ask(self) -> str:
-        token, attempt = secrets.token_hex(8), ""
+    def _ask(self, number: int, own: Any) -> list[Any]:
+        token, asked_in = secrets.token_hex(8), ""
 
-        def post() -> None:
-            nonlocal attempt
-            found = self._store.get("attempt").decode() if self._store.check(["attempt"]) else ""
-            if found != attempt:  # at first it may name an earlier attempt
-                attempt = found
-                self._store.set(f"{attempt}/{self._rank}", token)
+        def ask() -> None:
+            nonlocal asked_in
+            if number == 0 and self._store.check(["attempt"]):  # at first it may name an earlier attempt
+                self.attempt = self._store.get("attempt").decode()
+            if self.attempt != asked_in:
+                asked_in = self.attempt
+                self._store.set(f"{asked_in}/{number}/{self._rank}", json.dumps([token, own]))
 
-        self._wait({0: token}, post)
-        return attempt
+        self._wait({0: token}, ask)
+        return list(json.loads(self._store.get(token)))
 
-    def _admit_all(self) -> str:
-        attempt = secrets.token_hex(8)
-        self._store.set("attempt", attempt)
-        keys = {rank: f"{attempt}/{rank}" for rank in range(1, self._size)}
+    def _answer_all(self, number: int, own: Any) -> list[Any]:
+        keys = {rank: f"{self.attempt}/{number}/{rank}" for rank in range(1, self._size)}
         self._wait(keys, lambda: None)
-        for key in keys.values():
-            self._store.set(self._store.get(key).decode(), "")
-        return attempt
+        said = [json.loads(each) for each in self._store.multi_get([*keys.values()])]
+        values = [own, *(value for _, value in said)]
+        for token, _ in said:
+            self._store.set(token, json.dumps(values))
+        return values
 
     def _wait(self, keys: dict[int, str], on_pause: Callable[[], object]) -> None:
         """Wait until all ranks have written their keys; the store's own wait names no rank."""
@@ -101,7 +100,7 @@ class Bootstrap:
                         )
                     log.warning(text)
                     warn_at *= 2
-                time.sleep(min(0.01 + waited / 20, max(0.5, self._size / 2000)))  # a store answers 2,000 per second
+                time.sleep(max(self._size / 5000, min(0.01 + waited / 100, 0.5)))  # a store answers 5,000 per second
 
 
 def names_of_ranks(ranks: Iterable[int]) -> str:

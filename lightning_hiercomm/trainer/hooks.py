@@ -100,7 +100,7 @@ class HierarchicalHooks(CheckpointHooks):
             bootstrap = Bootstrap(host, port, self.global_rank, self.world_size, self._timeout)
             if (found := use_reachable_interface(host, bootstrap.gather)) is not None:
                 pl.utilities.rank_zero_info(found)
-            self._start_control(bootstrap.store("control"), f"{bootstrap.name}/control")
+            self._start_control(bootstrap.store("control"), f"hiercomm/{bootstrap.attempt}/control")
             store = bootstrap.store("process group")
         elif self.world_size > 1:
             self.barrier()  # a new process group would wait for an ended process until the timeout

@@ -20,7 +20,7 @@ def test_store_keys_and_connections_do_not_grow_with_the_world(monkeypatch):
     monkeypatch.setattr(over_torch, "_MOST_DIRECT_PEERS", 1)  # inter-node groups are large from two ranks on
     few, many = startup.measure(6, 2), startup.measure(10, 2)
     for start in (few, many):
-        assert start.keys["rendezvous"] == 10 * (start.ranks - 1) + 5
+        assert start.keys["rendezvous"] == 8 * (start.ranks - 1) + 1
         keys = {phase: start.keys[phase] / start.ranks for phase in ("topology", "duplicate", "synchronization")}
         assert keys == {"topology": 8, "duplicate": 8, "synchronization": 0}
         assert start.keys[DDP] / start.ranks == 2 * start.ranks + 1  # torch's own group needs the square

@@ -49,7 +49,7 @@ def test_who_does_not_come_is_named_and_ends_the_wait(monkeypatch, caplog):
 def test_a_store_that_is_lost_while_ranks_meet_is_the_end_of_its_host():
     host = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(Bootstrap, "127.0.0.1", host[0].port, 1, 2)
+        meeting = pool.submit(Bootstrap("127.0.0.1", host[0].port, 1, 2).gather, "")
         time.sleep(0.2)
         host.clear()
         with pytest.raises(RuntimeError, match=LOST_STORE):
