@@ -118,7 +118,7 @@ def check_ends_soon(fit, capfd, module, named: str, devices: int) -> None:
 @pytest.mark.parametrize(
     ("moment", "accident", "victim", "named"),
     [
-        ("before setup_environment", _kill, 1, "rank 1 had not come yet|process 1"),
+        ("before setup_environment", _kill, 1, "rank 1 of 2 did not answer|process 1"),
         ("prepare_data", _raise, 0, r"rank 0 \(node 0\) failed: ValueError: the dog"),
         ("configure_model", partial(os._exit, 0), 1, r"rank 1 \(node 1\) died"),
         ("configure_model", _raise, 1, r"rank 1 \(node 1\) failed: ValueError: the dog"),
@@ -197,7 +197,7 @@ def test_a_step_longer_than_hang_timeout_goes_on(silent):
     reports = job.reports(2)
     assert [len(report["trace"]) for report in reports] == [40] * 2, output
     assert reports[0]["x"] == reports[1]["x"]
-    assert "lightning_hiercomm:" not in output
+    assert output.count(f"lightning_hiercomm: no rank made progress for {HANG} s (hang_timeout): the run goes on") <= 1
 
 
 @pytest.mark.long("four seconds of silence are what makes a rank frozen")

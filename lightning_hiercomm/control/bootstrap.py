@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 
 _WARN_SECONDS = 30.0
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
-STORE_HOST = "rank 0, or torchrun's agent there,"
-LOST_STORE = f"{STORE_HOST} died, and torch's store with it. See there which rank failed first"
+LOST_STORE = "rank 0, or torchrun's agent there, died, and torch's store with it. See there which rank failed first"
 
 
 def connect_again(store: Store) -> Store:
@@ -87,13 +86,13 @@ class Bootstrap:
 
     def _wait(self, keys: dict[int, str], on_pause: Callable[[], object]) -> None:
         """Wait until all ranks have written their keys; the store's own wait names no rank."""
-        warn_at, patience = _WARN_SECONDS, self._timeout.total_seconds()
+        warn_at, patience = _WARN_SECONDS, self._timeout.total_seconds() + 2.0 * (self._rank > 0)  # rank 0 names them
         for key in keys.values():
             while on_pause() or not self._store.check([key]):
                 waited = time.monotonic() - self._began
                 if waited > min(warn_at, patience):
                     late = names_of_ranks(rank for rank, key in keys.items() if not self._store.check([key]))
-                    text = f"{late} of {self._size} did not come within {waited:.0f} s"
+                    text = f"{late} of {self._size} did not answer within {waited:.0f} s"
                     if waited > patience:
                         raise TimeoutError(
                             f"{text} (timeout=). Look there for what went wrong: it ended, or was not started"

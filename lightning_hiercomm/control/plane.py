@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from torch.distributed import PrefixStore, Store
 
-from lightning_hiercomm.control import process
-from lightning_hiercomm.control.bootstrap import LOST_STORE, STORE_HOST, connect_again
-from lightning_hiercomm.control.standstill import ALIKE, Status, standstill, where_main_thread_waits
+from lightning_hiercomm.control import heartbeat
+from lightning_hiercomm.control.bootstrap import LOST_STORE, connect_again
+from lightning_hiercomm.control.heartbeat import Status
 
 _BEAT = 1.0  # seconds between heartbeats of a rank
 _GRACE = 4.0  # seconds from receiving a failure until this process is ended, unless it ended by itself
@@ -30,8 +30,7 @@ class ControlPlane:
     - ``status/<rank>``: a rank's heartbeat, with what it does and where it waits
     - ``failure``, ``broken``: the first failure of any rank, which ends the run; how many collectives broke
     - ``stop``, ``hold/<rank>``: why all ranks stop; the next batch of each: all stop at the largest
-    - ``arrival/<n>``, ``arrived/<n>``: why the first rank came to barrier n; how many ranks have come
-    - ``left``: how many ranks have left
+    - ``arrival/<n>``, ``arrived/<n>``, ``left``: why the first rank came to barrier n; how many came; how many left
 
     After a collective broke, ranks without heartbeats have died. Without progress for ``hang_timeout`` seconds, a rank
     reads the status of all: the run ends if they wait for each other, or for a rank that sends nothing.
@@ -45,8 +44,9 @@ class ControlPlane:
         hang_timeout: float | None = None,
         timeout: float | None = None,
         count_collectives: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        next_rank: int | None = None,
     ) -> None:
-        self.rank, self.size, self.place = rank, size, place
+        self.rank, self.size, self.place, self._next_rank = rank, size, place, next_rank
         self._timeout, self._count_collectives = timeout, count_collectives
         self._hang_timeout, self._interval = hang_timeout or 1e9, max(_BEAT, size / 1000)
         self._lock = threading.Lock()  # guards what both threads write
@@ -57,13 +57,17 @@ class ControlPlane:
         self.doing = "starting"
         self.steps: Callable[[], Sequence[int]] | None = None  # of each optimizer
         self.progress = self._batch = self._barriers = 0
-        # the common stop: this rank waits at batch `_hold_at` until `_stop_at` is known
         self.stops_for = self._asked = ""
-        self._hold_at: int | None = None
+        self._hold_at: int | None = None  # the batch at which this rank waits until it knows when all stop
         self._stop_at: int | None = None
         self.stops_together = True  # if it stops
         self._beats = self._idle = 0  # heartbeats, and those without progress; clocks go on while a process is stopped
-        self._moved: object = None  # what counts as progress, at the last heartbeat
+        self._moved = self._told = (
+            -1,
+            -1,
+            "",
+            "",
+        )  # what is progress, at the last heartbeat and the last table
         self._before: list[Status] = []  # those of all ranks, at half of `hang_timeout`
         self._next: Status | None = None  # a heartbeat of the next rank
         self._has_other_left = False
@@ -111,10 +115,10 @@ class ControlPlane:
 
     def _write_status(self, has_left: bool = False) -> Status:
         over_all_ranks, in_all_groups = self._count_collectives()
-        moved, waits = (self.progress, in_all_groups), where_main_thread_waits()
+        moved = (self.progress, in_all_groups, *heartbeat.where_main_thread_waits())  # one that waits stays there
         self._beats, self._idle, self._moved = self._beats + 1, self._idle + 1 if moved == self._moved else 0, moved
         counts = self._beats, self._batch, over_all_ranks, self._idle * self._interval
-        own = Status(self.rank, self.place, process.identity(), *counts, self.doing, *waits, has_left)
+        own = Status(self.rank, self.place, heartbeat.identity(), *counts, self.doing, *moved[2:], has_left)
         self._store.set(f"status/{self.rank}", json.dumps(own))
         return own
 
@@ -126,10 +130,10 @@ class ControlPlane:
 
     def _look_at_next(self) -> None:
         """End the run if the process of the next rank, on the same machine, has ended without leaving."""
-        key = f"status/{(self.rank + 1) % self.size}"
+        key = f"status/{self._next_rank}"
         if self._next is None:
             self._next = Status(*json.loads(self._store.get(key))) if self._store.check([key]) else None
-        elif process.has_ended(self._next.process) and not Status(*json.loads(self._store.get(key))).has_left:
+        elif heartbeat.has_ended(self._next.process) and not Status(*json.loads(self._store.get(key))).has_left:
             self._fail(f"{self._next.place} died")
 
     def _look_at_all(self, own: Status) -> None:
@@ -140,8 +144,12 @@ class ControlPlane:
             self._before = self._all()
         elif own.idle >= self._hang_timeout and self._beats % max(10, self.size // 100) == 0:
             frozen = self._silent_since(self._before, now := self._all())
-            if table := standstill(now, [status.rank for status in frozen], self._hang_timeout):
+            table, must_end = heartbeat.standstill(now, [status.rank for status in frozen], self._hang_timeout)
+            if must_end:
                 self._fail(table, [status.process for status in frozen])
+            elif table and self.rank == 0 and self._told != self._moved:
+                self._told = self._moved
+                print(f"lightning_hiercomm: {table}", file=sys.stderr, flush=True)
 
     def _watch_store(self) -> None:
         """End this rank if the store does not answer: a call has no timeout if the store's process is stopped."""
@@ -149,8 +157,9 @@ class ControlPlane:
             before = self._beats
             if self._is_closing.wait(self._hang_timeout) or self._is_closing.wait(2 * self._interval):
                 return
-            if self._beats == before:
-                self._learn(f"{STORE_HOST} is frozen: torch's store did not answer for {self._hang_timeout:g} s")
+            if self._beats == before and self._threads[0].is_alive():
+                silence = f"torch's store did not answer for {self._hang_timeout:g} s"
+                self._learn(f"rank 0, or torchrun's agent there, is frozen: {silence}")
 
     def _leave(self) -> None:
         if self.failure is None:
@@ -174,12 +183,12 @@ class ControlPlane:
         """Wait up to ``timeout`` seconds for a failure, and return the first one of any rank."""
         if self.is_connected:
             with suppress(RuntimeError):
-                if collective_broke and self.failure is None and self._store.add("broken", 1) == 1:
-                    before = self._all()
+                if collective_broke and self.failure is None and self._store.add("broken", 1) <= 3:
+                    before, timeout = self._all(), timeout - 3 * self._interval
                     self._failed.wait(3 * self._interval)
                     for dead in self._silent_since(before, self._all()):
                         self._fail(f"{dead.place} died")
-            self._failed.wait(timeout)
+            self._failed.wait(max(timeout, 0.0))
         return self.failure
 
     def check(self) -> None:
@@ -204,7 +213,7 @@ class ControlPlane:
             self.failure = message
         self._failed.set()
         for who in frozen:
-            process.end_frozen(who)
+            heartbeat.end_frozen(who)
         if not ends_by_itself:
             last = f"{message.splitlines()[0]}. Ending {self.place}, which is waiting for it."
             threading.Thread(target=self._end_later, args=[last], daemon=True).start()
@@ -216,7 +225,7 @@ class ControlPlane:
 
     def request_stop(self, why: str = "stop") -> None:
         """Request that all ranks stop at the same batch, for any reason. Safe in a signal handler."""
-        self._asked = why
+        self._asked = self._asked or why
         if not self.is_connected:
             self.stops_for = why
 
@@ -252,15 +261,14 @@ class ControlPlane:
         """
         if not self.is_connected:
             return
-        self.check()
-        self._barriers, (_, line) = self._barriers + 1, where_main_thread_waits()
+        self._barriers, (_, line) = self._barriers + 1, heartbeat.where_main_thread_waits()
         after = f" after {self._batch} batches of the run" if self._batch else ""
         why += f", {', '.join(map(str, self.steps()))} optimizer steps" if self.steps is not None else ""
         own = f"{self.place} {why}{after}{f' in {line}' if line else ''}"
         other_why, other = json.loads(self._store.compare_set(f"arrival/{self._barriers}", "", json.dumps([why, own])))
         arrived = f"arrived/{self._barriers}"
         if other_why != why:
-            self._fail(f"{', and '.join(sorted([own, other]))}. {ALIKE}")
+            self._fail(f"{', and '.join(sorted([own, other]))}. {heartbeat.ALIKE}")
         elif self._store.add(arrived, 1) == self.size and self._barriers > 1:
             for name in ("arrival", "arrived"):
                 self._store.delete_key(f"{name}/{self._barriers - 1}")

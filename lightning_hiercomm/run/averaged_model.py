@@ -130,6 +130,12 @@ class AveragedModel:
             self._replicas.have_written()
             self._averaged = self._checksums()
 
+    @outside_autocast()
+    def average_differing(self, tensors: Sequence[Tensor]) -> None:
+        """Average the tensors that differ between ranks, except elastic nodes. Collective."""
+        if not self._topology.may_grow:
+            self.means.average(self.means.differing(tensors))
+
     def _enter_together(self) -> None:
         """Enter with elastic nodes: one synchronization for all schemes, if any node may differ.
 

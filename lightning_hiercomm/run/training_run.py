@@ -259,9 +259,9 @@ class TrainingRun:
             self.averaged_model.check_shapes()
             scheme.synchronize()
             # forward passes since the last step have changed buffers, and new parameters may differ between ranks
-            if not self.topology.may_grow:
-                means, grown = self.averaged_model.means, self.replicas.grown(scheme.replica, scheme.optimizer)
-                means.average(means.differing([*scheme.replica.buffers, *grown]))
+            self.averaged_model.average_differing(
+                [*scheme.replica.buffers, *self.replicas.grown(scheme.replica, scheme.optimizer)]
+            )
             self.begin_from_module([scheme])
 
     def close(self, timeout: float) -> None:

@@ -104,6 +104,8 @@ class HierarchicalHooks(CheckpointHooks):
             store = bootstrap.store("process group")
         elif self.world_size > 1:
             self.barrier()  # a new process group would wait for an ended process until the timeout
+        else:
+            self._control = RunControl()
         with (
             process_group_meets_at(store, self.global_rank, self.world_size),
             nullcontext() if self.world_size <= MOST_IN_MESH else connecting_when_needed(),
@@ -142,6 +144,7 @@ class HierarchicalHooks(CheckpointHooks):
         if sizes is not None:
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
+        of_machine = len(self.parallel_devices or ())
         self._control = RunControl(
             self.global_rank,
             self.world_size,
@@ -149,6 +152,7 @@ class HierarchicalHooks(CheckpointHooks):
             self._settings.health.hang_timeout,
             None if self._timeout is None else self._timeout.total_seconds(),
             lambda: (collectives_of_default_group(), collectives_begun()),
+            self.global_rank + 1 if self.local_rank + 1 < of_machine else self.global_rank - self.local_rank,
         )
         if store is None:
             log.warning("No control plane, because the default process group has no store: ranks wait for each other")

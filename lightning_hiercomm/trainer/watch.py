@@ -10,8 +10,8 @@ from traceback import walk_tb
 from lightning_hiercomm._lightning.ddp import explain_unused_parameters
 from lightning_hiercomm._lightning.trainer import is_interrupted, mark_sigterm_received, replace_sigterm_broadcast
 from lightning_hiercomm._lightning.tree import pl
+from lightning_hiercomm.control.heartbeat import where_waits
 from lightning_hiercomm.control.plane import ControlPlane, RankFailure
-from lightning_hiercomm.control.standstill import where_waits
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,6 @@ class RunControl(ControlPlane):
 
     def stop(self, trainer: pl.Trainer | None) -> None:
         """Disconnect."""
-        if self.stops_for == "stop" and trainer is not None:
+        if "stop" in (self.stops_for, self._asked) and trainer is not None:
             mark_sigterm_received(trainer)
         self.close()

@@ -39,11 +39,11 @@ def test_values_reach_all_ranks(host):
 
 def test_who_does_not_come_is_named_and_ends_the_wait(monkeypatch, caplog):
     monkeypatch.setattr(bootstrap, "_WARN_SECONDS", 0.3)
-    with pytest.raises(TimeoutError, match=r"ranks 1, 3 of 4 did not come within . s \(timeout=\)"):
+    with pytest.raises(TimeoutError, match=r"ranks 1, 3 of 4 did not answer within . s \(timeout=\)"):
         meet(0, 2, size=4, work=lambda _, joined: joined.gather(""), seconds=1.5)
     waits = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     seconds = r"\d s"  # rank 2, too, may not be there when it first looks
-    assert any(re.fullmatch(f"ranks 1, 3 of 4 did not come within {seconds}", said) for said in waits)
+    assert any(re.fullmatch(f"ranks 1, 3 of 4 did not answer within {seconds}", said) for said in waits)
 
 
 def test_a_store_that_is_lost_while_ranks_meet_is_the_end_of_its_host():

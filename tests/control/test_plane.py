@@ -33,7 +33,7 @@ def start(monkeypatch) -> Iterator[Start]:
         own = threading.current_thread()
         return next((called.get(plane.rank, "") for plane in planes if own in plane._threads), ""), "train.py:9 (main)"  # noqa: SLF001
 
-    monkeypatch.setattr(control, "where_main_thread_waits", waits)
+    monkeypatch.setattr(control.heartbeat, "where_main_thread_waits", waits)
 
     def connect(
         size: int,
@@ -42,7 +42,9 @@ def start(monkeypatch) -> Iterator[Start]:
         store: Callable[[], Store] | None = None,
         **settings: float,
     ) -> list[ControlPlane]:
-        planes.extend(ControlPlane(rank, size, f"rank {rank} (node 0)", **settings) for rank in range(size))
+        planes.extend(
+            ControlPlane(r, size, f"rank {r} (node 0)", next_rank=(r + 1) % size, **settings) for r in range(size)
+        )
         called.update(enumerate(calls))
         shared = HashStore()
         for plane in planes:
@@ -115,7 +117,7 @@ def test_an_ended_process_of_this_machine_is_a_death_unless_it_left(start, monke
         planes[2].close()
     for plane in (planes[0], planes[2]):
         monkeypatch.setattr(plane, "_look_at_next", lambda: None)
-    monkeypatch.setattr(control.process, "has_ended", lambda who: True)
+    monkeypatch.setattr(control.heartbeat, "has_ended", lambda who: True)
     assert planes[1].wait_for_failure(1.0) == (None if has_left else "rank 2 (node 0) died")
 
 
@@ -133,13 +135,13 @@ def test_a_silent_rank_has_died_if_a_collective_broke(start, capfd):
 
 def test_a_silent_rank_for_which_all_wait_is_frozen_and_is_killed(start, capfd, monkeypatch):
     ended = []
-    monkeypatch.setattr(control.process, "end_frozen", ended.append)
+    monkeypatch.setattr(control.heartbeat, "end_frozen", ended.append)
     planes = start(3, silent=(2,), calls=("backward", "backward", ""), hang_timeout=1.0)
     table = planes[0].wait_for_failure(8.0)
     named = "no rank made progress for 1 s (hang_timeout): rank 2 (node 0) is frozen: it sent nothing"
     assert table.startswith(f"{named}\n")
     assert planes[1].wait_for_failure(5.0) == table
-    wait_until(lambda: ended == [control.process.identity()] * 2)
+    wait_until(lambda: ended == [control.heartbeat.identity()] * 2)
     assert capfd.readouterr().err.count(f"lightning_hiercomm: {named}\n") == 1
 
 
@@ -151,8 +153,18 @@ def test_ranks_that_wait_in_different_places_end_the_run_with_a_table(start, cap
 
 
 @pytest.mark.parametrize("calls", [("backward", ""), ("backward", "backward")], ids=["busy", "slow"])
-def test_ranks_that_wait_for_a_busy_one_or_a_slow_exchange_go_on(start, calls):
+def test_ranks_that_wait_for_a_busy_one_or_a_slow_exchange_go_on_after_one_table(start, capfd, calls):
     planes = start(2, calls=calls, hang_timeout=0.5)
+    assert planes[0].wait_for_failure(4.0) is None
+    assert capfd.readouterr().err.count("no rank made progress for 0.5 s (hang_timeout): the run goes on\n") == 1
+
+
+def test_a_rank_that_calls_collectives_now_and_then_is_busy(start, monkeypatch):
+    planes = start(2, hang_timeout=1.0)
+    lines = iter(range(10**6))  # a loop of rank 1 with a backward pass, and a barrier where rank 0 waits
+    busy = planes[1]._threads[0]  # noqa: SLF001
+    place = lambda: f"train.py:{next(lines) if threading.current_thread() is busy else 3} (main)"  # noqa: E731
+    monkeypatch.setattr(control.heartbeat, "where_main_thread_waits", lambda: ("backward", place()))
     assert planes[0].wait_for_failure(3.0) is None
 
 
@@ -313,11 +325,11 @@ def test_a_store_that_is_lost_ends_the_run(start, server, number, named):
 
 def test_a_store_that_ends_after_a_rank_has_left_is_no_failure(start, server):
     host, connect = server
-    planes = start(2, store=connect)
+    planes = start(2, store=connect, hang_timeout=1.0)
     planes[0].close()
     wait_until(lambda: planes[1]._has_other_left)  # noqa: SLF001
     host.kill()
-    assert planes[1].wait_for_failure(1.0) is None
+    assert planes[1].wait_for_failure(3.0) is None
 
 
 class CountingStore(Store):

@@ -45,7 +45,7 @@ def test_doctor_names_missing_ranks(tmp_path, monkeypatch):
     said, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert "not all ranks reached 127.0.0.1" in said
-    assert "rank 1 of 2 did not come" in said
+    assert "rank 1 of 2 did not answer" in said
     assert "python 3" in said
 
 

@@ -1,12 +1,15 @@
-"""What ranks report with each heartbeat, and the table of who waits where if no rank makes progress."""
+"""What ranks report with each heartbeat, their processes, and the table of who waits where if no rank gets on."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from traceback import walk_stack
@@ -19,13 +22,12 @@ ALIKE = (
     " trainer.should_stop, and end a loop of optimizer steps early, on all ranks alike, for instance by"
     " trainer.strategy.reduce_boolean_decision(kl > limit, all=False)"
 )
-_PACKAGE = Path(__file__).parents[1]
-_LIBRARIES = "torch|torchmetrics|lightning|pytorch_lightning|lightning_fabric|lightning_utilities"
+_PACKAGE = re.escape(str(Path(__file__).parents[1]))
 _OWNERS = re.compile(
-    rf"(?P<wrapper><|{os.path.dirname(os.__file__)}/(?!site-|dist-)|.*/torch/utils/_contextlib|.*/c10d_logger)"
-    rf"|(?P<ours>{_PACKAGE}/(?!checkpoints|comm))"  # checkpoints write files
-    rf"|(?P<collective>{_PACKAGE}/comm|.*/torch/(autograd/graph\.|nn/parallel/distributed\.|distributed/(?!checkpoint)))"
-    rf"|(?P<library>.*/(site|dist)-packages/({_LIBRARIES})/|{_PACKAGE})"
+    rf"(?P<wrapper><|{re.escape(os.path.dirname(os.__file__))}/(?!site-|dist-)|.*/torch/utils/_contextlib|.*/c10d_logger)"
+    rf"|(?P<ours>{_PACKAGE}/(?!checkpoints|comm|control))"  # checkpoints write files
+    rf"|(?P<collective>{_PACKAGE}/(comm|control)|.*/torch/(autograd/graph\.|nn/parallel/distributed\.|distributed/(?!checkpoint)))"
+    rf"|(?P<library>.*/(site|dist)-packages/(torch(metrics)?|(pytorch_)?lightning(_fabric|_utilities)?)/|{_PACKAGE})"
 )
 
 
@@ -45,27 +47,28 @@ class Status(NamedTuple):
     has_left: bool
 
 
-def standstill(statuses: Sequence[Status], frozen: Sequence[int], timeout: float) -> str:
-    """Return a table of who waits where if the ranks wait for each other, or for ``frozen`` ones, which send nothing.
+def standstill(statuses: Sequence[Status], frozen: Sequence[int], timeout: float) -> tuple[str, bool]:
+    """Return a table of who waits where if no rank makes progress, and whether the run must end.
 
-    They do if none has made progress for ``timeout`` seconds, and all of them wait in different places. Ranks that wait
-    in the same place are slow, not stuck. Otherwise the table is empty.
+    It must if all ranks wait in different places, or for ``frozen`` ones, which send nothing. Ranks that wait in the
+    same place are slow, not stuck. The table is empty if a rank makes progress, or if none waits for others.
     """
     members = [status for status in statuses if not status.has_left and status.rank not in frozen]
+    if any(member.idle < timeout for member in members) or not any(member.call for member in members):
+        return "", False
     places = {(each.batches, each.call, each.line, each.collectives) for each in members}
-    is_apart = len(places) > 1 or len(members) < len(statuses)
-    if not members or not is_apart or not all(member.call and member.idle >= timeout for member in members):
-        return ""
+    must_end = all(member.call for member in members) and (len(places) > 1 or len(members) < len(statuses))
     silent = [status.place for status in statuses if status.rank in frozen]
     ending = f"{', '.join(silent)} is frozen: it sent nothing" if silent else "the ranks wait for each other"
+    ending = ending if must_end else "the run goes on"
     rows = [("rank", "waits in", "during", "line of the program")]
     for each in statuses[:32]:
-        call = "has ended its run" if each.has_left else "is frozen" if each.rank in frozen else each.call
+        call = "has ended its run" if each.has_left else "is frozen" if each.rank in frozen else each.call or "is busy"
         rows.append((each.place, call[:80], each.doing[:80], each.line[:80]))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = "\n".join(" | ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    remedy = "" if silent else f"\n{ALIKE}"
-    return f"no rank made progress for {timeout:g} s (hang_timeout): {ending}\n{table}{remedy}"
+    remedy = f"\n{ALIKE}" if must_end and not silent else ""
+    return f"no rank made progress for {timeout:g} s (hang_timeout): {ending}\n{table}{remedy}", must_end
 
 
 def where_main_thread_waits() -> tuple[str, str]:
@@ -89,3 +92,25 @@ def where_waits(frames: Sequence[FrameType]) -> tuple[str, str]:
     user = next((frame for owner, frame in owned if owner == "user"), None)
     line = f"{Path(user.f_code.co_filename).name}:{user.f_lineno} ({user.f_code.co_name})" if user else ""
     return f"{ours[-1]} (lightning_hiercomm)" if ours else other.removeprefix("_engine_run_"), line
+
+
+def identity(process: int | str = "self") -> str:
+    """Return a process's machine, container, process id and start time; empty if it has ended."""
+    with suppress(OSError):
+        stat = Path(f"/proc/{process}/stat").read_text()
+        state, *others = stat.rpartition(")")[2].split()
+        if state not in "ZX":
+            return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')} {stat.split()[0]} {others[18]}"
+    return ""
+
+
+def has_ended(who: str) -> bool:
+    """Return whether a process of this machine, given by its :func:`identity`, has ended."""
+    return who != "" and who.split()[:2] == identity().split()[:2] and identity(who.split()[2]) != who
+
+
+def end_frozen(who: str) -> None:
+    """Kill a process, given by its :func:`identity`, if it is one of this machine."""
+    if who and identity(pid := who.split()[2]) == who:  # process ids are reused
+        with suppress(OSError):
+            os.kill(int(pid), signal.SIGKILL)
