@@ -146,7 +146,9 @@ def is_named_in(case: Case, output: str) -> bool:
     # the latter is Lightning's, which looks for ended children every 5 s and kills all others without a grace
     who = rf"([Rr]ank {case.victim}|[Pp]rocess {case.victim}|\[rank: {case.victim}\] Child process)\b"
     reasons = r"(?! \(node \d+\) ends because)"  # of a rank that tells of another one
-    return re.search(rf"{who}{reasons}[^\n]*(died|failed|ended|terminated|did not answer|is frozen)", output) is not None
+    return (
+        re.search(rf"{who}{reasons}[^\n]*(died|failed|ended|terminated|did not answer|is frozen)", output) is not None
+    )
 
 
 def _start(case: Case, folder: Path) -> Iterator[ForkedPython]:
