@@ -44,7 +44,7 @@ class ControlPlane:
         hang_timeout: float | None = None,
         timeout: float | None = None,
         count_collectives: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        next_rank: int | None = None,
+        next_rank: int = 0,
     ) -> None:
         self.rank, self.size, self.place, self._next_rank = rank, size, place, next_rank
         self._timeout, self._count_collectives = timeout, count_collectives
@@ -52,7 +52,7 @@ class ControlPlane:
         self._lock = threading.Lock()  # guards what both threads write
         self._failed, self._is_closing = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
-        self.is_connected = False  # and sends heartbeats
+        self.is_connected, self.stops_together = False, True  # it sends heartbeats; if it stops, all do
         self.failure: str | None = None
         self.doing = "starting"
         self.steps: Callable[[], Sequence[int]] | None = None  # of each optimizer
@@ -60,7 +60,6 @@ class ControlPlane:
         self.stops_for = self._asked = ""
         self._hold_at: int | None = None  # the batch at which this rank waits until it knows when all stop
         self._stop_at: int | None = None
-        self.stops_together = True  # if it stops
         self._beats = self._idle = 0  # heartbeats, and those without progress; clocks go on while a process is stopped
         self._moved = self._told = (
             -1,
@@ -69,8 +68,8 @@ class ControlPlane:
             "",
         )  # what is progress, at the last heartbeat and the last table
         self._before: list[Status] = []  # those of all ranks, at half of `hang_timeout`
-        self._next: Status | None = None  # a heartbeat of the next rank
-        self._has_other_left = False
+        self._watched: dict[int, Status] = {}  # heartbeats of ranks whose processes this one watches
+        self._has_other_left, self._host = False, ""  # the process of rank 0
 
     def start(self, store: Store, name: str) -> None:
         """Start to send heartbeats to the part of a store with this name, new and the same for all ranks."""
@@ -93,6 +92,7 @@ class ControlPlane:
 
     def _run(self) -> None:
         try:
+            self._host = self._statuses([0])[0].process
             self._beat()
             while self.failure is None and not self._is_closing.wait(self._interval):
                 self._beat()
@@ -122,28 +122,29 @@ class ControlPlane:
         self._store.set(f"status/{self.rank}", json.dumps(own))
         return own
 
-    def _all(self) -> list[Status]:
-        return [Status(*json.loads(each)) for each in self._store.multi_get([f"status/{r}" for r in range(self.size)])]
+    def _statuses(self, ranks: Sequence[int]) -> list[Status]:
+        return [Status(*json.loads(each)) for each in self._store.multi_get([f"status/{rank}" for rank in ranks])]
 
     def _silent_since(self, before: Sequence[Status], now: Sequence[Status]) -> list[Status]:
         return [late for early, late in zip(before, now, strict=True) if early == late and not late.has_left]
 
     def _look_at_next(self) -> None:
-        """End the run if the process of the next rank, on the same machine, has ended without leaving."""
-        key = f"status/{self._next_rank}"
-        if self._next is None:
-            self._next = Status(*json.loads(self._store.get(key))) if self._store.check([key]) else None
-        elif heartbeat.has_ended(self._next.process) and not Status(*json.loads(self._store.get(key))).has_left:
-            self._fail(f"{self._next.place} died")
+        """End the run if the process of a watched rank of this machine has ended without leaving."""
+        for rank in (self._next_rank, (self.rank + 1) % self.size):
+            known = self._watched.get(rank)
+            if known is None and self._store.check([f"status/{rank}"]):
+                self._watched[rank] = self._statuses([rank])[0]
+            elif known and heartbeat.has_ended(known.process) and not self._statuses([rank])[0].has_left:
+                self._fail(f"{known.place} died")
 
     def _look_at_all(self, own: Status) -> None:
         """End the run if no rank has made progress for ``hang_timeout`` seconds, and all wait for each other."""
         if own.idle < self._hang_timeout / 2:
             self._before = []
         elif not self._before:
-            self._before = self._all()
+            self._before = self._statuses(range(self.size))
         elif own.idle >= self._hang_timeout and self._beats % max(10, self.size // 100) == 0:
-            frozen = self._silent_since(self._before, now := self._all())
+            frozen = self._silent_since(self._before, now := self._statuses(range(self.size)))
             table, must_end = heartbeat.standstill(now, [status.rank for status in frozen], self._hang_timeout)
             if must_end:
                 self._fail(table, [status.process for status in frozen])
@@ -158,8 +159,7 @@ class ControlPlane:
             if self._is_closing.wait(self._hang_timeout) or self._is_closing.wait(2 * self._interval):
                 return
             if self._beats == before and self._threads[0].is_alive():
-                silence = f"torch's store did not answer for {self._hang_timeout:g} s"
-                self._learn(f"rank 0, or torchrun's agent there, is frozen: {silence}")
+                self._learn("rank 0, or torchrun's agent there, is frozen: torch's store does not answer", [self._host])
 
     def _leave(self) -> None:
         if self.failure is None:
@@ -184,9 +184,9 @@ class ControlPlane:
         if self.is_connected:
             with suppress(RuntimeError):
                 if collective_broke and self.failure is None and self._store.add("broken", 1) <= 3:
-                    before, timeout = self._all(), timeout - 3 * self._interval
+                    before, timeout = self._statuses(range(self.size)), timeout - 3 * self._interval
                     self._failed.wait(3 * self._interval)
-                    for dead in self._silent_since(before, self._all()):
+                    for dead in self._silent_since(before, self._statuses(range(self.size))):
                         self._fail(f"{dead.place} died")
             self._failed.wait(max(timeout, 0.0))
         return self.failure
