@@ -110,7 +110,7 @@ def has_ended(who: str) -> bool:
 
 
 def end_frozen(who: str) -> None:
-    """Kill a process, given by its :func:`identity`, if it is one of this machine."""
-    if who and identity(pid := who.split()[2]) == who:  # process ids are reused
+    """Kill another process of this machine, given by its :func:`identity`."""
+    if who not in ("", identity()) and identity(pid := who.split()[2]) == who:  # process ids are reused
         with suppress(OSError):
             os.kill(int(pid), signal.SIGKILL)

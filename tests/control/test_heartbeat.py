@@ -176,7 +176,9 @@ def test_a_stopped_process_is_ended_by_who_knows_it(stopped):
 
 
 @pytest.mark.parametrize(
-    "another", [lambda who: f"other {who}", lambda who: f"{who}0", lambda who: ""], ids=["machine", "later", "unknown"]
+    "another",
+    [lambda who: f"other {who}", lambda who: f"{who}0", lambda who: "", lambda who: heartbeat.identity()],
+    ids=["machine", "later", "unknown", "own"],
 )
 def test_no_other_process_is_ended(stopped, another):
     child, identity = stopped
