@@ -65,9 +65,12 @@ def test_ranks_that_outlive_their_parent_may_name_it(tmp_path, monkeypatch):
         ("rank 1 (node 0) ends because rank 0 (node 0) died", False),
         ("rank 0 died. Ending rank 1 (node 0), which is waiting for it.", False),
         ("rank 11 (node 5) died", False),
-        ("torchrun's agent on n0 died, and torch's store with it. See there which rank failed first", False),
         (
-            "torchrun's agent on n0 died, and torch's store with it. See there which rank failed first\n"
+            "rank 0, or torchrun's agent there, died, and torch's store with it. See there which rank failed first",
+            False,
+        ),
+        (
+            "rank 0, or torchrun's agent there, died, and torch's store with it. See there which rank failed first\n"
             "Root Cause (first observed failure):\n[0]:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -11",
             True,
         ),

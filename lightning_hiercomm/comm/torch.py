@@ -25,6 +25,7 @@ from lightning_hiercomm.comm.spares import Spares
 Launch = Callable[[], Sequence[dist.Work | None]]
 """Starts messages; torch returns None for messages that are already done."""
 
+_OPEN_FILES = 2**16  # enough for 8,192 ranks
 MOST_IN_MESH = 64
 """Number of ranks up to which gloo connects all pairs of them at the start."""
 
@@ -463,9 +464,11 @@ def without_splitting_gloo() -> Iterator[None]:
 
 def raise_limit_on_open_files() -> None:
     """Raise the limit, usually 1,024: a connection is an open file, and rank 0 has two per rank to the store alone."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS allows less than its own limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # macOS allows less than its own limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager

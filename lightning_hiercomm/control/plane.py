@@ -44,9 +44,9 @@ class ControlPlane:
         hang_timeout: float | None = None,
         timeout: float | None = None,
         count_collectives: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        next_rank: int = 0,
+        first_rank: int = 0,
     ) -> None:
-        self.rank, self.size, self.place, self._next_rank = rank, size, place, next_rank
+        self.rank, self.size, self.place, self._first_rank = rank, size, place, first_rank
         self._timeout, self._count_collectives = timeout, count_collectives
         self._hang_timeout, self._interval = hang_timeout or 1e9, max(_BEAT, size / 1000)
         self._lock = threading.Lock()  # guards what both threads write
@@ -61,15 +61,11 @@ class ControlPlane:
         self._hold_at: int | None = None  # the batch at which this rank waits until it knows when all stop
         self._stop_at: int | None = None
         self._beats = self._idle = 0  # heartbeats, and those without progress; clocks go on while a process is stopped
-        self._moved = self._told = (
-            -1,
-            -1,
-            "",
-            "",
-        )  # what is progress, at the last heartbeat and the last table
+        # what counts as progress, at the last heartbeat and at the last table
+        self._moved = self._told = (-1, -1, "", "")
         self._before: list[Status] = []  # those of all ranks, at half of `hang_timeout`
         self._watched: dict[int, Status] = {}  # heartbeats of ranks whose processes this one watches
-        self._has_other_left, self._host = False, ""  # the process of rank 0
+        self._has_other_left = False
 
     def start(self, store: Store, name: str) -> None:
         """Start to send heartbeats to the part of a store with this name, new and the same for all ranks."""
@@ -92,7 +88,6 @@ class ControlPlane:
 
     def _run(self) -> None:
         try:
-            self._host = self._statuses([0])[0].process
             self._beat()
             while self.failure is None and not self._is_closing.wait(self._interval):
                 self._beat()
@@ -110,7 +105,7 @@ class ControlPlane:
             self._learn(*json.loads(failure))
         else:
             self._follow_stop(stop)
-            self._look_at_next()
+            self._look_at_machine()
             self._look_at_all(own)
 
     def _write_status(self, has_left: bool = False) -> Status:
@@ -128,9 +123,9 @@ class ControlPlane:
     def _silent_since(self, before: Sequence[Status], now: Sequence[Status]) -> list[Status]:
         return [late for early, late in zip(before, now, strict=True) if early == late and not late.has_left]
 
-    def _look_at_next(self) -> None:
-        """End the run if the process of a watched rank of this machine has ended without leaving."""
-        for rank in (self._next_rank, (self.rank + 1) % self.size):
+    def _look_at_machine(self) -> None:
+        """End the run if a process of this machine has ended without leaving: that of rank 0, the first or the next."""
+        for rank in {0, self._first_rank, (self.rank + 1) % self.size}:
             known = self._watched.get(rank)
             if known is None and self._store.check([f"status/{rank}"]):
                 self._watched[rank] = self._statuses([rank])[0]
@@ -159,7 +154,8 @@ class ControlPlane:
             if self._is_closing.wait(self._hang_timeout) or self._is_closing.wait(2 * self._interval):
                 return
             if self._beats == before and self._threads[0].is_alive():
-                self._learn("rank 0, or torchrun's agent there, is frozen: torch's store does not answer", [self._host])
+                hosts = [known.process for known in self._watched.values() if known.rank == 0]
+                self._learn("rank 0, or torchrun's agent there, is frozen: torch's store does not answer", hosts)
 
     def _leave(self) -> None:
         if self.failure is None:
@@ -227,7 +223,7 @@ class ControlPlane:
         """Request that all ranks stop at the same batch, for any reason. Safe in a signal handler."""
         self._asked = self._asked or why
         if not self.is_connected:
-            self.stops_for = why
+            self.stops_for = self._asked
 
     def should_stop(self) -> bool:
         """Return whether this rank stops before this batch, together with all others if `stops_together`."""

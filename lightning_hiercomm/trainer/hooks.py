@@ -144,9 +144,6 @@ class HierarchicalHooks(CheckpointHooks):
         if sizes is not None:
             nodes = nodes_by_count(sizes, self.world_size)
             node = next(node for node, ranks in enumerate(nodes) if self.global_rank in ranks)
-        of_machine, next_rank = len(self.parallel_devices or ()), (self.global_rank + 1) % self.world_size
-        if of_machine > 1 and self.local_rank + 1 == of_machine:
-            next_rank = self.global_rank - self.local_rank  # each rank watches one of its own machine
         self._control = RunControl(
             self.global_rank,
             self.world_size,
@@ -154,7 +151,7 @@ class HierarchicalHooks(CheckpointHooks):
             self._settings.health.hang_timeout,
             None if self._timeout is None else self._timeout.total_seconds(),
             lambda: (collectives_of_default_group(), collectives_begun()),
-            next_rank,
+            self.global_rank - self.local_rank,
         )
         if store is None:
             log.warning("No control plane, because the default process group has no store: ranks wait for each other")

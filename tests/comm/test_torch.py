@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,6 +19,25 @@ from lightning_hiercomm.comm import torch as over_torch
 from lightning_hiercomm.comm.background import Background
 from lightning_hiercomm.comm.meter import Meter
 from lightning_hiercomm.comm.torch import TorchCommunicator, _TorchHandle, connect_torch
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "then"),
+    [
+        (1024, 1024, 1024),
+        (1024, 4096, 4096),
+        (1024, 2**30, 2**16),
+        (1024, resource.RLIM_INFINITY, 2**16),
+        (2**20, resource.RLIM_INFINITY, 2**20),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, resource.RLIM_INFINITY),
+    ],
+)
+def test_the_limit_on_open_files_is_raised_as_far_as_ranks_need_and_it_may(monkeypatch, soft, hard, then):
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: limits.append(both))
+    over_torch.raise_limit_on_open_files()
+    assert limits[-1] == (then, hard)
 
 
 @pytest.mark.parametrize("is_nccl", [True, False])

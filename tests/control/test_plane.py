@@ -42,9 +42,7 @@ def start(monkeypatch) -> Iterator[Start]:
         store: Callable[[], Store] | None = None,
         **settings: float,
     ) -> list[ControlPlane]:
-        planes.extend(
-            ControlPlane(r, size, f"rank {r} (node 0)", next_rank=(r + 1) % size, **settings) for r in range(size)
-        )
+        planes.extend(ControlPlane(rank, size, f"rank {rank} (node 0)", **settings) for rank in range(size))
         called.update(enumerate(calls))
         shared = HashStore()
         for plane in planes:
@@ -112,12 +110,12 @@ def test_leaving_is_no_failure(start):
 
 @pytest.mark.parametrize("has_left", [False, True])
 def test_an_ended_process_of_this_machine_is_a_death_unless_it_left(start, monkeypatch, has_left):
+    monkeypatch.setattr(control.heartbeat, "has_ended", lambda who: who == "ended")
     planes = start(3)
+    wait_until(lambda: 2 in planes[1]._watched)  # noqa: SLF001
     if has_left:
         planes[2].close()
-    for plane in (planes[0], planes[2]):
-        monkeypatch.setattr(plane, "_look_at_next", lambda: None)
-    monkeypatch.setattr(control.heartbeat, "has_ended", lambda who: True)
+    planes[1]._watched[2] = planes[1]._watched[2]._replace(process="ended")  # noqa: SLF001
     assert planes[1].wait_for_failure(1.0) == (None if has_left else "rank 2 (node 0) died")
 
 
@@ -351,7 +349,7 @@ def test_a_heartbeat_is_two_requests_and_a_batch_is_none(start):
     for key in ("failure", "stop", "left"):
         shared.set(key, "0" if key == "left" else "")
     planes = start(2, hang_timeout=5.0)
-    wait_until(lambda: all(plane._watched for plane in planes))  # noqa: SLF001
+    wait_until(lambda: [len(plane._watched) for plane in planes] == [2, 1])  # noqa: SLF001
     for plane in planes:
         plane._store = CountingStore(shared, requests)  # noqa: SLF001
     assert not any(planes[0].should_stop() for _ in range(1000))

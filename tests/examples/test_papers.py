@@ -38,7 +38,7 @@ for name, shape in (("CIFAR10", (3, 32, 32)), ("CIFAR100", (3, 32, 32)), ("MNIST
         8, shape, 8, transform))
 runpy.run_path({program!r}, run_name="__main__")
 """
-"""Pictures that nobody has to download."""
+"""Random pictures, instead of a download."""
 
 
 def said(config, what):

@@ -36,16 +36,6 @@ def hold_the_interpreter() -> None:
     ctypes.PyDLL(None).pause()  # keeps the interpreter's lock
 
 
-def wait_as_for_a_disk(fifo: Path) -> None:
-    """Be stuck in the kernel as in a hung file system: until a child, here one that waits for a pipe, has executed."""
-    os.mkfifo(fifo)
-    libc = ctypes.CDLL(None)
-    actions, pid, nothing = ctypes.create_string_buffer(1024), ctypes.c_int(), (ctypes.c_char_p * 1)(None)
-    libc.posix_spawn_file_actions_init(actions)
-    libc.posix_spawn_file_actions_addopen(actions, 0, str(fifo).encode(), os.O_RDONLY, 0)
-    libc.posix_spawn(ctypes.byref(pid), b"/bin/true", actions, None, nothing, nothing)
-
-
 FAULTS: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -61,11 +51,10 @@ FAULTS: dict[str, Callable[[], object]] = {
 """What ends a run, or stops its victim."""
 ACCIDENTS: dict[str, Callable[[argparse.Namespace], object]] = {
     **{name: lambda _, fault=fault: fault() for name, fault in FAULTS.items()},
-    "disk": lambda arguments: wait_as_for_a_disk(arguments.out / "fifo"),
     "sleep": lambda arguments: time.sleep(arguments.hang_timeout * 2),
 }
-ELSEWHERE = ("leave", "worker")
-"""Accidents at moments of their own: before the trainer knows its rank, and in a loader's worker."""
+ELSEWHERE = ("leave",)
+"""Accidents at a moment of their own: before the trainer knows its rank."""
 MOMENTS = (
     "configure_model",
     "on_fit_start",
@@ -139,18 +128,11 @@ class Oracle(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
     def train_dataloader(self) -> DataLoader:
-        samples, arguments = torch.arange(float(self.arguments.steps * self.trainer.world_size)), self.arguments
-        if arguments.accident == "worker" and self.global_rank == arguments.victim:
-            return DataLoader(samples, num_workers=2, worker_init_fn=self.stop_worker)
-        return DataLoader(samples, num_workers=arguments.workers)
+        samples = torch.arange(float(self.arguments.steps * self.trainer.world_size))
+        return DataLoader(samples, num_workers=self.arguments.workers)
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(torch.zeros(self.trainer.world_size))
-
-    def stop_worker(self, worker: int) -> None:
-        (self.arguments.out / f"worker-{worker}").write_text(str(os.getpid()))
-        (self.arguments.out / "accident").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 for _moment in {*MOMENTS} - {*vars(Oracle)}:

@@ -128,8 +128,6 @@ class Job:
         return [self.report(rank) for rank in range(ranks)]
 
     def close(self) -> None:
-        if (self.folder / "fifo").exists():  # a child may still wait for it
-            os.close(os.open(self.folder / "fifo", os.O_RDWR))
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
